@@ -1,0 +1,61 @@
+"""What can go wrong, as a tree; each carries the exit code of the command line.
+
+MeshwrightError                 2
+├── PlanError                   a plan file, an override, an unknown or impossible value
+│   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
+├── DataError                   text, tokenizer or token cache
+├── CheckpointError             missing, truncated, tampered or foreign checkpoint
+├── HubError                    a Hugging Face directory that cannot be read or written
+├── RunError                    a run folder that is taken, missing or damaged
+│   └── NonFiniteLoss           the loss or the gradient is no number any more
+├── DoesNotFit                  3  no legal layout, or not enough memory
+└── OutsideTolerance            4  a comparison beyond its bar
+
+A message is one line: what is wrong, where, and what to do.
+"""
+
+
+class MeshwrightError(Exception):
+    """Base of every error a user can cause and mend."""
+
+    exit_code = 2
+
+
+class PlanError(MeshwrightError):
+    """A plan that cannot be read or does not make sense."""
+
+
+class IllegalLayout(PlanError):
+    """A layout that breaks a rule."""
+
+
+class DataError(MeshwrightError):
+    """Text, tokenizer or token cache that cannot be used."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint that is missing, truncated, tampered with or of another model."""
+
+
+class HubError(MeshwrightError):
+    """A Hugging Face directory that cannot be read or written."""
+
+
+class RunError(MeshwrightError):
+    """A run folder that is taken, missing or damaged."""
+
+
+class NonFiniteLoss(RunError):
+    """The loss or the gradient stopped being a number."""
+
+
+class DoesNotFit(MeshwrightError):
+    """Not enough memory, or no legal layout."""
+
+    exit_code = 3
+
+
+class OutsideTolerance(MeshwrightError):
+    """A comparison that ended beyond its bar."""
+
+    exit_code = 4

@@ -1,0 +1,147 @@
+"""Inventory: every parameter of a shape, with its logical dims and, per dim, the mesh axis that shards it.
+
+Read by the model (which parameters it must have), the planner (bytes on a rank), the engine (which slice a rank owns),
+the checkpoint (resharding) and the dry run (which row a storage belongs to). Dim letters: docs/notation.md.
+Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole on every tp rank. FSDP's dp_shard always
+splits dim 0 of what is left and is not written here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter tensor: `shape[i]` elements along the dim with letter `dims[i]`, split by mesh axis `axes[i]`."""
+
+    name: str
+    dims: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    group: str
+    """embedding, attention, mlp, router, expert, norm or head."""
+    layer: int = -1
+    """-1 = outside the layers."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices only."""
+        return len(self.shape) > 1
+
+
+def parameters(shape: ModelShape) -> list[Parameter]:
+    """Every trained parameter, in the order of the forward pass. A tied head is the embedding and not listed again."""
+    found = list(_embedding(shape))
+    for layer in range(shape.layers):
+        prefix = f"layers.{layer}."
+        found += _norm(shape, prefix + "attention_norm", layer)
+        found += _mla(shape, prefix + "attention.", layer) if shape.mla else _attention(shape, prefix + "attention.", layer)
+        found += _norm(shape, prefix + "mlp_norm", layer)
+        if shape.is_moe_layer(layer):
+            found += _moe(shape, prefix + "mlp.", layer)
+        else:
+            found += _mlp(shape, prefix + "mlp.", layer, shape.ffn, shape.mlp_bias)
+    found += _norm(shape, "norm", -1)
+    if not shape.tied:
+        found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
+    return found
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """N: all trained parameters, embeddings included, a tied head counted once."""
+    return sum(p.numel for p in parameters(shape))
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Parameters one token meets: of the routed experts only top_k."""
+    if shape.moe is None:
+        return num_parameters(shape)
+    share = shape.moe.top_k / shape.moe.experts
+    return sum(round(p.numel * share) if p.group == "expert" else p.numel for p in parameters(shape))
+
+
+def _matrix(name: str, dims: str, sizes: tuple[int, ...], split: str, group: str, layer: int) -> Parameter:
+    """`split` names the dim letters that tp splits; X (experts) is always split by ep."""
+    axes = tuple("ep" if d == "X" else "tp" if d in split else "" for d in dims)
+    return Parameter(name=name, dims=dims, shape=sizes, axes=axes, group=group, layer=layer)
+
+
+def _linear(name: str, dims: str, sizes: tuple[int, int], split: str, group: str, layer: int, bias: bool) -> Iterator[Parameter]:
+    yield _matrix(name + ".weight", dims, sizes, split, group, layer)
+    if bias:
+        yield _matrix(name + ".bias", dims[0], sizes[:1], split, group, layer)
+
+
+def _norm(shape: ModelShape, name: str, layer: int, size: int = 0, dim: str = "D") -> Iterator[Parameter]:
+    yield _matrix(name + ".weight", dim, (size or shape.hidden,), "", "norm", layer)
+    if shape.norm == "layernorm":
+        yield _matrix(name + ".bias", dim, (size or shape.hidden,), "", "norm", layer)
+
+
+def _embedding(shape: ModelShape) -> Iterator[Parameter]:
+    yield _matrix("embed.weight", "VD", (shape.vocab, shape.hidden), "V", "embedding", -1)
+    if shape.positions == "learned":
+        yield _matrix("positions.weight", "SD", (shape.max_positions, shape.hidden), "", "embedding", -1)
+
+
+def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
+    """H: query heads times head_dim; K: key heads times head_dim."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield from _linear(prefix + "q", "HD", (queries, shape.hidden), "H", "attention", layer, shape.qkv_bias)
+    yield from _linear(prefix + "k", "KD", (keys, shape.hidden), "K", "attention", layer, shape.qkv_bias)
+    yield from _linear(prefix + "v", "KD", (keys, shape.hidden), "K", "attention", layer, shape.qkv_bias)
+    if shape.qk_norm:
+        yield _matrix(prefix + "q_norm.weight", "E", (shape.head_dim,), "", "norm", layer)
+        yield _matrix(prefix + "k_norm.weight", "E", (shape.head_dim,), "", "norm", layer)
+    yield from _linear(prefix + "o", "DH", (shape.hidden, queries), "H", "attention", layer, shape.out_bias)
+
+
+def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
+    """Low-rank queries (R) and keys-values (C); the up-projections are split by head, the down-projections are whole."""
+    mla = shape.mla
+    assert mla is not None
+    queries = shape.heads * (mla.nope_dim + mla.rope_dim)
+    if mla.q_rank:
+        yield from _linear(prefix + "q_down", "RD", (mla.q_rank, shape.hidden), "", "attention", layer, shape.qkv_bias)
+        yield _matrix(prefix + "q_norm.weight", "R", (mla.q_rank,), "", "norm", layer)
+        yield from _linear(prefix + "q_up", "HR", (queries, mla.q_rank), "H", "attention", layer, False)
+    else:
+        yield from _linear(prefix + "q", "HD", (queries, shape.hidden), "H", "attention", layer, False)
+    down = mla.kv_rank + mla.rope_dim
+    yield from _linear(prefix + "kv_down", "CD", (down, shape.hidden), "", "attention", layer, shape.qkv_bias)
+    yield _matrix(prefix + "kv_norm.weight", "C", (mla.kv_rank,), "", "norm", layer)
+    up = shape.heads * (mla.nope_dim + mla.v_dim)
+    yield from _linear(prefix + "kv_up", "HC", (up, mla.kv_rank), "H", "attention", layer, False)
+    values = shape.heads * mla.v_dim
+    yield from _linear(prefix + "o", "DH", (shape.hidden, values), "H", "attention", layer, shape.out_bias)
+
+
+def _mlp(shape: ModelShape, prefix: str, layer: int, ffn: int, bias: bool) -> Iterator[Parameter]:
+    if shape.mlp == "swiglu":
+        yield from _linear(prefix + "gate", "FD", (ffn, shape.hidden), "F", "mlp", layer, bias)
+    yield from _linear(prefix + "up", "FD", (ffn, shape.hidden), "F", "mlp", layer, bias)
+    yield from _linear(prefix + "down", "DF", (shape.hidden, ffn), "F", "mlp", layer, bias)
+
+
+def _moe(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
+    """Experts are stacked along X. Layout as for F.linear: (out, in) per expert."""
+    moe = shape.moe
+    assert moe is not None
+    yield Parameter(
+        name=prefix + "router.weight", dims="XD", shape=(moe.experts, shape.hidden), axes=("", ""), group="router", layer=layer
+    )
+    inner = (moe.experts, moe.ffn, shape.hidden)
+    if shape.mlp == "swiglu":
+        yield _matrix(prefix + "experts.gate", "XFD", inner, "F", "expert", layer)
+    yield _matrix(prefix + "experts.up", "XFD", inner, "F", "expert", layer)
+    yield _matrix(prefix + "experts.down", "XDF", (moe.experts, shape.hidden, moe.ffn), "F", "expert", layer)
+    if moe.shared_experts:
+        yield from _mlp(shape, prefix + "shared.", layer, moe.shared_experts * moe.ffn, False)

@@ -1,0 +1,74 @@
+"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO stage, schedule, recomputation, kernels."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.errors import IllegalLayout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes from the outermost to the innermost: tp ranks are neighbours. ep is carved out of dp_shard x cp x tp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a step is laid over devices. Every degree is declared here; 1 = not used."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    vp: int = 1
+    """Virtual stages per pipeline rank."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage over dp_shard: 1 shards optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
+    sp: bool = False
+    """Sequence-sharded norms and dropout between TP blocks."""
+    schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
+    micro_batch: int = 0
+    """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """selective keeps matrix products and recomputes the rest (attention core, norms, activation); full keeps layer borders."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of each block: auto = on a GPU only."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """reference = the plain twins, for comparison."""
+
+    def __post_init__(self) -> None:
+        for field in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):
+            if getattr(self, field) < 1:
+                raise IllegalLayout(f"layout.{field}={getattr(self, field)} must be at least 1")
+        if self.micro_batch < 0:
+            raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: how many ranks read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    def micro_batch_of(self, global_batch: int) -> int:
+        """Sequences of one forward pass on one rank, for a step of `global_batch`; the field caps it."""
+        per_rank = global_batch // self.dp
+        return min(self.micro_batch, per_rank) if self.micro_batch else per_rank
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Forward passes of one rank in a step of `global_batch` sequences (the gradient accumulation)."""
+        per_rank = global_batch // self.dp
+        size = self.micro_batch_of(global_batch)
+        if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
+            raise IllegalLayout(self._batch_sentence(global_batch))
+        return per_rank // size
+
+    def _batch_sentence(self, global_batch: int) -> str:
+        unit = max(1, self.micro_batch) * self.dp
+        nearest = max(1, round(global_batch / unit)) * unit
+        return (
+            f"recipe.global_batch={global_batch} is not micro_batch={max(1, self.micro_batch)} x accumulation x "
+            f"dp={self.dp} for any whole accumulation: take recipe.global_batch={nearest}"
+        )

@@ -1,0 +1,83 @@
+"""Plan: the four nouns together with the data and the run folder. It is what is run."""
+
+from dataclasses import dataclass
+
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Where the text is and how it becomes tokens."""
+
+    path: str = "stdlib"
+    """A file, folder or glob; `stdlib` = the Python standard library's source on this machine; `hub:NAME` = a hub dataset."""
+    tokenizer: str = "auto"
+    """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
+    text_field: str = "text"
+    """Field of .jsonl and .parquet rows."""
+    validation: float = 0.02
+    """Share of the text held out for evaluation."""
+    limit_bytes: int = 0
+    """Read at most so much text; 0 = all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise PlanError(f"data.validation={self.validation} is a share: it must lie in [0, 1)")
+        if not self.path:
+            raise PlanError("data.path is empty: give a file, a folder, a glob, or stdlib")
+        if self.limit_bytes < 0:
+            raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run: what is trained on what, how, and laid out where."""
+
+    model: ModelShape
+    data: Data = Data()
+    run: str = "runs/latest"
+    recipe: Recipe = Recipe()
+    layout: Layout = Layout()
+    cluster: Cluster = Cluster()
+
+    def violations(self) -> list[str]:
+        """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
+        found = [*self._degrees(), *self._batches()]
+        if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
+            found.append(
+                f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions of the "
+                f"model: take recipe.sequence={self.model.max_positions}"
+            )
+        return found
+
+    def _degrees(self) -> list[str]:
+        found = []
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):
+            degree = getattr(self.layout, axis)
+            if degree > 1:
+                found.append(f"layout.{axis}={degree}: this version runs on one device; take layout.{axis}=1")
+        if self.layout.zero:
+            found.append(f"layout.zero={self.layout.zero} shards over several devices; this version runs on one: take layout.zero=0")
+        if self.layout.sp:
+            found.append("layout.sp=true needs layout.tp above 1, and this version runs on one device: take layout.sp=false")
+        return found
+
+    def _batches(self) -> list[str]:
+        found = []
+        for batch in (self.recipe.global_batch, *(stage.global_batch for stage in self.recipe.batch_ramp)):
+            try:
+                self.layout.micro_batches(batch)
+            except IllegalLayout as error:
+                found.append(str(error))
+        return found
+
+    def check(self) -> None:
+        """Raise the first violation (and say how many more there are)."""
+        found = self.violations()
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise IllegalLayout(found[0] + more)

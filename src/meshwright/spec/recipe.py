@@ -1,0 +1,104 @@
+"""Recipe: whatever may change the loss curve (and how often the run looks at itself)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStage:
+    """From `tokens` seen on, a step has `global_batch` sequences (MiniMax-01: 16M, 32M, 64M, 128M tokens)."""
+
+    tokens: int
+    global_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is trained, and how."""
+
+    steps: int = 500
+    sequence: int = 256
+    """Tokens of one sequence."""
+    global_batch: int = 32
+    """Sequences of one optimizer step, over all ranks and micro-batches."""
+    batch_ramp: tuple[BatchStage, ...] = ()
+    """Smaller (or larger) steps first: stages by tokens seen; before the first stage, global_batch."""
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+
+    learning_rate: float = 3e-4
+    min_learning_rate: float = 0.1
+    """The last rate, as a share of learning_rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """wsd: warm-up, stable, then decay over the last decay_steps."""
+    warmup_steps: int = 20
+    decay_steps: int = 0
+    """wsd only; 0 = a fifth of the steps."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """For matrices; norms, biases and other vectors never decay."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+    dropout: float = 0.0
+    balance_loss: float = 0.001
+    """Weight of the load-balance loss of a mixture of experts (Fedus et al. 2021, eq. 4)."""
+    document_mask: bool = True
+    """Packed documents do not attend across their borders."""
+
+    noise_scale_every: int = 0
+    """Measure the gradient noise scale every so many steps (McCandlish et al. 2018); 0 = never."""
+    eval_every: int = 100
+    """Steps between evaluations; 0 = never. The last step is evaluated too."""
+    eval_sequences: int = 64
+    """Held-out sequences per evaluation; 0 = all."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0 = only at the end."""
+    keep_last: int = 2
+    """Checkpoints kept beside the best one."""
+    log_every: int = 1
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "sequence", "global_batch", "keep_last", "log_every")
+        natural = ("warmup_steps", "decay_steps", "noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every")
+        for field in positive:
+            if getattr(self, field) < 1:
+                raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1")
+        for field in natural:
+            if getattr(self, field) < 0:
+                raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
+        if self.seed < 0 or self.seed >= 2**63:
+            raise PlanError(f"recipe.seed={self.seed} must lie between 0 and 2**63 - 1")
+        for field in ("learning_rate", "min_learning_rate", "weight_decay", "clip", "balance_loss"):
+            value = getattr(self, field)
+            if not math.isfinite(value) or value < 0:
+                raise PlanError(f"recipe.{field}={value} must be a number of 0 or more")
+        if not self.epsilon > 0 or not math.isfinite(self.epsilon):
+            raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
+        for field in ("beta1", "beta2", "dropout"):
+            if not 0 <= getattr(self, field) < 1:
+                raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
+        if self.min_learning_rate > 1:
+            raise PlanError(
+                f"recipe.min_learning_rate={self.min_learning_rate} is a share of learning_rate: at most 1 (0.1 = a tenth)"
+            )
+        if self.warmup_steps > self.steps:
+            raise PlanError(
+                f"recipe.warmup_steps={self.warmup_steps} exceeds recipe.steps={self.steps}: take at most {self.steps // 10}"
+            )
+        tokens = [stage.tokens for stage in self.batch_ramp]
+        if tokens != sorted(set(tokens)) or any(stage.global_batch < 1 for stage in self.batch_ramp):
+            raise PlanError("recipe.batch_ramp: tokens must rise from stage to stage and every global_batch be at least 1")
+
+    def global_batch_at(self, tokens_seen: int) -> int:
+        """Sequences of the step that starts after `tokens_seen` tokens."""
+        batch = self.global_batch
+        for stage in self.batch_ramp:
+            if tokens_seen >= stage.tokens:
+                batch = stage.global_batch
+        return batch

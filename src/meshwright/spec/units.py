@@ -1,0 +1,38 @@
+"""Units and how numbers are printed. Inside the program: bytes, seconds, FLOP, tokens."""
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+GB = 10**9
+
+
+def gib(num_bytes: float) -> str:
+    """Memory for people: GiB (2**30), MiB below a tenth of one."""
+    if abs(num_bytes) < GIB / 10:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def count(number: float) -> str:
+    """A count with K, M, B, T (powers of 1000): parameters, tokens, FLOP."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}" if abs(number) < 999.5 * size else f"{number / size:.0f}{letter}"
+    return f"{number:.0f}" if number == int(number) else f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Time with its unit: 0.4 s, 12 s, 3 min 05 s, 2 h 04 min, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, secs = divmod(whole, 60)
+    hours, mins = divmod(minutes, 60)
+    days, hrs = divmod(hours, 24)
+    if days:
+        return f"{days} d {hrs} h"
+    if hours:
+        return f"{hours} h {mins:02d} min"
+    if minutes:
+        return f"{minutes} min {secs:02d} s"
+    return f"{whole} s"
