@@ -1,0 +1,71 @@
+"""Every test runs on one torch thread, with a cache of its own and without a network."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before anything imports a Hugging Face library, and inherited by the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+os.environ.pop("MESHWRIGHT_TEXT", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Sums are then taken in one order, and parallel test workers do not fight for cores."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Token caches of a test session never meet those of the user."""
+    patch = pytest.MonkeyPatch()
+    cache = tmp_path_factory.mktemp("cache")
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    yield cache
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """A connection beyond this machine is an error: the tests need nothing from outside."""
+    patch = pytest.MonkeyPatch()
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(address[0]):
+            _refuse(address)
+        connect(self, address)
+
+    patch.setattr(socket.socket, "connect", local_only)
+    yield
+    patch.undo()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def _is_local(host: object) -> bool:
+    return str(host) in ("localhost", "::1") or str(host).startswith("127.")
+
+
+def _refuse(address: object) -> NoReturn:
+    raise AssertionError(f"a test tried to reach {address}: tests use no network")
