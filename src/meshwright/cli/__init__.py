@@ -1,0 +1,1 @@
+"""The command line: verbs that parse, call and print."""

@@ -1,0 +1,1 @@
+"""Training: step, loop, checkpoint, watchers of a run."""

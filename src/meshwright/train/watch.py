@@ -1,0 +1,131 @@
+"""What a run tells those who watch it: the Watcher protocol and the records it is given. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshwright.spec import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What is known before the first step."""
+
+    plan: Plan
+    parameters: int
+    device: str
+    """For people: "CPU, 2 threads" or the GPU's name."""
+    first_step: int
+    """Steps already done when this process begins: 0 for a fresh run."""
+    steps: int
+    batch_equation: str
+    """`global batch 32 sequences = micro-batch 8 x accumulation 4 x dp 1`."""
+    train_tokens: int
+    """Tokens of the training text, once through."""
+    bytes_per_token: float
+    """Of the held-out text: turns nats per token into bits per byte."""
+    peak_flop_per_s: float | None
+    """What MFU is measured against; None = unknown, and MFU is not printed."""
+    notes: tuple[str, ...] = ()
+    """Whatever else a person should read once, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step. None = not measured in this step, or not known on this machine."""
+
+    step: int
+    """Counts from 1: the number of steps done."""
+    loss: float
+    """Nats per valid token of the step."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Cumulative over the whole run."""
+    tokens_per_second: float
+    seconds: float
+    """Cumulative wall time of training."""
+    step_seconds: float
+    data_wait_seconds: float
+    """Part of step_seconds spent waiting for the next batch."""
+    allocated_bytes: int
+    """Peak of memory in live tensors (GPU), or resident memory of the process (CPU)."""
+    reserved_bytes: int
+    """Held by the allocator."""
+    mfu_causal: float | None = None
+    """Share of the peak, attention counted by half."""
+    mfu_full: float | None = None
+    hfu: float | None = None
+    """With recomputation counted."""
+    noise_scale_tokens: float | None = None
+    """Gradient noise scale (McCandlish et al. 2018) in tokens."""
+    balance_loss: float | None = None
+    """Load-balance loss of a mixture of experts, before its weight."""
+    loss_scale: float | None = None
+    """fp16 only."""
+    global_batch: int
+    """Sequences of this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation on held-out text."""
+
+    step: int
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    """Tokens that were scored."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended."""
+
+    step: int
+    steps: int
+    loss: float
+    """Of the last step, nats per token."""
+    eval_loss: float | None = None
+    """Of the last evaluation; None = there was none."""
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    bits_per_byte: float | None = None
+    """Of the last evaluation."""
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    """Mean over this process."""
+    peak_allocated_bytes: int
+    checkpoint: Path | None
+    """The last one; None = none was written."""
+    stopped: str
+    """`done`, or why it ended before: `interrupted` (Ctrl-C), `terminated` (SIGTERM)."""
+
+
+class Watcher(Protocol):
+    """Whoever wants to see a run: a display, a file, a tracking service. Called on rank 0, between steps."""
+
+    def started(self, info: RunInfo) -> None:
+        """Once, before the first step."""
+        ...
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """After every logged step."""
+        ...
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """After an evaluation on held-out text."""
+        ...
+
+    def saved(self, step: int, path: Path) -> None:
+        """Once a checkpoint is committed."""
+        ...
+
+    def ended(self, summary: Summary) -> None:
+        """Once, when the run ends: finished or interrupted with a checkpoint. Not called after an exception."""
+        ...
