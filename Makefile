@@ -1,0 +1,78 @@
+# The same verbs for people and machines. `make` alone lists them.
+#
+#   VENV=.venv         where the environment lies
+#   PYTHON=python3.12  which Python makes it (found by itself when not given)
+#   ARGS="..."         handed to the command: make test ARGS="-k resume", make quickstart ARGS="--steps 100"
+
+VENV ?= .venv
+WORKERS ?= 2
+RUN = $(VENV)/bin/python
+
+.PHONY: help quickstart test lint format bench claims clean
+
+help:
+	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
+	@echo "make test         the whole test suite"
+	@echo "make lint         ruff, formatting, types"
+	@echo "make format       mend what ruff can mend"
+	@echo "make bench        speed and memory beside transformers; encoding; start-up"
+	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
+	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
+
+quickstart: $(VENV)/.installed
+	@$(VENV)/bin/meshwright quickstart $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/.installed-dev
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(VENV)/.installed-dev
+	$(RUN) benchmarks/train_speed.py $(ARGS)
+	$(RUN) benchmarks/encoding.py
+	$(RUN) benchmarks/startup.py
+
+claims: $(VENV)/.installed-dev
+	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The stamps are younger than pyproject.toml exactly when its dependencies are installed.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing Meshwright into $(VENV); torch is the big piece, once."
+	$(RUN) -m pip install --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing Meshwright and its development tools into $(VENV); torch is the big piece, once."
+	$(RUN) -m pip install --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# A Python without ensurepip (Debian's python3 without python3-venv) lends its own pip to the new environment.
+$(VENV)/bin/pip:
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && found=$$python && break; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "Meshwright needs Python 3.11, 3.12 or 3.13; $(or $(PYTHON),python3) is" \
+	    "$$($(or $(PYTHON),python3) --version 2>&1 || echo not there): install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	  exit 2; \
+	fi; \
+	$$found -m venv --clear $(VENV) 2>/dev/null || { \
+	  $$found -m venv --clear --without-pip $(VENV) && \
+	  $$found -m pip --disable-pip-version-check --quiet --python $(VENV)/bin/python install pip; \
+	} || { \
+	  rm -rf $(VENV); \
+	  echo "Cannot make an environment in $(VENV): $$found has neither venv nor pip;" \
+	    "install them (Debian, Ubuntu: apt install python3-venv)" >&2; \
+	  exit 2; \
+	}
