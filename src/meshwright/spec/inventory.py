@@ -43,7 +43,9 @@ def parameters(shape: ModelShape) -> list[Parameter]:
     for layer in range(shape.layers):
         prefix = f"layers.{layer}."
         found += _norm(shape, prefix + "attention_norm", layer)
-        found += _mla(shape, prefix + "attention.", layer) if shape.mla else _attention(shape, prefix + "attention.", layer)
+        found += (
+            _mla(shape, prefix + "attention.", layer) if shape.mla else _attention(shape, prefix + "attention.", layer)
+        )
         found += _norm(shape, prefix + "mlp_norm", layer)
         if shape.is_moe_layer(layer):
             found += _moe(shape, prefix + "mlp.", layer)
@@ -74,7 +76,9 @@ def _matrix(name: str, dims: str, sizes: tuple[int, ...], split: str, group: str
     return Parameter(name=name, dims=dims, shape=sizes, axes=axes, group=group, layer=layer)
 
 
-def _linear(name: str, dims: str, sizes: tuple[int, int], split: str, group: str, layer: int, bias: bool) -> Iterator[Parameter]:
+def _linear(
+    name: str, dims: str, sizes: tuple[int, int], split: str, group: str, layer: int, bias: bool
+) -> Iterator[Parameter]:
     yield _matrix(name + ".weight", dims, sizes, split, group, layer)
     if bias:
         yield _matrix(name + ".bias", dims[0], sizes[:1], split, group, layer)
@@ -136,7 +140,12 @@ def _moe(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
     moe = shape.moe
     assert moe is not None
     yield Parameter(
-        name=prefix + "router.weight", dims="XD", shape=(moe.experts, shape.hidden), axes=("", ""), group="router", layer=layer
+        name=prefix + "router.weight",
+        dims="XD",
+        shape=(moe.experts, shape.hidden),
+        axes=("", ""),
+        group="router",
+        layer=layer,
     )
     inner = (moe.experts, moe.ffn, shape.hidden)
     if shape.mlp == "swiglu":

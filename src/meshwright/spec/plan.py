@@ -61,9 +61,13 @@ class Plan:
             if degree > 1:
                 found.append(f"layout.{axis}={degree}: this version runs on one device; take layout.{axis}=1")
         if self.layout.zero:
-            found.append(f"layout.zero={self.layout.zero} shards over several devices; this version runs on one: take layout.zero=0")
+            found.append(
+                f"layout.zero={self.layout.zero} shards over several devices; this version runs on one: take layout.zero=0"
+            )
         if self.layout.sp:
-            found.append("layout.sp=true needs layout.tp above 1, and this version runs on one device: take layout.sp=false")
+            found.append(
+                "layout.sp=true needs layout.tp above 1, and this version runs on one device: take layout.sp=false"
+            )
         return found
 
     def _batches(self) -> list[str]:

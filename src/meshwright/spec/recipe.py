@@ -65,7 +65,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         positive = ("steps", "sequence", "global_batch", "keep_last", "log_every")
-        natural = ("warmup_steps", "decay_steps", "noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every")
+        natural = (
+            "warmup_steps",
+            "decay_steps",
+            "noise_scale_every",
+            "eval_every",
+            "eval_sequences",
+            "checkpoint_every",
+        )
         for field in positive:
             if getattr(self, field) < 1:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1")
@@ -93,7 +100,9 @@ class Recipe:
             )
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)) or any(stage.global_batch < 1 for stage in self.batch_ramp):
-            raise PlanError("recipe.batch_ramp: tokens must rise from stage to stage and every global_batch be at least 1")
+            raise PlanError(
+                "recipe.batch_ramp: tokens must rise from stage to stage and every global_batch be at least 1"
+            )
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""

@@ -121,7 +121,9 @@ class ModelShape:
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}: take kv_heads={nearest}"
             )
         if self.positions == "rope" and self.head_dim % 2 and self.mla is None:
-            raise PlanError(f"model.head_dim={self.head_dim} must be even for rotary positions: take {self.head_dim + 1}")
+            raise PlanError(
+                f"model.head_dim={self.head_dim} must be even for rotary positions: take {self.head_dim + 1}"
+            )
         if self.moe is not None:
             self._check_moe(self.moe)
         if not self.norm_eps > 0 or self.norm_eps > 1:

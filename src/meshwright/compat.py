@@ -1,0 +1,35 @@
+"""Private names of torch and of the C library, in one place, each with its reason."""
+
+import ctypes
+import sys
+from functools import cache
+
+import torch
+
+
+@cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matrix products of a 16-bit dtype (AVX512-BF16, AMX, AVX-VNNI-2 ...).
+
+    torch has no public question; oneDNN's own answer is `torch.ops.mkldnn._is_mkldnn_*_supported`. Without it torch
+    falls back to a scalar loop of about 1 GFLOP/s, so a missing name counts as no.
+    """
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    operation = getattr(torch.ops.mkldnn, name, None) if name else None
+    return bool(operation()) if operation is not None else False
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to keep large freed blocks instead of giving each back to the kernel; False where not glibc.
+
+    By default every tensor above 128 KiB .. 32 MiB is mapped anew and faulted in page by page, which on a virtual
+    machine makes a fresh 256 MB tensor six times slower to write than an old one. -3 is M_MMAP_THRESHOLD, -1
+    M_TRIM_THRESHOLD (malloc.h); there is no Python name for them.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(-3, 2**30)) and bool(libc.mallopt(-1, 2**31 - 1))
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,75 @@
+"""Attention behind one function: softmax(q k^T * scale + mask) v, causal."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.linear import needs_wide
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Who sees whom. `allowed` (B or 1, 1, S, T) bool, or None = plainly causal with S == T."""
+
+    allowed: Tensor | None = None
+
+
+def causal_mask(
+    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, device: torch.device | None = None
+) -> Mask:
+    """The mask of the last `queries` positions over `keys` positions.
+
+    `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int: no sight across documents.
+    Plain causality over all positions needs no tensor and stays None.
+    """
+    if documents is None and queries == keys and (window == 0 or window >= keys):
+        return Mask()
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)[None, :]
+    allowed = key <= query
+    if window:
+        allowed = allowed & (key > query - window)
+    allowed = allowed[None, None]
+    if documents is not None:
+        same = documents[:, -queries:, None] == documents[:, None, :]
+        allowed = allowed & same[:, None]
+    return Mask(allowed)
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+    """q (B, S, H, E), k (B, T, K, E), v (B, T, K, V) -> (B, S, H, V); query head h reads key head h // (H / K)."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bshe,bthe->bhst", q.float(), k.float()) * scale
+    allowed = mask.allowed
+    if allowed is None:
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    weights = F.dropout(weights, dropout)
+    return torch.einsum("bhst,bthv->bshv", weights, v.float()).to(q.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+    """As the reference, by torch's scaled_dot_product_attention: the S x T weights are never stored.
+
+    A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros, since
+    the fused CPU kernel wants equal widths; the padding is cut off again.
+    """
+    dtype, width = q.dtype, v.shape[-1]
+    if needs_wide(q):
+        q, k, v = q.float(), k.float(), v.float()
+    if q.device.type == "cpu" and width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask.allowed,
+        dropout_p=dropout,
+        is_causal=mask.allowed is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)[..., :width].to(dtype)

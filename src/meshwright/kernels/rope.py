@@ -1,0 +1,51 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of dims of a head turn by position x frequency."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn each pair of x (B, S, H, E) by the angle of its position; cos, sin (B or 1, S, 1, E/2).
+
+    A pair is (i, i + E/2), or (2i, 2i + 1) when interleaved.
+    """
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    one = first * cos - second * sin
+    two = second * cos + first * sin
+    turned = torch.stack((one, two), dim=-1).flatten(-2) if interleaved else torch.cat((one, two), dim=-1)
+    return turned.to(x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
+    """One buffer, each half written once; the inverse turn (sign = -1) is the gradient."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    one, two = (out[..., 0::2], out[..., 1::2]) if interleaved else out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=two).addcmul_(first, sin, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """Saves the two small tables only; the plain form saves four products of the size of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, sin, ctx.interleaved, -1.0), None, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """As the reference. The tables are cast to the dtype of x; below fp32 the plain form keeps the products wide."""
+    if torch.compiler.is_compiling() or x.dtype != torch.float32:
+        return rotate_reference(x, cos, sin, interleaved)
+    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return result

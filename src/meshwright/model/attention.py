@@ -1,0 +1,102 @@
+"""Self-attention: grouped-query (MHA and MQA are its ends) and multi-head latent.
+
+Letters: B batch, S sequence, D hidden, H query heads, K key heads, E head_dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels import Kernels
+from meshwright.kernels.attention import Mask
+from meshwright.model.cache import LayerCache
+from meshwright.model.linear import Linear
+from meshwright.model.norm import RMSNorm
+from meshwright.model.rope import softmax_factor
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What attention needs to know about positions: rotary tables (None with learned positions) and the mask."""
+
+    mask: Mask
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+        super().__init__()
+        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q = Linear(shape.hidden, queries, kernels, shape.qkv_bias)
+        self.k = Linear(shape.hidden, keys, kernels, shape.qkv_bias)
+        self.v = Linear(shape.hidden, keys, kernels, shape.qkv_bias)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, kernels)
+            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, kernels)
+        self.o = Linear(queries, shape.hidden, kernels, shape.out_bias)
+        self.scale = shape.head_dim**-0.5
+
+    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        q = self.q(x).unflatten(-1, (-1, self.shape.head_dim))
+        k = self.k(x).unflatten(-1, (-1, self.shape.head_dim))
+        v = self.v(x).unflatten(-1, (-1, self.shape.head_dim))
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if sight.cos is not None:
+            q = self.kernels.rotate(q, sight.cos, sight.sin, self.shape.rope_interleaved)
+            k = self.kernels.rotate(k, sight.cos, sight.sin, self.shape.rope_interleaved)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        mixed: Tensor = self.o(out.flatten(2))
+        return mixed
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
+
+    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+        super().__init__()
+        assert shape.mla is not None
+        mla = self.mla = shape.mla
+        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        queries = shape.heads * (mla.nope_dim + mla.rope_dim)
+        if mla.q_rank:
+            self.q_down = Linear(shape.hidden, mla.q_rank, kernels, shape.qkv_bias)
+            self.q_norm = RMSNorm(mla.q_rank, 1e-6, kernels)
+            self.q_up = Linear(mla.q_rank, queries, kernels)
+        else:
+            self.q = Linear(shape.hidden, queries, kernels)
+        self.kv_down = Linear(shape.hidden, mla.kv_rank + mla.rope_dim, kernels, shape.qkv_bias)
+        self.kv_norm = RMSNorm(mla.kv_rank, 1e-6, kernels)
+        self.kv_up = Linear(mla.kv_rank, shape.heads * (mla.nope_dim + mla.v_dim), kernels)
+        self.o = Linear(shape.heads * mla.v_dim, shape.hidden, kernels, shape.out_bias)
+        self.scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * softmax_factor(shape)
+
+    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        mla = self.mla
+        q = self.q_up(self.q_norm(self.q_down(x))) if mla.q_rank else self.q(x)
+        q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
+        latent, k_rope = self.kv_down(x).split((mla.kv_rank, mla.rope_dim), dim=-1)
+        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
+        k_nope, v = kv.split((mla.nope_dim, mla.v_dim), dim=-1)
+        q_rope = self.kernels.rotate(q_rope, sight.cos, sight.sin, self.shape.rope_interleaved)
+        k_rope = self.kernels.rotate(k_rope.unsqueeze(2), sight.cos, sight.sin, self.shape.rope_interleaved)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        mixed: Tensor = self.o(out.flatten(2))
+        return mixed

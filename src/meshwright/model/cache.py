@@ -1,0 +1,42 @@
+"""Keys and values of the past, so that one new token costs one token's work."""
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """Past keys and values of one layer, in buffers that double when full. Tensors (B, T, K, E)."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append S new positions; returns all keys and values so far."""
+        end = self.length + keys.shape[1]
+        self._keys = self._put(self._keys, keys, end)
+        self._values = self._put(self._values, values, end)
+        self.length = end
+        return self._keys[:, :end], self._values[:, :end]
+
+    def _put(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+        if buffer is None or buffer.shape[1] < end:
+            grown = torch.empty(new.shape[0], max(64, 2 * end), *new.shape[2:], dtype=new.dtype, device=new.device)
+            if buffer is not None:
+                grown[:, : self.length] = buffer[:, : self.length]
+            buffer = grown
+        buffer[:, self.length : end] = new
+        return buffer
+
+
+class Cache:
+    """One LayerCache a layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(layers)]
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return self.layers[0].length

@@ -1,0 +1,46 @@
+"""The feed-forward half of a block: gated (SwiGLU) or plain (GELU)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels import Kernels
+from meshwright.model.linear import Linear
+from meshwright.spec.shape import ModelShape
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, ffn, kernels, bias)
+        self.up = Linear(hidden, ffn, kernels, bias)
+        self.down = Linear(ffn, hidden, kernels, bias)
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        down: Tensor = self.down(self.kernels.swiglu(self.gate(x), self.up(x)))
+        return down
+
+
+class PlainMLP(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, bias: bool, approximate: str) -> None:
+        super().__init__()
+        self.up = Linear(hidden, ffn, kernels, bias)
+        self.down = Linear(ffn, hidden, kernels, bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        down: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return down
+
+
+def make_mlp(shape: ModelShape, kernels: Kernels, ffn: int, bias: bool) -> nn.Module:
+    """The dense feed-forward of a shape, `ffn` wide."""
+    if shape.mlp == "swiglu":
+        return GatedMLP(shape.hidden, ffn, kernels, bias)
+    return PlainMLP(shape.hidden, ffn, kernels, bias, "tanh" if shape.mlp == "gelu_tanh" else "none")

@@ -1,0 +1,183 @@
+"""The transformer: embed, blocks, norm, head. Arithmetic only; the file to read first.
+
+Letters: B batch, S sequence, D hidden, V vocab.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels import Kernels, choose
+from meshwright.kernels.attention import causal_mask
+from meshwright.model.attention import Attention, LatentAttention, Sight
+from meshwright.model.cache import Cache, LayerCache
+from meshwright.model.init import initial_value
+from meshwright.model.linear import Linear
+from meshwright.model.mlp import make_mlp
+from meshwright.model.moe import MoE
+from meshwright.model.norm import make_norm
+from meshwright.model.rope import frequencies, table_factor, tables
+from meshwright.spec.shape import ModelShape
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: ModelShape, layer: int, kernels: Kernels, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(shape, kernels)
+        self.attention = (LatentAttention if shape.mla else Attention)(shape, kernels, dropout)
+        self.mlp_norm = make_norm(shape, kernels)
+        self.routed = shape.is_moe_layer(layer)
+        self.mlp = MoE(shape, kernels) if self.routed else make_mlp(shape, kernels, shape.ffn, shape.mlp_bias)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
+        x = x + self._drop(self.attention(self.attention_norm(x), sight, cache))
+        if self.routed:
+            out, balance = self.mlp(self.mlp_norm(x))
+            return x + self._drop(out), balance
+        return x + self._drop(self.mlp(self.mlp_norm(x))), None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
+
+
+def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
+    """Run a block plainly; recomputation puts another function of this signature in its place."""
+    result: tuple[Tensor, Tensor | None] = block(x, sight, cache)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a forward pass adds up: both are sums, already divided by what the caller gave."""
+
+    cross_entropy: Tensor
+    balance: Tensor | None
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model whose variants are data in its shape."""
+
+    def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        if shape.positions == "learned":
+            self.positions = nn.Embedding(shape.max_positions, shape.hidden)
+        else:
+            self.register_buffer("inverse", frequencies(shape), persistent=False)
+        self.layers = nn.ModuleList(Block(shape, layer, kernels, dropout) for layer in range(shape.layers))
+        self.norm = make_norm(shape, kernels)
+        if not shape.tied:
+            self.head = Linear(shape.hidden, shape.vocab, kernels)
+        self.call_block: BlockCall = call_block
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix (V, D) that makes logits; with a tied head the embedding."""
+        return self.embed.weight if self.shape.tied else self.head.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V) of tokens (B, S); see `hidden` for the rest."""
+        x, _ = self.hidden(tokens, positions=positions, documents=documents, cache=cache)
+        logits: Tensor = self.kernels.linear(x, self.head_weight)
+        return logits
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        scale: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Loss:
+        """Summed cross-entropy over targets (B, S) that are not -100, in nats, times scale; and the balance loss (B,)."""
+        x, balance = self.hidden(tokens, positions=positions, documents=documents)
+        flat = x.flatten(0, 1)
+        return Loss(self.kernels.linear_cross_entropy(flat, self.head_weight, targets.flatten(), scale), balance)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states (B, S, D), and the balance loss of each sequence (B,) averaged over routed layers.
+
+        `positions` (B, S) default to 0, 1, 2 ... after the cache; `documents` (B, S): tokens of other documents are not
+        seen.
+        """
+        past = cache.length if cache else 0
+        if positions is None:
+            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        x = self.embed(tokens)
+        if self.shape.positions == "learned":
+            x = x + self.positions(positions)
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        sights = self._sights(positions, past + tokens.shape[1], documents)
+        balances: list[Tensor] = []
+        for index, block in enumerate(self.layers):
+            sight = sights[self.shape.window_of(index)]
+            x, balance = self.call_block(block, x, sight, cache.layers[index] if cache else None)
+            if balance is not None:
+                balances.append(balance)
+        return self.norm(x), torch.stack(balances).mean(0) if balances else None
+
+    def _sights(self, positions: Tensor, keys: int, documents: Tensor | None) -> dict[int, Sight]:
+        """What each kind of layer sees, by window size; made once a pass."""
+        cos = sin = None
+        if self.shape.positions == "rope":
+            cos, sin = tables(self.inverse, positions, table_factor(self.shape))
+        queries = positions.shape[1]
+        windows = {self.shape.window_of(layer) for layer in range(self.shape.layers)}
+        device = positions.device
+        return {
+            window: Sight(causal_mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
+            for window in windows
+        }
+
+
+def build(
+    shape: ModelShape,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    dropout: float = 0.0,
+    kernels: str = "auto",
+    initialize: bool = True,
+) -> Transformer:
+    """A model with initial weights of (seed, parameter name); `initialize=False` leaves them unset for a loader."""
+    with torch.device("meta"):
+        model = Transformer(shape, kernels=choose(kernels), dropout=dropout)
+    model = model.to(dtype).to_empty(device=device)
+    if shape.positions == "rope":
+        model.inverse = frequencies(shape).to(device)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            module = model.get_submodule(name.rpartition(".")[0])
+            module.correction_bias = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
+    if initialize:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(initial_value(name, parameter.shape, shape, seed))
+    return model
