@@ -1,0 +1,96 @@
+"""How the figures of a run are written, the same on a live display and in a log line."""
+
+from collections import deque
+
+from meshwright.spec.units import GIB, count, duration
+from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+
+
+class Pace:
+    """Time left, from the wall time of the last steps: evaluation and saving are in it."""
+
+    def __init__(self, steps: int, window: int = 64) -> None:
+        self.steps = steps
+        self._seen: deque[tuple[int, float]] = deque(maxlen=window)
+
+    def seen(self, step: int, now_s: float) -> None:
+        """Note that `step` was done at `now_s`."""
+        self._seen.append((step, now_s))
+
+    def left_s(self, otherwise_s: float) -> float:
+        """Seconds to the last step; while only one step is known, each is taken to last `otherwise_s`."""
+        (first, began), (last, now) = self._seen[0], self._seen[-1]
+        each = (now - began) / (last - first) if last > first else otherwise_s
+        return max(0, self.steps - last) * each
+
+
+def opening(info: RunInfo) -> list[tuple[str, str]]:
+    """What is printed once at the start: (label, sentence) pairs."""
+    plan = info.plan
+    rows = [
+        ("model", f"{plan.model.name}, {count(info.parameters)} parameters, {plan.recipe.precision}, on {info.device}"),
+        ("data", f"{plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"),
+        ("batch", info.batch_equation),
+        ("run", f"{plan.run}, {_steps(info)} of {plan.recipe.sequence} tokens a sequence"),
+    ]
+    return rows + [("note", note) for note in info.notes]
+
+
+def _steps(info: RunInfo) -> str:
+    return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else f"{info.steps} steps"
+
+
+def speed(metrics: StepMetrics) -> str:
+    """Tokens a second."""
+    return f"{count(metrics.tokens_per_second)} tokens/s"
+
+
+def memory(metrics: StepMetrics) -> str:
+    """Allocated and reserved."""
+    return f"{metrics.allocated_bytes / GIB:.2f}/{metrics.reserved_bytes / GIB:.2f} GiB"
+
+
+def data_wait(metrics: StepMetrics) -> str:
+    """Share of the step that waited for data."""
+    share = metrics.data_wait_seconds / metrics.step_seconds if metrics.step_seconds > 0 else 0.0
+    return f"{100 * share:.1f}%"
+
+
+def utilization(metrics: StepMetrics) -> str:
+    """MFU with its conventions; empty where the peak of the device is not known."""
+    known = (("causal", metrics.mfu_causal), ("full", metrics.mfu_full))
+    parts = [f"{100 * value:.1f}% {name}" for name, value in known if value is not None]
+    hfu = f", HFU {100 * metrics.hfu:.1f}%" if metrics.hfu is not None else ""
+    return "MFU " + ", ".join(parts) + hfu if parts else ""
+
+
+def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
+    """Figures that only some runs have."""
+    found = []
+    if metrics.noise_scale_tokens is not None:
+        found.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
+    if metrics.balance_loss is not None:
+        found.append(("balance", f"{metrics.balance_loss:.3f}"))
+    if metrics.loss_scale is not None:
+        found.append(("loss scale", f"{metrics.loss_scale:g}"))
+    return found
+
+
+def held_out(metrics: EvalMetrics) -> str:
+    """An evaluation in one phrase."""
+    return (
+        f"loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g}, {metrics.bits_per_byte:.3f} bits per byte "
+        f"on {count(metrics.tokens)} tokens"
+    )
+
+
+def closing(summary: Summary) -> str:
+    """How the run ended, in one line."""
+    ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
+    parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {summary.steps} steps"]
+    parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)}")
+    parts.append(f"{count(summary.tokens_per_second)} tokens/s")
+    parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB")
+    if summary.bits_per_byte is not None:
+        parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
+    return ", ".join(parts)

@@ -1,0 +1,148 @@
+"""The picture every run leaves behind: loss over tokens, held-out points, the rate in a strip below."""
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.train.smooth import Smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREY, PALE = "#1f5fa8", "#d9661f", "#555555", "#d9d9d9"
+POINTS = 4000
+"""More points than pixels help nobody: longer runs are thinned, keeping the last."""
+
+Row = dict[str, Any]
+
+
+def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_token: float | None = None) -> None:
+    """Draw the rows of a metrics.jsonl as a PNG at `path`; the file appears whole or not at all.
+
+    Rows with `loss` are steps, rows (or the same rows) with `eval_loss` are evaluations. With `bytes_per_token` a
+    second axis reads the loss in bits per byte. Without a finite loss the axes stay empty.
+    """
+    figure = _figure(metrics, title, bytes_per_token)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            figure.savefig(file, format="png", dpi=150)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _figure(metrics: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
+    """No pyplot: it would pick a window system and keep every figure alive."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    _draw_loss(loss, metrics)
+    _draw_rate(rate, metrics)
+    loss.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    if bytes_per_token:
+        bits = loss.secondary_yaxis(
+            "right",
+            functions=(lambda nats: nats / bytes_per_token / math.log(2), lambda b: b * bytes_per_token * math.log(2)),
+        )
+        bits.set_ylabel("bits per byte", color=GREY)
+        bits.tick_params(colors=GREY, labelsize=9)
+        bits.spines["right"].set_visible(False)
+    for axes in (loss, rate):
+        _plain(axes)
+    return figure
+
+
+def _draw_loss(axes: "Axes", metrics: Sequence[Row]) -> None:
+    steps = [row for row in metrics if _finite(row, "loss")]
+    kept = _thin(steps)
+    tokens = [row["tokens"] for row in kept]
+    dot = "o" if len(kept) < 3 else ""
+    axes.plot(
+        tokens, [row["loss"] for row in kept], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
+    )
+    axes.plot(tokens, _smooth(steps, kept), color=BLUE, linewidth=1.8, label="smoothed")
+    held_out = [row for row in metrics if _finite(row, "eval_loss")]
+    if held_out:
+        last = held_out[-1]
+        axes.plot(
+            [row["tokens"] for row in held_out],
+            [row["eval_loss"] for row in held_out],
+            color=ORANGE,
+            linestyle="none",
+            marker="o",
+            markersize=6,
+            markeredgecolor="white",
+            label=f"held out: {last['eval_loss']:.3f} at the end",
+        )
+    low, high = _limits([row["loss"] for row in steps] + [row["eval_loss"] for row in held_out])
+    axes.set_ylim(low, high)
+    axes.set_ylabel("loss (nats per token)")
+    if steps:
+        axes.legend(frameon=False, loc="upper right")
+
+
+def _draw_rate(axes: "Axes", metrics: Sequence[Row]) -> None:
+    steps = _thin([row for row in metrics if _finite(row, "lr")])
+    axes.plot([row["tokens"] for row in steps], [row["lr"] for row in steps], color=GREY, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+    axes.set_ylabel("learning rate", fontsize=9)
+    axes.set_xlabel("training tokens")
+    axes.xaxis.set_major_formatter(_tokens)
+
+
+def _plain(axes: "Axes") -> None:
+    axes.set_facecolor("white")
+    axes.grid(color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.margins(x=0.01)
+
+
+def _tokens(value: float, _place: int) -> str:
+    from meshwright.spec.units import count
+
+    return count(value)
+
+
+def _finite(row: Row, key: str) -> bool:
+    value = row.get(key)
+    return isinstance(value, int | float) and math.isfinite(value) and "tokens" in row
+
+
+def _thin(rows: Sequence[Row]) -> list[Row]:
+    stride = max(1, math.ceil(len(rows) / POINTS))
+    return [*rows[:-1:stride], rows[-1]] if rows else []
+
+
+def _smooth(steps: Sequence[Row], kept: Sequence[Row]) -> list[float]:
+    """Smoothed from both ends over all steps, so that it does not lag behind, and read at those that are kept."""
+    losses = [row["loss"] for row in steps]
+    keep = max(0.9, 1 - 50 / max(1, len(steps)))
+    forward, backward = Smoothed(keep), Smoothed(keep)
+    there = [forward.add(loss) for loss in losses]
+    back = [backward.add(loss) for loss in reversed(losses)][::-1]
+    wanted = {id(row) for row in kept}
+    return [(a + b) / 2 for row, a, b in zip(steps, there, back, strict=True) if id(row) in wanted]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """The tall start is cut at the 98th percentile: what matters is below it."""
+    if not values:
+        return 0.0, 1.0
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[round(0.98 * (len(ordered) - 1))]
+    room = 0.06 * (high - low) or 0.05 * abs(low) or 1.0
+    return low - room, high + room

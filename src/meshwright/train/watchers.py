@@ -1,0 +1,153 @@
+"""Watchers that write elsewhere: the loss picture, TensorBoard, Weights & Biases. The services are extras."""
+
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import count
+from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+
+
+class Silent:
+    """A watcher that looks away; the others override what they want to see."""
+
+    def started(self, info: RunInfo) -> None:
+        """Before the first step."""
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """After a step."""
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """After an evaluation."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """After a checkpoint."""
+
+    def ended(self, summary: Summary) -> None:
+        """At the end."""
+
+
+class PlotWatcher(Silent):
+    """Draws RUN/loss.png from RUN/metrics.jsonl when the run ends; about a second, outside the training time."""
+
+    def started(self, info: RunInfo) -> None:
+        """Note where the run is and how many bytes a token stands for."""
+        self._info = info
+
+    def ended(self, summary: Summary) -> None:
+        """Draw; a run of no logged step leaves no picture."""
+        from meshwright.train.plot import loss_plot
+
+        folder = Path(self._info.plan.run)
+        try:
+            rows = read_metrics(folder / "metrics.jsonl")
+        except FileNotFoundError:
+            return
+        title = f"{self._info.plan.model.name}, {count(self._info.parameters)} parameters"
+        loss_plot(rows, folder / "loss.png", title=title, bytes_per_token=self._info.bytes_per_token)
+
+
+class TensorBoard(Silent):
+    """Scalars under RUN/tensorboard, one tag per field, over steps."""
+
+    def __init__(self) -> None:
+        _need("tensorboard", extra="tensorboard")
+        self._module = importlib.import_module("torch.utils.tensorboard")
+
+    def started(self, info: RunInfo) -> None:
+        """Open the event file; steps beyond the one resumed from are hidden by TensorBoard itself."""
+        folder = Path(info.plan.run) / "tensorboard"
+        self._writer = self._module.SummaryWriter(str(folder), purge_step=info.first_step + 1)
+        self._writer.add_text("plan", f"```\n{json.dumps(asdict(info.plan), indent=2)}\n```")
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Write the numbers of the step."""
+        self._write("train", _numbers(metrics), metrics.step)
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """Write the numbers of the evaluation."""
+        self._write("eval", _numbers(metrics), metrics.step)
+
+    def ended(self, summary: Summary) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+    def _write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+
+class WandB(Silent):
+    """A Weights & Biases run named like the run folder; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self) -> None:
+        self._wandb = _need("wandb", extra="wandb")
+
+    def started(self, info: RunInfo) -> None:
+        """Open the run; resuming a folder goes on with the same one."""
+        folder = Path(info.plan.run)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = self._wandb.init(
+            project="meshwright",
+            name=folder.name,
+            id=_stable_id(folder),
+            resume="allow",
+            dir=str(folder),
+            config=asdict(info.plan),
+        )
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Log the numbers of the step."""
+        self._log("train", _numbers(metrics), metrics.step)
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """Log the numbers of the evaluation."""
+        self._log("eval", _numbers(metrics), metrics.step)
+
+    def ended(self, summary: Summary) -> None:
+        """Close the run."""
+        self._run.finish()
+
+    def _log(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log({f"{group}/{name}": value for name, value in numbers.items()}, step=step)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line cut off by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def _numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
+    """Every field that holds a finite number, but the step itself."""
+    fields = asdict(metrics)
+    fields.pop("step")
+    return {name: value for name, value in fields.items() if value is not None and math.isfinite(value)}
+
+
+def _stable_id(folder: Path) -> str:
+    """The id written on first use, so that a resumed run goes on in the same place."""
+    path = folder / "wandb-id"
+    if not path.exists():
+        import secrets
+
+        path.write_text(secrets.token_hex(4), encoding="ascii")
+    return path.read_text(encoding="ascii").strip()
+
+
+def _need(package: str, *, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise PlanError(f"--{extra} needs the package {package}: pip install 'meshwright[{extra}]'") from error
