@@ -63,8 +63,8 @@ $(VENV)/bin/pip:
 	  $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && found=$$python && break; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "Meshwright needs Python 3.11, 3.12 or 3.13; $(or $(PYTHON),python3) is" \
-	    "$$($(or $(PYTHON),python3) --version 2>&1 || echo not there): install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+	  echo "Meshwright needs Python 3.11, 3.12 or 3.13; here is $$($(or $(PYTHON),python3) --version 2>/dev/null || echo none):" \
+	    "install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
 	  exit 2; \
 	fi; \
 	$$found -m venv --clear $(VENV) 2>/dev/null || { \
