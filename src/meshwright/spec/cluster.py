@@ -1,5 +1,6 @@
 """Cluster: what the plan runs on. Peaks and measured ceilings stand side by side; every number carries its source."""
 
+import math
 from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError
@@ -10,20 +11,33 @@ class Device:
     """One chip. Zero = not known; nothing is derived from an unknown number."""
 
     name: str
+    """What reports call it."""
     memory_bytes: int = 0
+    """Of the chips; what a program can have is less by what the driver keeps."""
     bf16_flop_per_s: float = 0.0
     """Datasheet, dense."""
     bf16_matmul_flop_per_s: float = 0.0
     """Best measured matrix product."""
     fp8_flop_per_s: float = 0.0
+    """Datasheet, dense."""
     fp8_matmul_flop_per_s: float = 0.0
+    """Best measured matrix product."""
     memory_bytes_per_s: float = 0.0
+    """Reading or writing its own memory."""
     link_bytes_per_s: float = 0.0
     """To neighbours in the same node, one direction."""
     network_bytes_per_s: float = 0.0
     """To other nodes, per device, one direction."""
     source: str = ""
+    """Where the numbers stand."""
     certainty: str = ""
+    """Which of them were read there, recalled or measured."""
+
+    def __post_init__(self) -> None:
+        for field in self.__dataclass_fields__:
+            value = getattr(self, field)
+            if not isinstance(value, str) and not 0 <= value < math.inf:
+                raise PlanError(f"cluster.device.{field}={value} must be a number of 0 (not known) or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +45,11 @@ class Cluster:
     """Nodes of equal devices."""
 
     device: Device = Device(name="local")
+    """Name of a known device, or its figures."""
     devices_per_node: int = 1
+    """Chips of one host."""
     nodes: int = 1
+    """Hosts."""
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1 or self.nodes < 1:

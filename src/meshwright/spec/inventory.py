@@ -43,9 +43,8 @@ def parameters(shape: ModelShape) -> list[Parameter]:
     for layer in range(shape.layers):
         prefix = f"layers.{layer}."
         found += _norm(shape, prefix + "attention_norm", layer)
-        found += (
-            _mla(shape, prefix + "attention.", layer) if shape.mla else _attention(shape, prefix + "attention.", layer)
-        )
+        attention = _mla if shape.mla else _attention
+        found += attention(shape, prefix + "attention.", layer)
         found += _norm(shape, prefix + "mlp_norm", layer)
         if shape.is_moe_layer(layer):
             found += _moe(shape, prefix + "mlp.", layer)
@@ -66,8 +65,8 @@ def num_active_parameters(shape: ModelShape) -> int:
     """Parameters one token meets: of the routed experts only top_k."""
     if shape.moe is None:
         return num_parameters(shape)
-    share = shape.moe.top_k / shape.moe.experts
-    return sum(round(p.numel * share) if p.group == "expert" else p.numel for p in parameters(shape))
+    top_k, experts = shape.moe.top_k, shape.moe.experts
+    return sum(p.numel // experts * top_k if p.group == "expert" else p.numel for p in parameters(shape))
 
 
 def _matrix(name: str, dims: str, sizes: tuple[int, ...], split: str, group: str, layer: int) -> Parameter:
@@ -109,7 +108,7 @@ def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter
 
 
 def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
-    """Low-rank queries (R) and keys-values (C); the up-projections are split by head, the down-projections are whole."""
+    """Low-rank queries (R) and keys-values (C); up-projections are split by head, down-projections are whole."""
     mla = shape.mla
     assert mla is not None
     queries = shape.heads * (mla.nope_dim + mla.rope_dim)

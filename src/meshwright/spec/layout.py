@@ -1,4 +1,4 @@
-"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO stage, schedule, recomputation, kernels."""
+"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO, schedule, recomputation, kernels."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,17 @@ class Layout:
     """How a step is laid over devices. Every degree is declared here; 1 = not used."""
 
     dp_replicate: int = 1
+    """Data parallel: replicas that hold the same shards."""
     dp_shard: int = 1
+    """Data parallel: ranks that share one replica (ZeRO, FSDP)."""
     tp: int = 1
+    """Tensor parallel: ranks that share every matrix."""
     cp: int = 1
+    """Context parallel: ranks that share every sequence."""
     pp: int = 1
+    """Pipeline parallel: ranks that share the layers."""
     ep: int = 1
+    """Expert parallel: ranks that share the experts; carved out of dp_shard x cp x tp."""
     vp: int = 1
     """Virtual stages per pipeline rank."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -26,10 +32,11 @@ class Layout:
     sp: bool = False
     """Sequence-sharded norms and dropout between TP blocks."""
     schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
+    """Order of the pipeline's forward and backward passes."""
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """selective keeps matrix products and recomputes the rest (attention core, norms, activation); full keeps layer borders."""
+    """selective keeps matrix products and recomputes the rest (attention, norms, activation); full keeps layer borders."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "reference"] = "auto"

@@ -1,6 +1,6 @@
 """Plan: the four nouns together with the data and the run folder. It is what is run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -14,7 +14,7 @@ class Data:
     """Where the text is and how it becomes tokens."""
 
     path: str = "stdlib"
-    """A file, folder or glob; `stdlib` = the Python standard library's source on this machine; `hub:NAME` = a hub dataset."""
+    """A file, folder or glob; `stdlib` = the Python standard library's source here; `hub:NAME` = a hub dataset."""
     tokenizer: str = "auto"
     """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
     text_field: str = "text"
@@ -38,19 +38,29 @@ class Plan:
     """One run: what is trained on what, how, and laid out where."""
 
     model: ModelShape
+    """The transformer: a preset's name, a Hugging Face folder, or its sizes."""
     data: Data = Data()
+    """The text: a path, or a path with more settings."""
     run: str = "runs/latest"
-    recipe: Recipe = Recipe()
-    layout: Layout = Layout()
-    cluster: Cluster = Cluster()
+    """The run folder, where everything is written."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """What may change the loss curve."""
+    layout: Layout = field(default_factory=Layout)
+    """What must not change the loss curve."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """What it runs on: a name as h100x8, or figures."""
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise PlanError("run is empty: give the folder of the run, as run=runs/first")
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
         found = [*self._degrees(), *self._batches()]
         if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
             found.append(
-                f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions of the "
-                f"model: take recipe.sequence={self.model.max_positions}"
+                f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "
+                f"of the model: take recipe.sequence={self.model.max_positions}"
             )
         return found
 
@@ -62,7 +72,8 @@ class Plan:
                 found.append(f"layout.{axis}={degree}: this version runs on one device; take layout.{axis}=1")
         if self.layout.zero:
             found.append(
-                f"layout.zero={self.layout.zero} shards over several devices; this version runs on one: take layout.zero=0"
+                f"layout.zero={self.layout.zero} shards over several devices; "
+                "this version runs on one: take layout.zero=0"
             )
         if self.layout.sp:
             found.append(

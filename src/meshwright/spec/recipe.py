@@ -12,7 +12,15 @@ class BatchStage:
     """From `tokens` seen on, a step has `global_batch` sequences (MiniMax-01: 16M, 32M, 64M, 128M tokens)."""
 
     tokens: int
+    """Tokens seen when the stage begins."""
     global_batch: int
+    """Sequences of one step in this stage."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0 or self.global_batch < 1:
+            raise PlanError(
+                f"recipe.batch_ramp: tokens={self.tokens} must be 0 or more, global_batch={self.global_batch} at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,32 +28,40 @@ class Recipe:
     """What is trained, and how."""
 
     steps: int = 500
+    """Optimizer steps of the whole run."""
     sequence: int = 256
     """Tokens of one sequence."""
     global_batch: int = 32
     """Sequences of one optimizer step, over all ranks and micro-batches."""
     batch_ramp: tuple[BatchStage, ...] = ()
-    """Smaller (or larger) steps first: stages by tokens seen; before the first stage, global_batch."""
+    """Other batch sizes later: stages {tokens, global_batch} by tokens seen; before the first, global_batch."""
     seed: int = 0
+    """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
 
     learning_rate: float = 3e-4
+    """The largest rate, reached after warmup_steps."""
     min_learning_rate: float = 0.1
     """The last rate, as a share of learning_rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """wsd: warm-up, stable, then decay over the last decay_steps."""
+    """How the rate falls after warm-up; wsd: warm-up, stable, then decay over the last decay_steps."""
     warmup_steps: int = 20
+    """Steps over which the rate rises from 0."""
     decay_steps: int = 0
     """wsd only; 0 = a fifth of the steps."""
     beta1: float = 0.9
+    """AdamW: decay of the mean of the gradient."""
     beta2: float = 0.95
+    """AdamW: decay of the mean of its square."""
     epsilon: float = 1e-8
+    """AdamW: added to the root of that mean."""
     weight_decay: float = 0.1
     """For matrices; norms, biases and other vectors never decay."""
     clip: float = 1.0
     """Largest gradient norm; 0 = no clipping."""
     dropout: float = 0.0
+    """Share of activations set to 0 while training."""
     balance_loss: float = 0.001
     """Weight of the load-balance loss of a mixture of experts (Fedus et al. 2021, eq. 4)."""
     document_mask: bool = True
@@ -62,21 +78,15 @@ class Recipe:
     keep_last: int = 2
     """Checkpoints kept beside the best one."""
     log_every: int = 1
+    """Steps between lines of the log; metrics.jsonl has every step."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "sequence", "global_batch", "keep_last", "log_every")
-        natural = (
-            "warmup_steps",
-            "decay_steps",
-            "noise_scale_every",
-            "eval_every",
-            "eval_sequences",
-            "checkpoint_every",
-        )
+        every = ("noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every")
         for field in positive:
-            if getattr(self, field) < 1:
-                raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1")
-        for field in natural:
+            if not 1 <= getattr(self, field) < 2**31:
+                raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
+        for field in ("warmup_steps", "decay_steps", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
         if self.seed < 0 or self.seed >= 2**63:
@@ -92,17 +102,17 @@ class Recipe:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
         if self.min_learning_rate > 1:
             raise PlanError(
-                f"recipe.min_learning_rate={self.min_learning_rate} is a share of learning_rate: at most 1 (0.1 = a tenth)"
+                f"recipe.min_learning_rate={self.min_learning_rate} is a share of learning_rate: "
+                "at most 1 (0.1 = a tenth)"
             )
         if self.warmup_steps > self.steps:
             raise PlanError(
-                f"recipe.warmup_steps={self.warmup_steps} exceeds recipe.steps={self.steps}: take at most {self.steps // 10}"
+                f"recipe.warmup_steps={self.warmup_steps} exceeds recipe.steps={self.steps}: "
+                f"take recipe.warmup_steps={self.steps // 10}"
             )
         tokens = [stage.tokens for stage in self.batch_ramp]
-        if tokens != sorted(set(tokens)) or any(stage.global_batch < 1 for stage in self.batch_ramp):
-            raise PlanError(
-                "recipe.batch_ramp: tokens must rise from stage to stage and every global_batch be at least 1"
-            )
+        if tokens != sorted(set(tokens)):
+            raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""

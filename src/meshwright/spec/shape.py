@@ -1,9 +1,14 @@
 """ModelShape: the integers and flags of a transformer. No rank counts, no dtype, no training choice."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+
+LARGEST = 2**31
+"""No size of a tensor is as large; a bound keeps a slip of the finger from filling the memory."""
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,16 +20,38 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn"]
+    """linear, llama3 or yarn."""
     factor: float
+    """How many times longer than original_positions a sequence may be."""
     original_positions: int
+    """Positions the unscaled model was trained on."""
     low_frequency_factor: float = 1.0
+    """llama3: a frequency with fewer rotations over original_positions is divided by factor."""
     high_frequency_factor: float = 4.0
+    """llama3: a frequency with more rotations over original_positions is kept."""
     beta_fast: float = 32.0
+    """yarn: rotations over original_positions from which on a frequency is kept."""
     beta_slow: float = 1.0
+    """yarn: rotations up to which a frequency is divided by factor."""
     mscale: float = 0.0
     """YaRN: numerator of the attention factor; 0 = not given (the paper's 0.1 ln(factor) + 1)."""
     mscale_all_dim: float = 0.0
     """YaRN: its denominator; DeepSeek also multiplies the softmax scale by mscale_all_dim's value squared."""
+
+    def __post_init__(self) -> None:
+        for field in ("factor", "low_frequency_factor", "high_frequency_factor", "beta_fast", "beta_slow"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise PlanError(f"model.rope_scaling.{field}={getattr(self, field)} must be a number above 0")
+        if self.original_positions < 1:
+            raise PlanError(f"model.rope_scaling.original_positions={self.original_positions} must be at least 1")
+        for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise PlanError(
+                    f"model.rope_scaling.{low}={getattr(self, low)} must be below {high}={getattr(self, high)}"
+                )
+        for field in ("mscale", "mscale_all_dim"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise PlanError(f"model.rope_scaling.{field}={getattr(self, field)} must be a number of 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +59,9 @@ class MoEShape:
     """Mixture of experts in place of the MLP of most layers."""
 
     experts: int
+    """Routed experts of a layer."""
     top_k: int
+    """Routed experts that one token visits."""
     ffn: int
     """Inner width of one expert."""
     shared_experts: int = 0
@@ -40,13 +69,35 @@ class MoEShape:
     first_dense: int = 0
     """Number of leading layers that keep a dense MLP."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
     normalize_top_k: bool = True
+    """The scores of the chosen experts are divided by their sum."""
     groups: int = 1
     """Experts form groups; only those of the best `top_groups` may be chosen (DeepSeek-V3)."""
     top_groups: int = 1
+    """Groups a token may choose from."""
     routed_scale: float = 1.0
+    """Factor on the sum of the routed experts."""
     correction_bias: bool = False
     """A buffer, one number per expert, added to the score for choosing only (DeepSeek-V3)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise PlanError(f"model.moe.top_k={self.top_k} must lie between 1 and model.moe.experts={self.experts}")
+        if not 1 <= self.ffn < LARGEST or self.shared_experts < 0 or self.first_dense < 0:
+            raise PlanError("model.moe: ffn must be at least 1, shared_experts and first_dense at least 0")
+        if self.groups < 1 or self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise PlanError(
+                f"model.moe.experts={self.experts} must split evenly into groups={self.groups}, "
+                f"and top_groups={self.top_groups} must lie between 1 and that"
+            )
+        reachable = self.experts // self.groups * self.top_groups
+        if self.top_k > reachable:
+            raise PlanError(
+                f"model.moe.top_k={self.top_k} exceeds the {reachable} experts of the {self.top_groups} chosen groups"
+            )
+        if not 0 < self.routed_scale < math.inf:
+            raise PlanError(f"model.moe.routed_scale={self.routed_scale} must be a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,39 +107,68 @@ class MLAShape:
     q_rank: int
     """0 = queries are projected directly."""
     kv_rank: int
+    """Rank through which keys and values go; what the cache holds, beside rope_dim."""
     nope_dim: int
+    """Dims of a query and key head without rotation."""
     rope_dim: int
+    """Rotated dims of a query head; those of the key are shared by all heads."""
     v_dim: int
+    """Dims of a value head."""
+
+    def __post_init__(self) -> None:
+        for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            if not 1 <= getattr(self, field) < LARGEST:
+                raise PlanError(f"model.mla.{field}={getattr(self, field)} must be at least 1")
+        if not 0 <= self.q_rank < LARGEST:
+            raise PlanError(f"model.mla.q_rank={self.q_rank} must be 0 (none) or more")
+        if self.rope_dim % 2:
+            raise PlanError(f"model.mla.rope_dim={self.rope_dim} must be even: take {self.rope_dim + 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One transformer. Letters as in docs/notation.md: V vocab, L layers, D hidden, H heads, K kv_heads, E head_dim, F ffn."""
+    """One transformer. Its letters (V vocab, L layers, D hidden, H heads, ...) are those of docs/notation.md."""
 
     name: str = "custom"
+    """What reports call it."""
     family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2"] = "llama"
     """Whose Hugging Face layout it is written in."""
     vocab: int
+    """Rows of the embedding; at least as many as the tokenizer has tokens."""
     layers: int
+    """Transformer blocks."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Query heads."""
     kv_heads: int = 0
     """0 = as many as heads (MHA); 1 = MQA; between = GQA."""
     head_dim: int = 0
-    """0 = hidden / heads."""
+    """Dims of a query or key head; 0 = hidden / heads, or nope_dim + rope_dim with mla."""
     ffn: int
+    """Inner width of the MLP (of the dense layers, where there are experts)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """rmsnorm has a weight, layernorm a weight and a bias."""
     norm_eps: float = 1e-5
+    """Added to the variance inside the norms."""
     mlp: Literal["swiglu", "gelu_tanh", "gelu"] = "swiglu"
+    """swiglu has three matrices, the others two."""
     positions: Literal["rope", "learned"] = "rope"
+    """rope rotates queries and keys; learned adds a trained vector per position."""
     max_positions: int
+    """Longest sequence the model is made for; with learned positions a hard limit."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """How the frequencies are stretched; null = not."""
     rope_interleaved: bool = False
     """Rotary pairs are neighbours (x0, x1) as in DeepSeek, not halves (x0, x_{E/2})."""
     qkv_bias: bool = False
+    """Biases of the query, key and value projections."""
     out_bias: bool = False
+    """Bias of the attention's output projection."""
     mlp_bias: bool = False
+    """Biases of the dense MLP."""
     qk_norm: bool = False
     """RMSNorm over head_dim on every query and key head (Qwen3)."""
     window: int = 0
@@ -96,12 +176,17 @@ class ModelShape:
     window_from_layer: int = 0
     """First layer that uses the window (Qwen2's max_window_layers)."""
     tied: bool = False
+    """The head is the embedding, transposed."""
     moe: MoEShape | None = None
+    """Mixture of experts; null = every layer is dense."""
     mla: MLAShape | None = None
+    """Multi-head latent attention; null = plain heads."""
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim == 0 and self.mla is not None:
+            object.__setattr__(self, "head_dim", self.mla.nope_dim + self.mla.rope_dim)
         if self.head_dim == 0:
             if self.heads and self.hidden % self.heads:
                 raise PlanError(
@@ -113,8 +198,10 @@ class ModelShape:
 
     def _check(self) -> None:
         for field in ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
-            if getattr(self, field) < 1:
-                raise PlanError(f"model.{field}={getattr(self, field)} must be at least 1")
+            if not 1 <= getattr(self, field) < LARGEST:
+                raise PlanError(f"model.{field}={getattr(self, field)} must be at least 1 and below 2**31")
+        if self.layers > MOST_LAYERS:
+            raise PlanError(f"model.layers={self.layers} must be at most {MOST_LAYERS}")
         if self.heads % self.kv_heads:
             nearest = max(k for k in range(1, self.kv_heads + 1) if self.heads % k == 0)
             raise PlanError(
@@ -124,30 +211,14 @@ class ModelShape:
             raise PlanError(
                 f"model.head_dim={self.head_dim} must be even for rotary positions: take {self.head_dim + 1}"
             )
-        if self.moe is not None:
-            self._check_moe(self.moe)
         if not self.norm_eps > 0 or self.norm_eps > 1:
             raise PlanError(f"model.norm_eps={self.norm_eps} must lie in (0, 1]")
         if not 0 < self.rope_theta < float("inf"):
             raise PlanError(f"model.rope_theta={self.rope_theta} must be a positive number")
-        if self.window < 0:
-            raise PlanError(f"model.window={self.window} must be 0 (off) or a number of tokens")
-
-    @staticmethod
-    def _check_moe(moe: MoEShape) -> None:
-        if not 1 <= moe.top_k <= moe.experts:
-            raise PlanError(f"model.moe.top_k={moe.top_k} must lie between 1 and model.moe.experts={moe.experts}")
-        if moe.ffn < 1 or moe.shared_experts < 0 or moe.first_dense < 0:
-            raise PlanError("model.moe: ffn must be at least 1, shared_experts and first_dense at least 0")
-        if moe.groups < 1 or moe.experts % moe.groups or not 1 <= moe.top_groups <= moe.groups:
+        if self.window < 0 or self.window_from_layer < 0:
             raise PlanError(
-                f"model.moe.experts={moe.experts} must split evenly into groups={moe.groups}, "
-                f"and top_groups={moe.top_groups} must lie between 1 and that"
-            )
-        if moe.top_k > moe.experts // moe.groups * moe.top_groups:
-            raise PlanError(
-                f"model.moe.top_k={moe.top_k} exceeds the {moe.experts // moe.groups * moe.top_groups} experts "
-                f"of the {moe.top_groups} chosen groups"
+                f"model.window={self.window} must be 0 (off) or a number of tokens, "
+                f"and model.window_from_layer={self.window_from_layer} a layer"
             )
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -1,5 +1,7 @@
 """Units and how numbers are printed. Inside the program: bytes, seconds, FLOP, tokens."""
 
+from math import isfinite
+
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
@@ -14,16 +16,20 @@ def gib(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A count with K, M, B, T (powers of 1000): parameters, tokens, FLOP."""
+    """A count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= size:
+        if abs(number) >= size * 0.9995:
             return f"{number / size:.3g}{letter}" if abs(number) < 999.5 * size else f"{number / size:.0f}{letter}"
-    return f"{number:.0f}" if number == int(number) else f"{number:.3g}"
+    return f"{number:.0f}" if isfinite(number) and number == int(number) else f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Time with its unit: 0.4 s, 12 s, 3 min 05 s, 2 h 04 min, 3 d 4 h."""
-    if seconds < 10:
+    """Time with its unit: 4.2 ms, 0.4 s, 12 s, 3 min 05 s, 2 h 04 min, 3 d 4 h; unknown where it is no number."""
+    if not isfinite(seconds):
+        return "unknown"
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     minutes, secs = divmod(whole, 60)
