@@ -77,7 +77,7 @@ class Panel:
             label = (
                 f"{high - share * (high - low):.3f}" if self.curve.values and y in (0, height // 2, height - 1) else ""
             )
-            line = Text(f"{label:>{AXIS - 2}} \u2502", style="dim")
+            line = Text.assemble((f"{label:>{AXIS - 2}} \u2502", "dim"))
             for x, cell in enumerate(row):
                 mark = (y, x) in marks
                 line.append("\u25c6" if mark else " " if ord(cell) == BLANK else cell, style=POINT if mark else CURVE)

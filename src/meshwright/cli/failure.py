@@ -1,0 +1,42 @@
+"""From an exception to one line on stderr and an exit code."""
+
+import errno
+
+from meshwright.spec.errors import MeshwrightError
+
+FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """(one line, exit code) for whatever ended a verb; what nobody foresaw is 1 and points to --debug."""
+    if isinstance(error, MeshwrightError):
+        return _one_line(str(error)), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if _out_of_memory(error):
+        return (
+            "out of memory: take a smaller layout.micro_batch, layout.recompute=full or a smaller model",
+            DOES_NOT_FIT,
+        )
+    if isinstance(error, OSError) and error.strerror:
+        return _system(error), USAGE
+    return f"{type(error).__name__}: {_one_line(str(error))} (run with --debug for the traceback)", FAILED
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """torch's own class is known by name, so that this file needs no torch; its CPU allocator only has a message."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _system(error: OSError) -> str:
+    place = f" ({error.filename})" if error.filename else ""
+    line = f"{error.strerror}{place}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        line += ": free some space; a run goes on from its last checkpoint with resume=auto"
+    return _one_line(line)
