@@ -1,0 +1,234 @@
+"""The shape of the house: imports point down, torch is loaded only where it computes, and nothing unsafe is read.
+
+The table is that of docs/decisions/0001-ground-floor.md. Most tests read the source, and name every offender at once;
+the last ones start a fresh process and look at what it loaded.
+"""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "meshwright"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+TENSORS = {"spec", "compat"}
+MODEL = TENSORS | {"kernels", "model", "parallel"}
+TRAIN = MODEL | {"data", "planfile", "train"}
+BELOW: dict[str, set[str]] = {
+    "spec": set(),
+    "compat": set(),
+    "planfile": {"spec"},
+    "data": {"spec"},
+    "planner": {"spec"},
+    "kernels": TENSORS,
+    "model": TENSORS | {"kernels"},
+    "parallel": MODEL - {"parallel"},
+    "train": TRAIN - {"train"},
+    "observe": TRAIN | {"planner"},
+    "cli": TRAIN | {"planner", "observe"},
+}
+"""What each part may import of the package. `compat` holds private torch names and imports torch alone."""
+
+LIBRARIES: dict[str, set[str]] = {
+    "spec": set(),
+    "planner": set(),
+    "planfile": {"pydantic", "yaml"},
+    "data": {"numpy", "tokenizers", "pyarrow", "datasets"},
+    "kernels": {"torch", "triton"},
+}
+"""Third-party imports of the lower layers; the others are free."""
+
+LONG_ON_PURPOSE: dict[str, str] = {}
+"""Modules above 350 lines, each with the reason why it is not two."""
+
+READS_ENVIRONMENT: dict[str, str] = {}
+"""Modules below the cli that read the environment, each with the standard that demands it."""
+
+ATTICS = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+UNSAFE_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
+MANY_DEVICES = re.compile(
+    r"^(dist|distributed|ranks?|\w*_rank|rank_\w+|\w*mesh|world|world_size|environ|getenv|process_group|torchrun|"
+    r"[dD]tensor|DTensor|DeviceMesh|all_reduce|all_gather|reduce_scatter)$"
+)
+LOW_RANK = {"q_rank", "kv_rank"}
+"""Ranks of matrices (multi-head latent attention), not of processes."""
+HEAVY = {"torch", "transformers", "matplotlib", "pyarrow", "datasets"}
+
+
+def part(path: Path) -> str:
+    """The package or top module a file belongs to; empty for the package's own `__init__` and `__main__`."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first.startswith("__") else first
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source(path), filename=str(path))))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names of everything a module imports, at any depth of the code; relative ones resolved."""
+    package = ("meshwright", *path.relative_to(PACKAGE).parts[:-1])
+    found: set[str] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{name}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def of(*parts: str) -> Iterator[Path]:
+    return (path for path in MODULES if part(path) in parts)
+
+
+def test_every_part_has_its_place_in_the_table() -> None:
+    assert {part(path) for path in MODULES} - {""} <= set(BELOW)
+
+
+def test_the_table_has_no_circle() -> None:
+    order = list(BELOW)
+    assert all(order.index(lower) < order.index(name) for name, below in BELOW.items() for lower in below)
+
+
+def test_imports_point_down() -> None:
+    up = []
+    for path in of(*BELOW):
+        inside = {name.split(".")[1] for name in imports(path) if name.startswith("meshwright.")}
+        up += [f"{shown(path)} imports {name}" for name in inside - BELOW[part(path)] - {part(path), "__version__"}]
+    assert not up
+
+
+def test_lower_layers_use_only_their_libraries() -> None:
+    free = set(sys.stdlib_module_names) | {"meshwright"}
+    outside = []
+    for path in of(*LIBRARIES):
+        names = {name.split(".")[0] for name in imports(path)} - free - LIBRARIES[part(path)]
+        outside += [f"{shown(path)} imports {name}" for name in names]
+    assert not outside
+
+
+def test_private_torch_names_live_in_compat() -> None:
+    private = []
+    for path in of(*BELOW.keys() - {"compat"}):
+        private += [f"{shown(path)} imports {name}" for name in imports(path) if re.match(r"torch\b.*\._[^_]", name)]
+        private += [
+            f"{shown(path)}:{node.lineno} uses {ast.unparse(node)}"
+            for node in nodes(path)
+            if isinstance(node, ast.Attribute) and re.match(r"torch\.(\w+\.)*_[^_]\w*$", ast.unparse(node))
+        ]
+    assert not private
+
+
+def test_every_module_and_public_name_has_a_docstring() -> None:
+    silent = []
+    for path in MODULES:
+        module = nodes(path)[0]
+        assert isinstance(module, ast.Module)
+        public = [
+            node
+            for node in module.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        ]
+        silent += [shown(path)] * (not ast.get_docstring(module))
+        silent += [f"{shown(path)}: {node.name}" for node in public if not ast.get_docstring(node)]
+    assert not silent
+
+
+def test_no_module_is_an_attic() -> None:
+    steps = {path: {step.removesuffix(".py") for step in path.relative_to(PACKAGE).parts} for path in MODULES}
+    assert not [shown(path) for path, names in steps.items() if names & ATTICS]
+
+
+def test_modules_stay_small() -> None:
+    long = {shown(path): lines for path in MODULES if (lines := len(source(path).splitlines())) > 350}
+    assert not {name: lines for name, lines in long.items() if name not in LONG_ON_PURPOSE}, "cut it, or say why not"
+    assert set(LONG_ON_PURPOSE) <= set(long), "a module of the list is short: strike it off"
+
+
+def test_nothing_is_unpickled_or_loaded_unsafely() -> None:
+    unsafe = []
+    for path in MODULES:
+        roots = {name.split(".")[0] for name in imports(path)}
+        unsafe += [f"{shown(path)} imports {name}" for name in roots & UNSAFE_MODULES]
+        for node in nodes(path):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                allows = any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords)
+                unsafe += [f"{shown(path)}:{node.lineno} calls {name}"] * (name in UNSAFE_CALLS or allows)
+    assert not unsafe
+
+
+def test_the_environment_is_read_by_the_cli_alone() -> None:
+    readers = {}
+    for path in of(*BELOW.keys() - {"cli"}):
+        named = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
+        if (named | {name.split(".")[-1] for name in imports(path)}) & {"environ", "getenv"}:
+            readers[shown(path)] = READS_ENVIRONMENT.get(shown(path), "take an argument instead")
+    assert readers == READS_ENVIRONMENT
+
+
+def test_the_model_is_arithmetic() -> None:
+    """No name in the model or its kernels speaks of processes, meshes or the environment."""
+    found = []
+    for path in of("model", "kernels"):
+        tokens = tokenize.generate_tokens(io.StringIO(source(path)).readline)
+        names = {token.string for token in tokens if token.type == tokenize.NAME} - LOW_RANK
+        found += [f"{shown(path)} speaks of {name}" for name in sorted(names) if MANY_DEVICES.match(name)]
+    assert not found
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh process has loaded after running `code`."""
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint()\nprint('LOADED', *sorted(sys.modules))"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
+    last = finished.stdout.strip().splitlines()[-1]
+    assert last.startswith("LOADED ")
+    return {name.split(".")[0] for name in last.split()[1:]}
+
+
+def test_reading_text_and_plans_loads_no_torch() -> None:
+    steps = (
+        ("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts) for path in of("spec", "planfile", "data")
+    )
+    lines = ["import " + ".".join(names).removesuffix(".__init__") for names in steps]
+    assert not loaded_by("\n".join(lines)) & HEAVY
+
+
+def test_spec_loads_only_the_standard_library() -> None:
+    foreign = loaded_by("import meshwright.spec") - loaded_by("") - set(sys.stdlib_module_names)
+    assert foreign == {"meshwright"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["init"], ["schema"], ["train", "--help"]], ids=" ".join)
+def test_verbs_that_compute_nothing_load_no_torch(arguments: list[str]) -> None:
+    code = (
+        "from meshwright.cli.main import main\n"
+        f"sys.argv = ['meshwright', *{arguments!r}]\n"
+        "try:\n    status = main()\n"
+        "except SystemExit as end:\n    status = end.code\n"
+        "assert not status, status"
+    )
+    assert not loaded_by(code) & HEAVY
