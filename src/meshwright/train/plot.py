@@ -1,12 +1,12 @@
 """The picture every run leaves behind: loss over tokens, held-out points, the rate in a strip below."""
 
+import io
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.train.durable import replace_file
 from meshwright.train.smooth import Smoothed
 
 if TYPE_CHECKING:
@@ -27,18 +27,10 @@ def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_
     second axis reads the loss in bits per byte. Without a finite loss the axes stay empty.
     """
     figure = _figure(metrics, title, bytes_per_token)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            figure.savefig(file, format="png", dpi=150)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    replace_file(path, picture.getvalue())
 
 
 def _figure(metrics: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import count
+from meshwright.train.durable import replace_file
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 
@@ -142,7 +143,7 @@ def _stable_id(folder: Path) -> str:
     if not path.exists():
         import secrets
 
-        path.write_text(secrets.token_hex(4), encoding="ascii")
+        replace_file(path, secrets.token_hex(4).encode())
     return path.read_text(encoding="ascii").strip()
 
 
