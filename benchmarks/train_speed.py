@@ -1,0 +1,241 @@
+"""Training speed and memory beside `transformers`, in one run: tokens/s and peak resident memory, per shape and precision.
+
+    python benchmarks/train_speed.py [--json] [--shapes 10m,100m] [--precisions fp32,bf16] [--seconds 60]
+
+Four contestants: ours and transformers' own Llama, each eager and compiled, all with AdamW fused, gradient clipping at
+1, the same shape, batch and number of threads. Each is a process of its own; they take turns step by step, so that
+whatever else the machine does hits all alike. tokens/s is from the best step after two warm-up steps; memory is the
+peak resident size over what the process held after its imports. transformers' bf16 is autocast over fp32 weights, as its
+Trainer does it; ours keeps bf16 weights with fp32 masters.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+CONTESTANTS = ("ours", "ours-compiled", "transformers", "transformers-compiled")
+BATCH = {"10m": (8, 512), "100m": (4, 512)}
+SMALL_BATCH = {"10m": (2, 256), "100m": (1, 256)}
+"""For 16 bit on a CPU without matrix units, where transformers needs minutes a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One contestant on one shape and precision."""
+
+    contestant: str
+    tokens_per_second: float
+    peak_bytes: int
+    steps: int
+
+
+def resident_peak_bytes() -> int:
+    """VmHWM of this process."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compiled: bool) -> Callable[[], float]:
+    """A step of Meshwright's own training function."""
+    import torch
+
+    from meshwright.model import build
+    from meshwright.parallel import parallelize
+    from meshwright.spec import Layout, Recipe
+    from meshwright.spec.presets import model as preset
+    from meshwright.train import device
+    from meshwright.train.batches import Batch
+    from meshwright.train.optimizer import AdamW
+    from meshwright.train.precision import DTYPES
+    from meshwright.train.step import train_step
+
+    target = torch.device("cpu")
+    device.prepare(target, precision)
+    shape = preset(f"llama-{shape_name}")
+    model = parallelize(
+        build(shape, dtype=DTYPES[precision]), Layout(compile="on" if compiled else "off"), target
+    ).train()
+    optimizer = AdamW(model.named_parameters(), Recipe())
+    generator = torch.Generator().manual_seed(0)
+
+    def step() -> float:
+        tokens = torch.randint(0, shape.vocab, (rows, sequence + 1), generator=generator)
+        batch = Batch(tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=rows * sequence)
+        return train_step(model, optimizer, [batch], rate=1e-4, clip=1.0, balance_loss=0.0).loss.item()
+
+    return step
+
+
+def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compiled: bool) -> Callable[[], float]:
+    """A step of transformers' Llama in a plain loop."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from meshwright.spec.presets import model as preset
+
+    shape = preset(f"llama-{shape_name}")
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).train()
+    model = torch.compile(plain, dynamic=False) if compiled else plain
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    autocast = precision == "bf16"
+
+    def step() -> float:
+        tokens = torch.randint(0, shape.vocab, (rows, sequence), generator=generator)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int) -> None:
+    """Answers each line on stdin with one step: seconds, and peak bytes over the imports."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    if contestant.startswith("transformers"):
+        import transformers.models.llama.modeling_llama  # noqa: F401
+    base = resident_peak_bytes()
+    make = make_ours if contestant.startswith("ours") else make_theirs
+    step = make(shape, precision, rows, sequence, contestant.endswith("compiled"))
+    print(json.dumps({"ready": True}), flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        loss = step()
+        answer = {"seconds": time.perf_counter() - started, "peak": resident_peak_bytes() - base, "loss": loss}
+        print(json.dumps(answer), flush=True)
+
+
+def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float) -> list[Result]:
+    """All contestants, turn by turn, until `seconds` of measured steps each or 8 rounds."""
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--worker", name, shape, precision, str(rows), str(sequence)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in CONTESTANTS
+    }
+
+    def ask(name: str) -> dict[str, float]:
+        process = processes[name]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        answer: dict[str, float] = json.loads(process.stdout.readline())
+        return answer
+
+    for process in processes.values():
+        assert process.stdout is not None
+        process.stdout.readline()
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    peaks = dict.fromkeys(CONTESTANTS, 0)
+    for turn in range(2 + 8):
+        for name in CONTESTANTS:
+            if turn >= 3 and sum(times[name]) > seconds:
+                continue
+            answer = ask(name)
+            peaks[name] = int(answer["peak"])
+            if turn >= 2:
+                times[name].append(answer["seconds"])
+    for process in processes.values():
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+    return [
+        Result(
+            contestant=name,
+            tokens_per_second=rows * sequence / min(times[name]),
+            peak_bytes=peaks[name],
+            steps=len(times[name]),
+        )
+        for name in CONTESTANTS
+    ]
+
+
+def report(shape: str, precision: str, seconds: float) -> dict[str, object]:
+    """One table row group: the four results and the ratios the claims read."""
+    import torch
+
+    from meshwright import compat
+
+    emulated = precision == "bf16" and not compat.cpu_multiplies(torch.bfloat16)
+    rows, sequence = (SMALL_BATCH if emulated else BATCH)[shape]
+    results = {r.contestant: r for r in compare(shape, precision, rows, sequence, seconds)}
+    ours = max((results["ours"], results["ours-compiled"]), key=lambda r: r.tokens_per_second)
+    eager, compiled = results["transformers"], results["transformers-compiled"]
+    return {
+        "shape": shape,
+        "precision": precision,
+        "tokens_per_step": rows * sequence,
+        "emulated_16_bit": emulated,
+        "results": [asdict(r) for r in results.values()],
+        "ours_eager_over_eager": results["ours"].tokens_per_second / eager.tokens_per_second,
+        "ours_over_eager": ours.tokens_per_second / eager.tokens_per_second,
+        "ours_over_compiled": ours.tokens_per_second / compiled.tokens_per_second,
+        "memory_over_eager": results["ours"].peak_bytes / eager.peak_bytes,
+        "memory_over_compiled": ours.peak_bytes / compiled.peak_bytes,
+    }
+
+
+def main() -> None:
+    """Parse, run, print."""
+    if len(sys.argv) > 1 and sys.argv[1] == "--worker":
+        name, shape, precision, rows, sequence = sys.argv[2:]
+        worker(name, shape, precision, int(rows), int(sequence))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--shapes", default="10m,100m")
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--seconds", type=float, default=60.0, help="measured seconds a contestant")
+    given = parser.parse_args()
+    reports = []
+    for shape in given.shapes.split(","):
+        for precision in given.precisions.split(","):
+            found = report(shape, precision, given.seconds)
+            reports.append(found)
+            if not given.json:
+                show(found)
+    if given.json:
+        print(json.dumps({f"{r['shape']}-{r['precision']}": r for r in reports}))
+
+
+def show(found: dict[str, object]) -> None:
+    """For people."""
+    print(f"\n{found['shape']} {found['precision']}, {found['tokens_per_step']} tokens a step")
+    results = found["results"]
+    assert isinstance(results, list)
+    for row in results:
+        speed, peak = row["tokens_per_second"], row["peak_bytes"] / 2**20
+        print(f"  {row['contestant']:24} {speed:9.0f} tokens/s  {peak:7.0f} MiB peak  ({row['steps']} steps)")
+    for key in ("ours_eager_over_eager", "ours_over_eager", "ours_over_compiled", "memory_over_eager"):
+        print(f"  {key:24} {found[key]:9.2f}")
+
+
+if __name__ == "__main__":
+    main()

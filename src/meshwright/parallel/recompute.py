@@ -1,0 +1,55 @@
+"""Activation recomputation: keep less in the forward pass, make it again in the backward pass.
+
+full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). selective: by operation (Korthikanti et al. 2022,
+arXiv:2205.05198): keep what is dear to make, the results of matrix products, and make the attention core, the norms,
+the rotation and the activation again. Both repeat the very same operations, so loss and gradients keep every bit.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.model.attention import Sight
+from meshwright.model.cache import LayerCache
+from meshwright.model.transformer import Block, BlockCall, call_block
+
+MATRIX_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "linear")
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _call(
+    block: Block,
+    x: Tensor,
+    sight: Sight,
+    cache: LayerCache | None,
+    *,
+    contexts: Callable[[], tuple[Any, Any]] | None,
+) -> tuple[Tensor, Tensor | None]:
+    if not torch.is_grad_enabled() or cache is not None:
+        return call_block(block, x, sight, cache)
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    keep_random_state = bool(block.dropout) and block.training
+    result: tuple[Tensor, Tensor | None] = checkpoint(
+        block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
+    )
+    return result
+
+
+def block_call(recompute: str) -> BlockCall:
+    """The function that runs a block under a policy: none, selective or full."""
+    if recompute == "none":
+        return call_block
+    if recompute == "full":
+        return partial(_call, contexts=None)
+    return partial(_call, contexts=partial(create_selective_checkpoint_contexts, _policy))

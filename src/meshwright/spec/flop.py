@@ -1,0 +1,62 @@
+"""FLOP of a model, counted per token from the shape. Read by the trainer's MFU and by the planner.
+
+A multiply-add is 2 FLOP. Every weight matrix but the input embedding meets each token once forward (2 FLOP a weight)
+and twice backward; attention multiplies each query with every key it may see, and the weights with the values.
+Norms, activations and the softmax are left out (below 1 %), as every published MFU does.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.spec.inventory import parameters
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFlop:
+    """FLOP of one token: forward pass only; training takes three times as much (forward 1, backward 2)."""
+
+    layers: float
+    """Matrix products inside the layers."""
+    head: float
+    """Product with the head."""
+    attention: float
+    """Queries with keys, weights with values."""
+
+    @property
+    def forward(self) -> float:
+        """All of the forward pass."""
+        return self.layers + self.head + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, nothing recomputed: what MFU counts."""
+        return 3 * self.forward
+
+    def hardware(self, recompute: str) -> float:
+        """With what recomputation adds: what HFU counts. full: the layers again; selective: the attention core again."""
+        again = {"none": 0.0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
+        return self.training + again
+
+
+def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
+    """FLOP per token at a sequence length; `causal` counts only the keys a query may see (on average half), else all.
+
+    Of routed experts only top_k count. Conventions of other tools: docs/notation.md.
+    """
+    share = shape.moe.top_k / shape.moe.experts if shape.moe else 1.0
+    layers = 0.0
+    for parameter in parameters(shape):
+        if parameter.layer >= 0 and parameter.decays:
+            layers += 2 * parameter.numel * (share if parameter.group == "expert" else 1.0)
+    attention = sum(_attention_flop(shape, layer, sequence, causal) for layer in range(shape.layers))
+    return TokenFlop(layers=layers, head=2.0 * shape.vocab * shape.hidden, attention=attention)
+
+
+def _attention_flop(shape: ModelShape, layer: int, sequence: int, causal: bool) -> float:
+    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (the field's rounding of (S + 1)/2), less with a window."""
+    widths = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
+    keys = float(sequence)
+    if causal:
+        window = shape.window_of(layer)
+        keys = sequence / 2 if not window or window >= sequence else window - window * window / (2 * sequence)
+    return 2.0 * shape.heads * widths * keys

@@ -1,0 +1,107 @@
+"""From numbered windows of tokens to micro-batches on a device, one step ahead of the training."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from meshwright.data import Sampler, Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch: tokens, targets (B, S) int64 with -100 = ignored; documents and positions (B, S) only when a
+    row holds a document border."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+    valid: int = 0
+    """Targets that count, known on the host."""
+
+
+def to_batch(sequences: "Sequences", device: torch.device, *, document_mask: bool) -> Batch:
+    """Torch tensors of the windows; without a document mask rows are plain text."""
+    packed = document_mask and sequences.packed
+
+    def put(array: object) -> Tensor:
+        return torch.as_tensor(array).to(device, non_blocking=True)
+
+    return Batch(
+        tokens=put(sequences.tokens),
+        targets=put(sequences.targets),
+        documents=put(sequences.documents) if packed else None,
+        positions=put(sequences.positions) if packed else None,
+        valid=int((sequences.targets >= 0).sum()),
+    )
+
+
+def split(batch: Batch, size: int) -> list[Batch]:
+    """The batch in micro-batches of `size` sequences; documents stay only where a row of the part needs them."""
+    parts = []
+    for start in range(0, len(batch.tokens), size):
+        rows = slice(start, start + size)
+        targets = batch.targets[rows]
+        parts.append(
+            Batch(
+                tokens=batch.tokens[rows],
+                targets=targets,
+                documents=None if batch.documents is None else batch.documents[rows],
+                positions=None if batch.positions is None else batch.positions[rows],
+                valid=int((targets >= 0).sum()),
+            )
+        )
+    return parts
+
+
+class Feed:
+    """Reads the batch after the current one in a thread, so that a step does not wait for the disk."""
+
+    def __init__(self, sampler: "Sampler", device: torch.device, *, document_mask: bool) -> None:
+        self.sampler, self.device, self.document_mask = sampler, device, document_mask
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[tuple[int, int], Future[Batch]] | None = None
+
+    def _read(self, cursor: int, count: int) -> Batch:
+        return to_batch(self.sampler.take(cursor, count), self.device, document_mask=self.document_mask)
+
+    def take(self, cursor: int, count: int, following: int = 0) -> Batch:
+        """Samples cursor .. cursor + count - 1; then begins to read the next `following` ones."""
+        if self._next is not None and self._next[0] == (cursor, count):
+            batch = self._next[1].result()
+        else:
+            batch = self._read(cursor, count)
+        self._next = None
+        if following:
+            key = (cursor + count, following)
+            self._next = (key, self._pool.submit(self._read, *key))
+        return batch
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def held_out(
+    sampler: "Sampler", device: torch.device, *, rows: int, limit: int, document_mask: bool
+) -> Iterator[Batch]:
+    """Held-out windows in order, `rows` at a time, at most `limit` windows (0 = all), each token scored once."""
+    left = limit or len(sampler) + 1
+    for sequences in sampler.windows_in_order(rows):
+        if left <= 0:
+            return
+        batch = to_batch(sequences, device, document_mask=document_mask)
+        if len(batch.tokens) > left:
+            batch = split(batch, left)[0]
+        left -= len(batch.tokens)
+        yield batch
+
+
+def valid_tokens(micro_batches: Sequence[Batch]) -> int:
+    """Targets that count in all micro-batches together."""
+    return sum(batch.valid for batch in micro_batches)

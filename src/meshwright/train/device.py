@@ -1,0 +1,74 @@
+"""The device a run is on: which one, its memory, its peak."""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright import compat
+from meshwright.spec.cluster import Device
+from meshwright.spec.errors import PlanError
+from meshwright.spec.presets import device as device_preset
+from meshwright.spec.presets import device_names
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes. GPU: live tensors and what the allocator holds, peaks since the last reset. CPU: resident now and at most."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def pick_device() -> torch.device:
+    """The first GPU, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def prepare(device: torch.device, precision: str) -> None:
+    """Process-wide settings for training on a device."""
+    if device.type == "cpu":
+        compat.keep_freed_memory()
+    elif precision == "bf16" and not torch.cuda.is_bf16_supported():
+        raise PlanError(f"{torch.cuda.get_device_name(device)} has no bf16: take recipe.precision=fp16 or fp32")
+
+
+def title(device: torch.device) -> str:
+    """For people: `CPU, 2 threads` or the GPU's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def memory(device: torch.device) -> MemoryUse:
+    """What is in use, as MemoryUse says."""
+    if device.type == "cuda":
+        return MemoryUse(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    statm = Path("/proc/self/statm")
+    now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+    return MemoryUse(now, max(now, peak))
+
+
+def known_device(device: torch.device) -> Device | None:
+    """The preset of this GPU by its name, if there is one."""
+    if device.type != "cuda":
+        return None
+    reported = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    found = []
+    for name in device_names():
+        preset = device_preset(name)
+        if all(word in reported for word in preset.name.lower().split("-")[:1]):
+            found.append((abs(preset.memory_bytes - total_bytes), "sxm" in name.lower(), preset))
+    return min(found, key=lambda entry: (entry[0], not entry[1]))[2] if found else None
+
+
+def peak_flop_per_s(device: torch.device, precision: str, plan_device: Device) -> float | None:
+    """What MFU is measured against: the plan's device if it has a peak, else the preset of this GPU; None = unknown."""
+    if precision == "fp32":
+        return None
+    preset = plan_device if plan_device.bf16_flop_per_s else known_device(device)
+    return preset.bf16_flop_per_s if preset and preset.bf16_flop_per_s else None

@@ -1,0 +1,37 @@
+"""Loss, perplexity and bits per byte on held-out text."""
+
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+
+from meshwright.model import Transformer
+from meshwright.train.batches import Batch
+from meshwright.train.watch import EvalMetrics
+
+
+def evaluate(model: Transformer, batches: Iterable[Batch], *, step: int, tokens_per_byte: float) -> EvalMetrics:
+    """Mean loss a token over all valid targets; bits per byte = loss / ln 2 x tokens per byte of the held-out text.
+
+    Bits per byte compare models with different tokenizers; nats per token do not.
+    """
+    started = time.perf_counter()
+    training = model.training
+    model.eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            found = model.loss(batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents)
+            total += found.cross_entropy.double().item()
+            tokens += batch.valid
+    model.train(training)
+    loss = total / max(1, tokens)
+    return EvalMetrics(
+        step=step,
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss / math.log(2) * tokens_per_byte,
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,41 @@
+"""The gradient noise scale: how large a batch is worth (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
+
+For gradients G_small, G_big of batches of b < B tokens, E|G|^2 = |true|^2 + tr(Sigma)/size. Two sizes give both unknowns:
+    tr(Sigma) = (|G_small|^2 - |G_big|^2) / (1/b - 1/B)        |true|^2 = |G_big|^2 - tr(Sigma)/B
+and the noise scale is tr(Sigma) / |true|^2, in tokens: the critical batch size. The micro-batches of one step are the
+small batches, the step is the big one. Both terms are averaged over measurements before dividing, as the paper advises.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DECAY = 0.9
+
+
+@dataclass(slots=True)
+class NoiseScale:
+    """Running averages of tr(Sigma) and |true|^2."""
+
+    variance: float = 0.0
+    signal: float = 0.0
+    weight: float = 0.0
+
+    def add(self, small_squared: Sequence[float], small_tokens: Sequence[int], big_squared: float) -> None:
+        """One measurement: squared norms of mean gradients of each micro-batch and of the whole step."""
+        sizes = [tokens for tokens in small_tokens if tokens]
+        inverse = sum(1 / tokens for tokens in sizes) / len(sizes)
+        big = sum(sizes)
+        if inverse <= 1 / big:
+            return
+        variance = (sum(small_squared) / len(sizes) - big_squared) / (inverse - 1 / big)
+        signal = big_squared - variance / big
+        self.variance = DECAY * self.variance + (1 - DECAY) * variance
+        self.signal = DECAY * self.signal + (1 - DECAY) * signal
+        self.weight = DECAY * self.weight + (1 - DECAY)
+
+    @property
+    def tokens(self) -> float | None:
+        """The noise scale in tokens; None before a measurement, or while noise hides the signal."""
+        if self.weight == 0 or self.signal <= 0 or self.variance <= 0:
+            return None
+        return self.variance / self.signal

@@ -1,0 +1,95 @@
+"""Everything a run must carry on: weights, optimizer, scaler, counters. One flat dict of tensors, one of values."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.model import Transformer
+from meshwright.spec.recipe import Recipe
+from meshwright.train.checkpoint import rng_state, set_rng_state
+from meshwright.train.noise_scale import NoiseScale
+from meshwright.train.optimizer import AdamW
+from meshwright.train.precision import LossScaler
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a run; they mean the same under any layout."""
+
+    step: int = 0
+    cursor: int = 0
+    """Sequences read by all ranks together."""
+    tokens: int = 0
+    seconds: float = 0.0
+    noise: NoiseScale = field(default_factory=NoiseScale)
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Model, optimizer, scaler and progress."""
+
+    model: Transformer
+    optimizer: AdamW
+    scaler: LossScaler | None
+    progress: Progress
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Weights and kept buffers by parameter name (`model.NAME`)."""
+        return {"model." + name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""
+        found = self.model_tensors()
+        found |= {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
+        if self.scaler:
+            found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
+        random_tensors, _ = rng_state()
+        return found | {"random." + name: tensor for name, tensor in random_tensors.items()}
+
+    def values(self, recipe: Recipe) -> dict[str, Any]:
+        """All that is no tensor."""
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "cursor": progress.cursor,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "sequence": recipe.sequence,
+            "seed": recipe.seed,
+            "noise": [progress.noise.variance, progress.noise.signal, progress.noise.weight],
+            "eval_loss": progress.eval_loss,
+            "best_eval_loss": progress.best_eval_loss,
+            "best_step": progress.best_step,
+            "random": rng_state()[1],
+        }
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take over the counters and random states of a checkpoint whose tensors were loaded in place."""
+        self.progress = Progress(
+            step=values["step"],
+            cursor=values["cursor"],
+            tokens=values["tokens"],
+            seconds=values["seconds"],
+            noise=NoiseScale(*values["noise"]),
+            eval_loss=values["eval_loss"],
+            best_eval_loss=values["best_eval_loss"],
+            best_step=values["best_step"],
+        )
+        random_tensors = {name.removeprefix("random."): t for name, t in tensors.items() if name.startswith("random.")}
+        set_rng_state(random_tensors, values["random"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator a step may draw from (dropout); initial weights and data order have their own seeds."""
+    import random
+
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
