@@ -1,0 +1,152 @@
+"""Presets: published models and known devices, as data. Every number stands in a TOML file beside its source.
+
+A model or device is added by adding a table to a file of `models/` or `devices/`; nothing else needs to change.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from meshwright.spec.cluster import Cluster, Device
+from meshwright.spec.errors import PlanError
+from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+
+T = TypeVar("T")
+PARTS: dict[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling}
+"""Fields of a shape that are shapes themselves."""
+LONGEST = 80
+"""Characters of an unknown name that are compared and repeated."""
+UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
+"""Endings of keys in the files: what they become, and times what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What is known of a model: its fields, its parameter count as published, and where both stand."""
+
+    name: str
+    fields: Mapping[str, object]
+    """Fields of ModelShape as its source gives them: what it leaves out (kv_heads, head_dim) is left out here too."""
+    source: str
+    parameters: int
+    parameters_source: str
+    active: str = ""
+    """Parameters one token meets, as printed by the publisher; empty = not published."""
+    active_without: str = ""
+    """Parameter group the publisher leaves out of `active`."""
+    active_source: str = ""
+
+
+def model(name: str) -> ModelShape:
+    """The shape called `name` (or an alias); PlanError with the nearest names where there is none."""
+    return shape_of(published(name).fields)
+
+
+def shape_of(fields: Mapping[str, Any]) -> ModelShape:
+    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; errors as ModelShape."""
+    parts = {key: part(**fields[key]) for key, part in PARTS.items() if fields.get(key) is not None}
+    return ModelShape(**{**fields, **parts})
+
+
+def model_names() -> tuple[str, ...]:
+    """Every model, without aliases, family by family."""
+    return tuple(dict.fromkeys(known.name for known in _models().values()))
+
+
+def published(name: str) -> Published:
+    """The model called `name` with its published count and sources; errors as `model`."""
+    return _models()[_find(name, _models(), "model")]
+
+
+def device(name: str) -> Device:
+    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`."""
+    return _devices()[_find(name, _devices(), "cluster.device")]
+
+
+def device_names() -> tuple[str, ...]:
+    """Every device by its shortest name, without aliases; `local` first."""
+    seen: dict[int, str] = {}
+    for name, known in _devices().items():
+        seen.setdefault(id(known), name)
+    return tuple(seen.values())
+
+
+def cluster(name: str, nodes: int = 1) -> Cluster:
+    """`DEVICE` or `DEVICExN` (N of them in a node, as h100x8) on `nodes` nodes; errors as `model`."""
+    known, per_node = split_cluster(name)
+    return Cluster(device=device(known), devices_per_node=per_node, nodes=nodes)
+
+
+def split_cluster(name: str) -> tuple[str, int]:
+    """`h100x8` -> (`h100`, 8). Device names may hold an x themselves (mi300x, rtx4090), so a known name wins."""
+    head, x, tail = name.rpartition("x")
+    if _plain(name) in _devices() or not x or not head or not tail.isdecimal() or len(tail) > 6:
+        return name, 1
+    return head, int(tail)
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names most like `name`, best first: never empty while anything is known."""
+    name, names = name[:LONGEST], list(known)
+    return get_close_matches(name, names, most, 0.6) or get_close_matches(name, names, 1, 0.0)
+
+
+def _find(name: str, known: Mapping[str, object], key: str) -> str:
+    plain = _plain(name)
+    if plain not in known:
+        raise PlanError(f"{key}={name[:LONGEST]!r} is not known; nearest: {', '.join(nearest(plain, known))}")
+    return plain
+
+
+def _plain(name: str) -> str:
+    """`meta-llama/Llama-3.1-8B` and `llama_3.1_8b` are `llama-3.1-8b`."""
+    return name.rpartition("/")[2].strip().lower().replace("_", "-")
+
+
+def _tables(folder: str) -> list[dict[str, Any]]:
+    """The TOML files of a folder of this package, by name."""
+    found = [entry for entry in files(__name__).joinpath(folder).iterdir() if entry.name.endswith(".toml")]
+    return [tomllib.loads(entry.read_text(encoding="utf-8")) for entry in sorted(found, key=lambda entry: entry.name)]
+
+
+@cache
+def _models() -> Mapping[str, Published]:
+    """Name or alias -> model."""
+    found: dict[str, Published] = {}
+    for table in _tables("models"):
+        for name, entry in table["models"].items():
+            parts = {part: entry.pop(part) for part in PARTS if part in entry}
+            fields = {"name": name, **table.get("shape", {}), **entry.pop("shape"), **parts}
+            names = [name, *entry.pop("aliases", [])]
+            _add(found, names, Published(name=name, fields=MappingProxyType(fields), **entry))
+    return MappingProxyType(found)
+
+
+@cache
+def _devices() -> Mapping[str, Device]:
+    """Name or alias -> device; UNITS of the file become bytes, FLOP/s and bytes/s."""
+    found = {"local": Device(name="local")}
+    for table in _tables("devices"):
+        for name, entry in table.items():
+            names = [name, *entry.pop("aliases", [])]
+            _add(found, names, Device(**dict(_converted(key, value) for key, value in entry.items())))
+    return MappingProxyType(found)
+
+
+def _converted(key: str, value: Any) -> tuple[str, Any]:
+    for ending, (unit, factor) in UNITS.items():
+        if key.endswith(ending):
+            return key.removesuffix(ending) + unit, value * factor
+    return key, value
+
+
+def _add(found: dict[str, T], names: list[str], known: T) -> None:
+    taken = found.keys() & names
+    if taken:
+        raise ValueError(f"presets: {sorted(taken)} are defined twice")
+    found.update(dict.fromkeys(names, known))
