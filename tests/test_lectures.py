@@ -1,0 +1,78 @@
+"""Closed forms of the lectures, held against the general counting of the program (docs/lectures.md)."""
+
+import pytest
+import torch
+
+from meshwright.model import build
+from meshwright.spec import BatchStage, Layout, ModelShape, Recipe, num_parameters
+from meshwright.train.optimizer import AdamW
+from meshwright.train.precision import DTYPES
+
+TINY = ModelShape(vocab=512, layers=2, hidden=64, heads=4, kv_heads=2, ffn=160, max_positions=64)
+
+
+@pytest.mark.parametrize(("hidden", "layers", "vocab"), [(64, 2, 512), (768, 12, 50257), (1600, 48, 50257)])
+def test_parameters_of_a_gpt(hidden: int, layers: int, vocab: int) -> None:
+    """N = h v + L (12 h^2 + 13 h) + 2 h, and the learned positions on top."""
+    shape = ModelShape(
+        family="gpt2",
+        vocab=vocab,
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 64,
+        ffn=4 * hidden,
+        norm="layernorm",
+        mlp="gelu_tanh",
+        positions="learned",
+        max_positions=1024,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+    )
+    formula = hidden * vocab + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    assert num_parameters(shape) == formula + 1024 * hidden
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "gradients", "masters", "moments"), [("fp32", 4, 4, 0, 8), ("bf16", 2, 2, 4, 8)]
+)
+def test_states_take_sixteen_bytes_a_parameter(
+    precision: str, weights: int, gradients: int, masters: int, moments: int
+) -> None:
+    """4 + 4 + 8 in fp32, 2 + 2 + 4 + 4 + 4 in mixed precision: counted on the tensors that training holds."""
+    model = build(TINY, dtype=DTYPES[precision])
+    optimizer = AdamW(model.named_parameters(), Recipe())
+    tokens = torch.arange(32).view(2, 16)
+    model.loss(tokens, tokens).cross_entropy.backward()
+    states = optimizer.tensors()
+    held = {
+        "weights": [p for p in model.parameters()],
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "masters": [t for name, t in states.items() if name.startswith("master.")],
+        "moments": [t for name, t in states.items() if name.startswith("moment")],
+    }
+    count = num_parameters(TINY)
+    found = {kind: sum(t.numel() * t.element_size() for t in tensors) / count for kind, tensors in held.items()}
+    assert found == {"weights": weights, "gradients": gradients, "masters": masters, "moments": moments}
+    assert sum(found.values()) == 16
+
+
+def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel() -> None:
+    """The lectures' example: 1,024 = 2 x 4 x 128."""
+    assert Layout(micro_batch=2, dp_replicate=128).micro_batches(1024) == 4
+
+
+def test_a_growing_batch_as_minimax_01_uses_it() -> None:
+    """16M, 32M, 64M and 128M tokens a step, switching at 69B, 790B and 4,700B tokens seen."""
+    sequence, million, billion = 8192, 2**20, 10**9
+    recipe = Recipe(
+        sequence=sequence,
+        global_batch=16 * million // sequence,
+        batch_ramp=tuple(
+            BatchStage(tokens=seen * billion, global_batch=size * million // sequence)
+            for seen, size in ((69, 32), (790, 64), (4700, 128))
+        ),
+    )
+    sizes = [recipe.global_batch_at(seen * billion) * sequence // million for seen in (0, 68, 69, 789, 790, 4700, 7000)]
+    assert sizes == [16, 16, 32, 32, 64, 128, 128]
