@@ -1,0 +1,131 @@
+"""Pages do not rot: links lead somewhere, commands and named files exist, the claims page is that of its table."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from claims import record, table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+CLAIMS = table.load(ROOT / "claims" / "claims.toml")
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"^(src|tests|docs|benchmarks|claims|examples)/[\w./*-]+$|^[\w.-]+\.(md|toml)$|^Makefile$")
+"""What looks like a path from the root of the checkout."""
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=shown)
+
+
+def without_blocks(text: str) -> str:
+    """The text outside fenced and indented code."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^(    |\t).*$", "", text, flags=re.MULTILINE)
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Slugs of a page's headings, as the usual renderers make them."""
+    headings = re.findall(r"^#+\s+(.*)$", without_blocks(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(without_blocks(page.read_text(encoding="utf-8"))):
+        target = match[1] or match[2]
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken, f"{shown(page)}: {broken}"
+
+
+@each_page
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    """A path in back quotes is a promise; a file that is still to come is written in italics."""
+    if page.name in ("CHANGELOG.md", "claims.md"):
+        return
+    text = without_blocks(page.read_text(encoding="utf-8"))
+    named = {name.partition("::")[0].rstrip("/") for name in CODE.findall(text)}
+    here = {name for name in named if PATH.match(name)}
+    missing = sorted(name for name in here if not list(ROOT.glob(name)) and not list(page.parent.glob(name)))
+    assert not missing, f"{shown(page)} names {missing}"
+
+
+def code_lines(page: Path) -> Iterator[str]:
+    """Lines of a page's code blocks and its inline code, one command each."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+    yield from re.findall(r"^(?:    |\t)(.*)$", text, flags=re.MULTILINE)
+    yield from CODE.findall(text)
+
+
+def commands(program: str) -> list[tuple[str, list[str]]]:
+    """(page, words after the program) of every command line of that program in the pages."""
+    found = []
+    for page in PAGES:
+        for line in code_lines(page):
+            line = re.sub(r"\s(#|>|\||&&).*$", "", line.strip().removeprefix("$ "))
+            if line.startswith(program + " "):
+                found.append((shown(page), shlex.split(line)[1:]))
+    return found
+
+
+def test_verbs_and_options_in_the_pages_exist() -> None:
+    import typer.main
+
+    from meshwright.cli.main import app
+
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    wrong = []
+    for page, words in commands("meshwright"):
+        if words[0].startswith("-") or words[0].isupper():
+            continue
+        if words[0] not in verbs:
+            wrong.append(f"{page}: meshwright {words[0]}")
+            continue
+        known = {name for parameter in verbs[words[0]].params for name in (*parameter.opts, *parameter.secondary_opts)}
+        options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help", "--debug"}
+        wrong += [f"{page}: meshwright {words[0]} {option}" for option in options - known]
+    assert not wrong
+
+
+def test_make_targets_in_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    named = [(page, words[0]) for page, words in commands("make") if re.match(r"^[a-z]+$", words[0])]
+    assert named
+    assert not [f"{page}: make {target}" for page, target in named if target not in targets]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_a_claim_runs_something_that_exists(claim: table.Claim) -> None:
+    for word in shlex.split(claim.command)[1:]:
+        file, _, test = word.partition("::")
+        if not re.search(r"\.py$|^(tests|benchmarks)\b", file):
+            continue
+        assert (ROOT / file).exists(), f"{claim.command}: there is no {file}"
+        name = test.partition("[")[0]
+        assert not test or re.search(rf"def {re.escape(name)}\b", (ROOT / file).read_text(encoding="utf-8")), word
+
+
+def test_the_claims_page_is_that_of_its_table() -> None:
+    """Whoever changes a text or a bar runs `make claims` again (any ONLY=id writes the whole page)."""
+    kept = record.load(ROOT / "docs" / "claims.json")
+    current = {claim.id: kept[claim.id] for claim in CLAIMS if claim.id in kept and kept[claim.id].belongs_to(claim)}
+    assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == record.page(CLAIMS, current)
