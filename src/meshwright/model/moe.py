@@ -43,7 +43,7 @@ class Router(nn.Module):
             strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
             best = strength.topk(moe.top_groups, dim=-1).indices
             kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best, True)
-            choice = grouped.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(1)
+            choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
         return choice.topk(moe.top_k, dim=-1).indices
 
 
