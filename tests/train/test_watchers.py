@@ -1,6 +1,5 @@
 """Watchers that write elsewhere: a whole picture, every finite number for the services, a word on absent ones."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.train.plot import loss_plot
+from meshwright.train.plot import _figure, loss_plot
 from meshwright.train.smooth import Smoothed
-from meshwright.train.watchers import PlotWatcher, TensorBoard, WandB, read_metrics
+from meshwright.train.watchers import TensorBoard, WandB
 from tests.cli import watched
 
 
@@ -21,7 +20,7 @@ def rows(steps: int) -> list[dict[str, Any]]:
     for i in range(1, steps + 1):
         found.append({"step": i, "loss": 2 + 5 * math.exp(-i / 9), "lr": 1e-3, "tokens": 100 * i})
     if found:
-        found[-1]["eval_loss"] = 2.5
+        found.append({"step": steps, "kind": "eval", "loss": 2.5, "tokens": 7})
     return found
 
 
@@ -39,13 +38,20 @@ def test_the_picture_is_a_whole_png_and_nothing_else_is_left(tmp_path: Path, ste
 
 
 def test_the_picture_bears_nan_and_rows_of_evaluation_alone(tmp_path: Path) -> None:
-    odd = [
-        *rows(3),
-        {"step": 4, "loss": math.nan, "lr": 1e-3, "tokens": 400},
-        {"step": 4, "eval_loss": 2.0, "tokens": 400},
-    ]
+    nan = {"step": 4, "loss": math.nan, "lr": 1e-3, "tokens": 400}
+    odd = [{"step": 0, "kind": "eval", "loss": 2.0, "tokens": 7}, *rows(3), nan]
     loss_plot(odd, tmp_path / "loss.png")
     assert size_of_png(tmp_path / "loss.png") == (1200, 750)
+
+
+def test_evaluations_stand_at_the_training_tokens_of_their_step() -> None:
+    steps = [{"step": i, "loss": 3.0, "lr": 1e-3, "tokens": 100 * i} for i in range(10, 41, 10)]
+    evaluations = [{"step": i, "kind": "eval", "loss": i / 10, "tokens": 7} for i in (5, 20, 25, 40)]
+    loss, rate, *_ = _figure(steps, evaluations, "t", 2.5).axes
+    raw, _, points = loss.get_lines()
+    assert list(raw.get_xdata()) == [1000, 2000, 3000, 4000]
+    assert list(points.get_xdata()) == [2000, 2000, 4000] and list(points.get_ydata()) == [2.0, 2.5, 4.0]
+    assert list(rate.get_lines()[0].get_ydata()) == [1e-3] * 4
 
 
 def test_a_failed_drawing_leaves_the_old_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,19 +66,6 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path: Path, monkeypatch: py
         loss_plot(rows(3), path)
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
-
-
-def test_the_plot_watcher_reads_the_run_folder(tmp_path: Path) -> None:
-    text = "\n".join(json.dumps(row) for row in rows(20)) + '\n{"step": 21, "lo'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    watched.tell(PlotWatcher(), watched.info(run=tmp_path))
-    assert size_of_png(tmp_path / "loss.png") == (1200, 750)
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 20
-
-
-def test_a_run_without_metrics_leaves_no_picture(tmp_path: Path) -> None:
-    watched.tell(PlotWatcher(), watched.info(run=tmp_path))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("service", "package"), [(TensorBoard, "tensorboard"), (WandB, "wandb")])

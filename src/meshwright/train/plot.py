@@ -2,6 +2,7 @@
 
 import io
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,24 +24,26 @@ Row = dict[str, Any]
 def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_token: float | None = None) -> None:
     """Draw the rows of a metrics.jsonl as a PNG at `path`; the file appears whole or not at all.
 
-    Rows with `loss` are steps, rows (or the same rows) with `eval_loss` are evaluations. With `bytes_per_token` a
-    second axis reads the loss in bits per byte. Without a finite loss the axes stay empty.
+    Rows of kind `eval` are evaluations on held-out text, all others steps. With `bytes_per_token` a second axis reads
+    the loss in bits per byte. Without a finite loss the axes stay empty. OSError where the folder cannot be written.
     """
-    figure = _figure(metrics, title, bytes_per_token)
+    steps = [row for row in metrics if row.get("kind") != "eval" and math.isfinite(row["loss"])]
+    held_out = [row for row in metrics if row.get("kind") == "eval" and math.isfinite(row["loss"])]
+    figure = _figure(steps, held_out, title, bytes_per_token)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, picture.getvalue())
 
 
-def _figure(metrics: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
+def _figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
     """No pyplot: it would pick a window system and keep every figure alive."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    _draw_loss(loss, metrics)
-    _draw_rate(rate, metrics)
+    _draw_loss(loss, steps, held_out)
+    _draw_rate(rate, _thin(steps))
     loss.set_title(title, loc="left", fontsize=12, fontweight="bold")
     if bytes_per_token:
         bits = loss.secondary_yaxis(
@@ -55,8 +58,7 @@ def _figure(metrics: Sequence[Row], title: str, bytes_per_token: float | None) -
     return figure
 
 
-def _draw_loss(axes: "Axes", metrics: Sequence[Row]) -> None:
-    steps = [row for row in metrics if _finite(row, "loss")]
+def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> None:
     kept = _thin(steps)
     tokens = [row["tokens"] for row in kept]
     dot = "o" if len(kept) < 3 else ""
@@ -64,28 +66,35 @@ def _draw_loss(axes: "Axes", metrics: Sequence[Row]) -> None:
         tokens, [row["loss"] for row in kept], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
     )
     axes.plot(tokens, _smooth(steps, kept), color=BLUE, linewidth=1.8, label="smoothed")
-    held_out = [row for row in metrics if _finite(row, "eval_loss")]
-    if held_out:
-        last = held_out[-1]
+    points = _points(steps, held_out)
+    if points:
         axes.plot(
-            [row["tokens"] for row in held_out],
-            [row["eval_loss"] for row in held_out],
+            *zip(*points, strict=True),
             color=ORANGE,
             linestyle="none",
             marker="o",
             markersize=6,
             markeredgecolor="white",
-            label=f"held out: {last['eval_loss']:.3f} at the end",
+            label=f"held out: {points[-1][1]:.3f} at the end",
         )
-    low, high = _limits([row["loss"] for row in steps] + [row["eval_loss"] for row in held_out])
+    low, high = _limits([row["loss"] for row in steps] + [loss for _, loss in points])
     axes.set_ylim(low, high)
     axes.set_ylabel("loss (nats per token)")
     if steps:
         axes.legend(frameon=False, loc="upper right")
 
 
-def _draw_rate(axes: "Axes", metrics: Sequence[Row]) -> None:
-    steps = _thin([row for row in metrics if _finite(row, "lr")])
+def _points(steps: Sequence[Row], held_out: Sequence[Row]) -> list[tuple[int, float]]:
+    """(training tokens, loss) of each evaluation, placed at the logged step before or at it.
+
+    The `tokens` of an evaluation row are those it scored, not those of the training.
+    """
+    numbers = [row["step"] for row in steps]
+    places = [(bisect_right(numbers, row["step"]), row["loss"]) for row in held_out]
+    return [(steps[place - 1]["tokens"], loss) for place, loss in places if place]
+
+
+def _draw_rate(axes: "Axes", steps: Sequence[Row]) -> None:
     axes.plot([row["tokens"] for row in steps], [row["lr"] for row in steps], color=GREY, linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
@@ -107,11 +116,6 @@ def _tokens(value: float, _place: int) -> str:
     from meshwright.spec.units import count
 
     return count(value)
-
-
-def _finite(row: Row, key: str) -> bool:
-    value = row.get(key)
-    return isinstance(value, int | float) and math.isfinite(value) and "tokens" in row
 
 
 def _thin(rows: Sequence[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Watchers that write elsewhere: the loss picture, TensorBoard, Weights & Biases. The services are extras."""
+"""Watchers that write elsewhere: TensorBoard, Weights & Biases. Both are extras."""
 
 import importlib
 import json
@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.units import count
 from meshwright.train.durable import replace_file
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
@@ -32,26 +30,6 @@ class Silent:
 
     def ended(self, summary: Summary) -> None:
         """At the end."""
-
-
-class PlotWatcher(Silent):
-    """Draws RUN/loss.png from RUN/metrics.jsonl when the run ends; about a second, outside the training time."""
-
-    def started(self, info: RunInfo) -> None:
-        """Note where the run is and how many bytes a token stands for."""
-        self._info = info
-
-    def ended(self, summary: Summary) -> None:
-        """Draw; a run of no logged step leaves no picture."""
-        from meshwright.train.plot import loss_plot
-
-        folder = Path(self._info.plan.run)
-        try:
-            rows = read_metrics(folder / "metrics.jsonl")
-        except FileNotFoundError:
-            return
-        title = f"{self._info.plan.model.name}, {count(self._info.parameters)} parameters"
-        loss_plot(rows, folder / "loss.png", title=title, bytes_per_token=self._info.bytes_per_token)
 
 
 class TensorBoard(Silent):
@@ -117,17 +95,6 @@ class WandB(Silent):
 
     def _log(self, group: str, numbers: Mapping[str, float], step: int) -> None:
         self._run.log({f"{group}/{name}": value for name, value in numbers.items()}, step=step)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line cut off by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
 
 
 def _numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
