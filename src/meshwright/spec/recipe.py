@@ -46,8 +46,8 @@ class Recipe:
     """The last rate, as a share of learning_rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the rate falls after warm-up; wsd: warm-up, stable, then decay over the last decay_steps."""
-    warmup_steps: int = 20
-    """Steps over which the rate rises from 0."""
+    warmup_steps: int = -1
+    """Steps over which the rate rises from 0; -1 = a tenth of the steps, at most 20."""
     decay_steps: int = 0
     """wsd only; 0 = a fifth of the steps."""
     beta1: float = 0.9
@@ -86,6 +86,8 @@ class Recipe:
         for field in positive:
             if not 1 <= getattr(self, field) < 2**31:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
+        if self.warmup_steps == -1:
+            object.__setattr__(self, "warmup_steps", min(20, self.steps // 10))
         for field in ("warmup_steps", "decay_steps", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")

@@ -19,6 +19,8 @@ from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
 T = TypeVar("T")
 PARTS: dict[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling}
 """Fields of a shape that are shapes themselves."""
+CLOSE = 0.6
+"""Likeness (difflib's ratio) from which on a name is taken for a slip of another."""
 LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
@@ -90,10 +92,10 @@ def split_cluster(name: str) -> tuple[str, int]:
     return head, int(tail)
 
 
-def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The known names most like `name`, best first: never empty while anything is known."""
+def nearest(name: str, known: Iterable[str], most: int = 3, least: float = 0.0) -> list[str]:
+    """The close names, best first; where none is close the best one, unless its likeness (0 to 1) is below `least`."""
     name, names = name[:LONGEST], list(known)
-    return get_close_matches(name, names, most, 0.6) or get_close_matches(name, names, 1, 0.0)
+    return get_close_matches(name, names, most, CLOSE) or get_close_matches(name, names, 1, least)
 
 
 def _find(name: str, known: Mapping[str, object], key: str) -> str:

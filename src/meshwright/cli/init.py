@@ -1,0 +1,8 @@
+"""`meshwright init`: a commented plan on stdout."""
+
+
+def init() -> None:
+    """Print a commented plan that trains a small model on the default text: meshwright init > plan.yaml."""
+    from meshwright.planfile import commented
+
+    print(commented(), end="")

@@ -1,0 +1,12 @@
+"""The edge: plan files and `key=value` become a Plan, and a Plan becomes a file. Below it nothing sees a dict.
+
+text      YAML or an override -> keys and words, each with the place it stands at
+names     which keys there are, what else they are called elsewhere, which is nearest to a slip
+reading   words -> Plan
+writing   Plan -> file, the commented file of `init`, the JSON Schema
+"""
+
+from meshwright.planfile.reading import read
+from meshwright.planfile.writing import commented, dump, schema, write
+
+__all__ = ["commented", "dump", "read", "schema", "write"]

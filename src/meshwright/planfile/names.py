@@ -1,0 +1,257 @@
+"""Names of the plan file: which keys there are, what other tools call them, and which is nearest to a slip."""
+
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from meshwright.spec.plan import Plan
+from meshwright.spec.presets import CLOSE, nearest
+
+SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset"}
+"""A section given as one word: which key of the section the word is the value of."""
+STARTS_FROM = ("model", "cluster", "cluster.device")
+"""Sections with the extra key `preset`: begin with that one and change what else is given."""
+
+SWITCH = {"true": "full", "false": "none"}
+ALIASES: dict[str, dict[str, str]] = {
+    "": {
+        "model_name_or_path": "model",
+        "dataset": "data",
+        "train_data": "data",
+        "output_dir": "run",
+        "run_dir": "run",
+        "parallelism": "layout",
+        "parallel": "layout",
+        "training": "recipe",
+    },
+    "model": {
+        "vocab_size": "vocab",
+        "num_hidden_layers": "layers",
+        "num_layers": "layers",
+        "n_layer": "layers",
+        "n_layers": "layers",
+        "hidden_size": "hidden",
+        "d_model": "hidden",
+        "n_embd": "hidden",
+        "dim": "hidden",
+        "num_attention_heads": "heads",
+        "num_heads": "heads",
+        "n_head": "heads",
+        "n_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "n_kv_heads": "kv_heads",
+        "num_query_groups": "kv_heads",
+        "intermediate_size": "ffn",
+        "ffn_hidden_size": "ffn",
+        "d_ff": "ffn",
+        "max_position_embeddings": "max_positions",
+        "block_size": "max_positions",
+        "rms_norm_eps": "norm_eps",
+        "layer_norm_epsilon": "norm_eps",
+        "sliding_window": "window",
+        "tie_word_embeddings": "tied",
+        "tie_embeddings": "tied",
+    },
+    "model.moe": {
+        "num_experts": "experts",
+        "num_local_experts": "experts",
+        "n_routed_experts": "experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "ffn",
+        "n_shared_experts": "shared_experts",
+        "first_k_dense_replace": "first_dense",
+        "norm_topk_prob": "normalize_top_k",
+        "n_group": "groups",
+        "topk_group": "top_groups",
+        "routed_scaling_factor": "routed_scale",
+    },
+    "model.mla": {
+        "q_lora_rank": "q_rank",
+        "kv_lora_rank": "kv_rank",
+        "qk_nope_head_dim": "nope_dim",
+        "qk_rope_head_dim": "rope_dim",
+        "v_head_dim": "v_dim",
+    },
+    "model.rope_scaling": {
+        "rope_type": "kind",
+        "type": "kind",
+        "original_max_position_embeddings": "original_positions",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+    "data": {
+        "dataset": "path",
+        "dataset_path": "path",
+        "train_path": "path",
+        "tokenizer_path": "tokenizer",
+        "text_column": "text_field",
+        "text_key": "text_field",
+        "validation_split": "validation",
+        "val_split": "validation",
+    },
+    "recipe": {
+        "max_steps": "steps",
+        "train_iters": "steps",
+        "num_steps": "steps",
+        "max_iters": "steps",
+        "seq_len": "sequence",
+        "seq_length": "sequence",
+        "max_seq_len": "sequence",
+        "sequence_length": "sequence",
+        "context_length": "sequence",
+        "global_batch_size": "global_batch",
+        "lr": "learning_rate",
+        "max_lr": "learning_rate",
+        "lr_scheduler_type": "schedule",
+        "lr_schedule": "schedule",
+        "warmup_iters": "warmup_steps",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "eps": "epsilon",
+        "adam_epsilon": "epsilon",
+        "grad_clip": "clip",
+        "clip_grad": "clip",
+        "max_grad_norm": "clip",
+        "max_norm": "clip",
+        "mixed_precision": "precision",
+        "dtype": "precision",
+        "eval_steps": "eval_every",
+        "eval_interval": "eval_every",
+        "save_steps": "checkpoint_every",
+        "save_interval": "checkpoint_every",
+        "save_total_limit": "keep_last",
+        "logging_steps": "log_every",
+        "log_interval": "log_every",
+        "aux_loss_coef": "balance_loss",
+        "router_aux_loss_coef": "balance_loss",
+    },
+    "layout": {
+        "tp_size": "tp",
+        "tensor_parallel_size": "tp",
+        "tensor_parallel_degree": "tp",
+        "tensor_model_parallel_size": "tp",
+        "cp_size": "cp",
+        "context_parallel_size": "cp",
+        "context_parallel_degree": "cp",
+        "pp_size": "pp",
+        "pipeline_parallel_size": "pp",
+        "pipeline_parallel_degree": "pp",
+        "pipeline_model_parallel_size": "pp",
+        "ep_size": "ep",
+        "expert_parallel_size": "ep",
+        "expert_parallel_degree": "ep",
+        "expert_model_parallel_size": "ep",
+        "dp_replicate_size": "dp_replicate",
+        "data_parallel_replicate_degree": "dp_replicate",
+        "dp_shard_size": "dp_shard",
+        "fsdp_size": "dp_shard",
+        "data_parallel_shard_degree": "dp_shard",
+        "virtual_stages": "vp",
+        "zero_stage": "zero",
+        "sequence_parallel": "sp",
+        "pipeline_schedule": "schedule",
+        "pp_schedule": "schedule",
+        "micro_batch_size": "micro_batch",
+        "per_device_train_batch_size": "micro_batch",
+        "activation_checkpointing": "recompute",
+        "gradient_checkpointing": "recompute",
+        "recompute_activations": "recompute",
+        "torch_compile": "compile",
+    },
+    "cluster": {"gpus_per_node": "devices_per_node", "num_nodes": "nodes", "nnodes": "nodes", "gpu": "device"},
+}
+"""Section -> name used by other tools -> ours. Read, with a note that says so."""
+
+WORDS = {
+    "gradient_checkpointing": SWITCH,
+    "activation_checkpointing": SWITCH,
+    "recompute_activations": SWITCH,
+    "torch_compile": {"true": "on", "false": "off"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
+    "mixed_precision": {"no": "fp32"},
+    "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"},
+}
+"""Alias -> its values -> ours, where the other tools' values differ too."""
+
+NOT_A_KEY = {
+    "gradient_accumulation_steps": "it follows from recipe.global_batch = layout.micro_batch x accumulation x dp",
+    "accumulation": "it follows from recipe.global_batch = layout.micro_batch x accumulation x dp",
+    "warmup_ratio": "give recipe.warmup_steps, a number of steps",
+    "min_lr": "give recipe.min_learning_rate, the last rate as a share of recipe.learning_rate",
+    "attention_bias": "give model.qkv_bias and model.out_bias",
+    "epochs": "give recipe.steps, a number of optimizer steps",
+    "num_train_epochs": "give recipe.steps, a number of optimizer steps",
+    "dp": "it is layout.dp_replicate (whole copies) x layout.dp_shard (ZeRO): give one of those",
+    "dp_size": "it is layout.dp_replicate (whole copies) x layout.dp_shard (ZeRO): give one of those",
+    "world_size": "it is the product of the degrees of layout",
+    "resume": "it belongs to `meshwright train`, outside the plan",
+}
+"""Names that people expect here and that have no key of their own: what to do."""
+
+
+@cache
+def sections() -> dict[str, dict[str, Any]]:
+    """Section ("" = the plan itself, `model.moe`, `recipe.batch_ramp` ...) -> key -> type, read off the dataclasses."""
+    found: dict[str, dict[str, Any]] = {}
+    _collect(Plan, "", found)
+    for section in STARTS_FROM:
+        found[section]["preset"] = str
+    return found
+
+
+def join(section: str, key: str) -> str:
+    """The dotted name of a key."""
+    return f"{section}.{key}" if section else key
+
+
+def own_name(section: str, key: str) -> str:
+    """Our name of a key: hyphens count as underscores, aliases become the name they stand for; else the key itself."""
+    plain = key.replace("-", "_")
+    if plain in sections()[section]:
+        return plain
+    return ALIASES.get(section, {}).get(plain, key)
+
+
+def own_word(key: str, word: str) -> str:
+    """Our word for a value given under an alias."""
+    return WORDS.get(key.replace("-", "_"), {}).get(word.lower(), word)
+
+
+def suggestion(section: str, key: str) -> str:
+    """What to do about a key that is not known: the reason it has none, or the dotted name nearest to it."""
+    plain = key.replace("-", "_").lower()
+    if plain in NOT_A_KEY:
+        return NOT_A_KEY[plain]
+    here = {name: join(section, name) for name in sections()[section]}
+    here |= {alias: join(section, name) for alias, name in ALIASES.get(section, {}).items()}
+    elsewhere = _everywhere()
+    if plain in elsewhere:
+        return f"did you mean {elsewhere[plain]}?"
+    close = [names[found] for names in (here, elsewhere) for found in nearest(plain, names, 1, CLOSE)]
+    return f"the nearest known key is {(close or [here[found] for found in nearest(plain, here, 1)])[0]}"
+
+
+@cache
+def _everywhere() -> dict[str, str]:
+    """Every key and alias -> its dotted name; of equal names, that of the section nearest to the top."""
+    found: dict[str, str] = {}
+    for section, keys in sorted(sections().items(), key=lambda item: item[0].count(".")):
+        names = {name: name for name in keys if name != "preset"} | ALIASES.get(section, {})
+        for name, own in names.items():
+            found.setdefault(name, join(section, own))
+    return found
+
+
+def _collect(kind: Any, section: str, found: dict[str, dict[str, Any]]) -> None:
+    found[section] = dict(get_type_hints(kind))
+    for key, hint in found[section].items():
+        part = part_of(hint)
+        if part is not None:
+            _collect(part, join(section, key), found)
+
+
+def part_of(hint: Any) -> Any | None:
+    """The dataclass inside a type: of `MoEShape | None`, of `tuple[BatchStage, ...]`; None for plain values."""
+    inner = [arg for arg in get_args(hint) if arg not in (NoneType, Ellipsis)] if not is_dataclass(hint) else [hint]
+    return inner[0] if len(inner) == 1 and is_dataclass(inner[0]) else None

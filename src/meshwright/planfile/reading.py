@@ -1,0 +1,232 @@
+"""From a plan file and overrides to a Plan: names are made ours, presets unfolded, words given types by pydantic.
+
+Every problem is found before one is reported: the first in one line, and how many more there are.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
+from meshwright.planfile.text import Given, parse_file, parse_override
+from meshwright.spec import presets
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+
+DEFAULT_MODEL = "llama-tiny"
+MUST_SAY = ("model", "data", "run")
+"""Keys that may be left out, but not be empty: an empty shell variable must not mean the default."""
+EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d{1,2}")
+
+ShapeFromFolder = Callable[[Path], ModelShape]
+
+
+def read(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    shape_from_folder: ShapeFromFolder | None = None,
+    notes: list[str] | None = None,
+) -> Plan:
+    """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
+
+    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. What was read under another
+    tool's name is said in `notes`, or as a warning. PlanError names the place, the key and the nearest legal value;
+    whether the plan can run is `Plan.check`'s question.
+    """
+    reader = _Reader(shape_from_folder)
+    tree = reader.named(parse_file(Path(path)), "") if path is not None else Given({}, "")
+    assert isinstance(tree.value, dict)
+    tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
+    for override in overrides:
+        tree = reader.overridden(tree, override)
+    plan = reader.plan(tree)
+    for note in reader.notes:
+        if notes is None:
+            warnings.warn(note, stacklevel=2)
+    if notes is not None:
+        notes += reader.notes
+    return plan
+
+
+class _Reader:
+    """One reading: collects problems and notes on the way."""
+
+    def __init__(self, shape_from_folder: ShapeFromFolder | None) -> None:
+        self.shape_from_folder = shape_from_folder
+        self.problems: list[PlanError] = []
+        self.notes: list[str] = []
+
+    def refuse(self, where: str, sentence: str) -> None:
+        self.problems.append(PlanError(_placed(where, sentence)))
+
+    def named(self, given: Given, section: str) -> Given:
+        """The same with our names for every key of a section; unknown and doubled keys are noted as problems."""
+        if isinstance(given.value, list):
+            return Given([self.named(item, section) for item in given.value], given.where)
+        if not isinstance(given.value, dict):
+            return given
+        found: dict[str, Given] = {}
+        given_as: dict[str, str] = {}
+        for key, item in given.value.items():
+            name = own_name(section, key)
+            if name not in sections()[section]:
+                self.refuse(item.where, f"{join(section, key[:80])} is not known: {suggestion(section, key)}")
+            elif name in found:
+                self.refuse(item.where, f"{join(section, name)} is given twice, as {given_as[name]} and as {key}")
+            else:
+                given_as[name] = key
+                found[name] = self._item(section, key, name, item)
+        return Given(found, given.where)
+
+    def _item(self, section: str, key: str, name: str, item: Given) -> Given:
+        if key.replace("-", "_") != name:
+            self.notes.append(_placed(item.where, f"{join(section, key)} is read as {join(section, name)}"))
+            if isinstance(item.value, str):
+                item = Given(own_word(key, item.value), item.where)
+        child = join(section, name)
+        return self.named(item, child) if child in sections() else item
+
+    def overridden(self, tree: Given, override: str) -> Given:
+        """The tree with the value at one dotted key replaced."""
+        path, value = parse_override(override)
+        for key in reversed(path):
+            value = Given({key: value}, value.where)
+        return _put(tree, self.named(value, ""), len(path), "")
+
+    def plan(self, tree: Given) -> Plan:
+        """The Plan of a named tree; raises the first problem."""
+        assert isinstance(tree.value, dict)
+        values: dict[str, Any] = {}
+        for key, hint in sections()[""].items():
+            given = tree.value.get(key)
+            if given is not None and (given.value is not None or key in MUST_SAY):
+                values[key] = self._section(key, hint, given)
+        if self.problems:
+            self._raise()
+        return Plan(**values)
+
+    def _section(self, key: str, hint: Any, given: Given) -> Any:
+        """One top-level value; None where it has problems."""
+        from meshwright.planfile.checking import check
+
+        try:
+            value, misfits = check(key, hint, self._unfolded(given, key, hint))
+        except PlanError as error:
+            path = re.split(r"[^a-z_0-9.]", str(error), maxsplit=1)[0].split(".")[1:]
+            self.problems.append(type(error)(_placed(_place(given, path), str(error))))
+            return None
+        for path, sentence in misfits:
+            self.refuse(_place(given, path), sentence)
+        return value
+
+    def _unfolded(self, given: Given, section: str, hint: Any) -> Any:
+        """Plain values for pydantic: presets opened, shorthands written out, words made ready for their type."""
+        if isinstance(given.value, str) and section in SHORTHAND:
+            given = Given({SHORTHAND[section]: given}, given.where)
+        part = part_of(hint)
+        if isinstance(given.value, list):
+            return [self._unfolded(item, section, part) if part else item.value for item in given.value]
+        if not isinstance(given.value, dict):
+            return _word(hint, given.value)
+        if part is None:
+            return {}
+        types = sections()[section]
+        fields = {key: self._unfolded(item, join(section, key), types[key]) for key, item in given.value.items()}
+        return self._started(fields, section) if section in STARTS_FROM else fields
+
+    def _started(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
+        """What the preset of a section gives, changed by the other fields."""
+        name = fields.pop("preset", None)
+        if not isinstance(name, str):
+            return {"name": "custom", **fields} if section == "cluster.device" else fields
+        if section == "model":
+            base = self._model(name)
+            base["name"] = f"{base['name']} (changed)" if fields else base["name"]
+        elif section == "cluster":
+            device, per_node = presets.split_cluster(name)
+            base = {"device": asdict(presets.device(device)), "devices_per_node": per_node}
+        else:
+            base = asdict(presets.device(name))
+        return _merged(base, fields)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first."""
+        try:
+            folder = Path(name).expanduser()
+            exists = folder.is_dir()
+        except (OSError, ValueError, RuntimeError):
+            folder, exists = Path(name), False
+        if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
+            try:
+                return dict(presets.published(name).fields)
+            except PlanError:
+                if not exists:
+                    raise
+        if not exists:
+            raise PlanError(f"model={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
+        if self.shape_from_folder is None:
+            raise PlanError(f"model={name!r} is a folder, and folders are not read here: give a preset's name or sizes")
+        return asdict(self.shape_from_folder(folder))
+
+    def _raise(self) -> None:
+        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+        raise type(self.problems[0])(f"{self.problems[0]}{more}")
+
+
+def _word(hint: Any, word: str | None) -> Any:
+    """A word, ready for pydantic: whole numbers may be written 1e6, and numbers among fixed choices are numbers."""
+    if word is None or hint is str:
+        return word
+    if hint is int and EXPONENT.fullmatch(word):
+        number = float(word)
+        return int(number) if number.is_integer() else word
+    if get_origin(hint) is Literal and word.isdecimal() and any(isinstance(choice, int) for choice in get_args(hint)):
+        return int(word)
+    return word
+
+
+def _put(tree: Given, over: Given, levels: int, section: str) -> Given:
+    """`tree` with what lies `levels` keys deep in `over` put in; a shorthand on the way is written out first."""
+    if levels == 0 or not isinstance(over.value, dict):
+        return over
+    if isinstance(tree.value, str) and section in SHORTHAND:
+        tree = Given({SHORTHAND[section]: tree}, tree.where)
+    items = dict(tree.value) if isinstance(tree.value, dict) else {}
+    for key, item in over.value.items():
+        items[key] = _put(items.get(key, Given(None, "")), item, levels - 1, join(section, key))
+    return Given(items, tree.where or over.where)
+
+
+def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the fields changed; mappings in both are merged the same way."""
+    merged = dict(base)
+    for key, value in fields.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _place(given: Given, path: Sequence[str | int]) -> str:
+    """The place of the deepest thing along a path that somebody wrote."""
+    return next((step.where for step in reversed([given, *_along(given, path)]) if step.where), "")
+
+
+def _along(given: Given, path: Sequence[str | int]) -> Iterator[Given]:
+    for key in path:
+        value = given.value
+        if isinstance(value, dict) and key in value:
+            given = value[str(key)]
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            given = value[key]
+        else:
+            return
+        yield given
+
+
+def _placed(where: str, sentence: str) -> str:
+    return f"{where}: {sentence}" if where else sentence
