@@ -1,0 +1,280 @@
+"""Checkpoints: folders of safetensors shards plus state.json, which count once COMMIT is in them. No pickle.
+
+    checkpoints/step-000060/
+        shard-00001-model-00001-of-00002.safetensors   what rank 0 owned of every tensor; one series a rank
+        state.json                                     everything that is no tensor
+        COMMIT                                         step, score, size and hash of every file
+
+Tensors may be DTensors: each rank writes its shards and reads what it needs, so a checkpoint loads under any layout.
+All ranks of `group` call `save` and `load` together, on a file system that they share.
+"""
+
+import errno
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from meshwright.spec.errors import CheckpointError
+from meshwright.spec.units import gib
+from meshwright.train import commit as commits
+from meshwright.train import shelf
+from meshwright.train.commit import Commit, FileRecord
+from meshwright.train.durable import sync_folder, write_file
+from meshwright.train.random_state import PREFIX as RNG_PREFIX
+from meshwright.train.random_state import rng_state, set_rng_state
+from meshwright.train.shards import ShardWriter
+from meshwright.train.shelf import Saved, best, latest, listing, sweep
+
+__all__ = [
+    "Json",
+    "Saved",
+    "best",
+    "latest",
+    "listing",
+    "load",
+    "names",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "sweep",
+    "values",
+]
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Whole shape and dtype of a tensor."""
+T = TypeVar("T")
+
+STATE = "state.json"
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Json],
+    score: float | None,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write `folder/step-NNNNNN` and return it; it appears whole or not at all.
+
+    Kept afterwards: the `keep_last` newest and the one of the lowest score. A checkpoint of a later step belongs to a
+    course of training that was given up by resuming from before it, and goes too. `values` are those of rank 0. Needs
+    room for the new checkpoint beside all that are kept, and no memory beyond the tensors. CheckpointError: disk full
+    or not writable (earlier checkpoints stay), or values that are no JSON.
+    """
+    state = _encode_state(values)
+    saving, target = shelf.place_for(folder, step)
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        saving.mkdir()
+
+    def end(files: list[FileRecord]) -> None:
+        write_file(saving / STATE, state)
+        files = [*files, commits.record(saving / STATE)]
+        commits.write(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
+        sync_folder(saving)
+        shelf.publish(saving, target)
+
+    try:
+        with _raised_as_is(), _quiet():
+            dcp.save(
+                dict(tensors),
+                storage_writer=ShardWriter(saving, begin, end),
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=not _distributed(),
+            )
+    except BaseException as error:
+        if _rank(group) == 0:
+            shelf.discard(saving)
+        if not isinstance(error, OSError):
+            raise
+        raise _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values())) from None
+    if _rank(group) == 0:
+        shelf.keep(folder, step, keep_last)
+    return target
+
+
+def load(
+    checkpoint: Path, tensors: Mapping[str, Tensor], *, subset: bool = False, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Fill `tensors` in place and return the values; nothing is touched before everything is verified.
+
+    The names must be those saved (over all ranks), shapes and dtypes equal; with `subset` the checkpoint may hold more
+    (a model without its optimizer). Random states (rng.*) are filled where both sides have them. Costs two readings
+    of the files: hashes, then tensors. CheckpointError: truncated, tampered with, not committed, of another model, of
+    a newer version.
+    """
+    commit = _agreed(lambda: _verify(checkpoint, group), group)
+    saved = _agreed(lambda: _saved_tensors(checkpoint), group)
+    everyone = {name for rank in _gathered(sorted(tensors), group) for name in rank}
+    _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
+    wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
+    with _raised_as_is(), _quiet():
+        dcp.load(
+            wanted,
+            storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=not _distributed(),
+        )
+    return _decode_state(checkpoint, commit)
+
+
+def values(checkpoint: Path) -> dict[str, Any]:
+    """What was saved beside the tensors, verified; reads no tensor. CheckpointError."""
+    commit = commits.read(checkpoint)
+    commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
+    return _decode_state(checkpoint, commit)
+
+
+def names(checkpoint: Path) -> dict[str, Kind]:
+    """Name -> (whole shape, dtype) of every tensor; reads the head of each file only. CheckpointError."""
+    commits.check_sizes(checkpoint, commits.read(checkpoint))
+    return _saved_tensors(checkpoint)
+
+
+def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
+    place = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
+    reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    advice = "free some space and resume" if error.errno in _SPACE else "mend that and resume"
+    return CheckpointError(
+        f"checkpoint {target} could not be saved: {reason}; it needs {gib(needed_bytes)} and "
+        f"{gib(shutil.disk_usage(place).free)} are free; earlier checkpoints are kept: {advice}"
+    )
+
+
+def _verify(checkpoint: Path, group: dist.ProcessGroup | None) -> Commit:
+    """Ranks share the work: each hashes every n-th file."""
+    commit = commits.read(checkpoint)
+    commits.check_sizes(checkpoint, commit)
+    commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)])
+    return commit
+
+
+def _saved_tensors(checkpoint: Path) -> dict[str, Kind]:
+    try:
+        entries = dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors raises classes of its own for a bad header
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}".splitlines()[0]) from None
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, dcp.TensorStorageMetadata)
+    }
+
+
+def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:
+    """The first tensor that differs is named, with both shapes."""
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {checkpoint} is of another model: {what}; take the plan it was trained with"
+        )
+
+    for name, tensor in tensors.items():
+        if name.startswith(RNG_PREFIX):
+            continue
+        if name not in saved:
+            raise refuse(f"it has no '{name}' ({_described(_kind(tensor))} here)")
+        if saved[name] != _kind(tensor):
+            raise refuse(f"'{name}' is {_described(saved[name])} there, {_described(_kind(tensor))} here")
+    for name in sorted(set(saved) - everyone):
+        if not name.startswith(RNG_PREFIX):
+            raise refuse(f"it has '{name}' ({_described(saved[name])}) too")
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _described(kind: Kind) -> str:
+    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"
+
+
+def _finite(score: float | None) -> float | None:
+    """NaN and infinity are no score: nothing is better or worse than NaN."""
+    return score if score is not None and abs(score) < float("inf") else None
+
+
+def _encode_state(values: Mapping[str, Json]) -> bytes:
+    try:
+        return json.dumps(values, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state cannot be saved as JSON: {error}") from None
+
+
+def _decode_state(checkpoint: Path, commit: Commit) -> dict[str, Any]:
+    state = json.loads((checkpoint / STATE).read_bytes()) if STATE in {file.name for file in commit.files} else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {checkpoint} has no {STATE}; take another one")
+    return state
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if _distributed() else 0
+
+
+def _world(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if _distributed() else 1
+
+
+def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The object of every rank."""
+    if not _distributed():
+        return [mine]
+    found: list[Any] = [None] * _world(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `look` on every rank; what one rank refuses, all refuse, so that none waits for it later."""
+    result, refusal = [], ""
+    try:
+        result.append(look())
+    except CheckpointError as error:
+        refusal = str(error)
+    refusals = [text for text in _gathered(refusal, group) if text]
+    if refusals:
+        raise CheckpointError(refusals[0])
+    return result[0]
+
+
+@contextmanager
+def _raised_as_is() -> Iterator[None]:
+    """torch wraps what a rank raised (Ctrl-C too) in a CheckpointException of many lines: raise the cause itself."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+    else:
+        return
+    raise cause
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that it runs in one process; that is meant. Every other warning is let through."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,33 @@
+"""Files that are whole or not there at all, also after a power cut."""
+
+import os
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and fsync; for files inside a folder that is not visible yet. OSError as it comes."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` in one step: whoever reads sees the old file or the new one. OSError as it comes."""
+    fresh = path.with_name(f".{path.name}.saving")
+    try:
+        write_file(fresh, data)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder (not the files' contents) survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

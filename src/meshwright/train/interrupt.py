@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM ask a run to end after the current step; a second Ctrl-C ends it at once."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupt:
+    """Within `with Interrupt() as stop:`, `stop.requested` is None or the name of the first signal that came.
+
+    SIGTERM (what a cluster sends before it takes the machine) and the first Ctrl-C only set it; the second Ctrl-C
+    raises KeyboardInterrupt where the program stands. Handlers are put back at the end. Python lets only the main
+    thread of a process handle signals: in another thread this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._presses = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+        self._presses += number == signal.SIGINT
+        if self._presses > 1:
+            raise KeyboardInterrupt
