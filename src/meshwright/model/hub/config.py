@@ -1,0 +1,172 @@
+"""A ModelShape as the config.json of a Hugging Face directory, and back."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.families import FAMILIES, Family
+from meshwright.spec.errors import HubError, PlanError
+from meshwright.spec.shape import MOST_LAYERS, ModelShape, RopeScaling
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def shape_from_config(config: Mapping[str, object]) -> ModelShape:
+    """The shape a config.json describes, in v4 or v5 spelling.
+
+    HubError: no causal language model, unknown family, missing or wrong value, or an option that is not supported.
+    """
+    entries = Entries(config)
+    name = entries.text("model_type")
+    if name not in FAMILIES:
+        raise entries.fail(f"model_type {name!r} is not supported (supported: {', '.join(FAMILIES)})")
+    family = FAMILIES[name]
+    _check_architecture(entries, family)
+    _check_quantization(entries)
+    for key, supported in family.only.items():
+        entries.allow(key, supported)
+    found: dict[str, object] = {field: entries.integer(key) for field, key in family.sizes.items()}
+    if found["layers"] > MOST_LAYERS:  # type: ignore[operator]
+        raise entries.fail(f"{family.sizes['layers']}={found['layers']} must be at most {MOST_LAYERS}")
+    found |= family.fixed
+    found["norm_eps"] = entries.number(family.eps_key, family.eps)
+    found["tied"] = entries.flag("tie_word_embeddings", family.tied)
+    try:
+        for part in family.parts:
+            found |= part.read(entries)
+        return ModelShape(name=name, family=name, **found)  # type: ignore[arg-type]
+    except PlanError as error:
+        raise entries.fail(str(error)) from error
+
+
+def dtype_from_config(config: Mapping[str, object]) -> str:
+    """float32, bfloat16 or float16: `dtype` (v5) or `torch_dtype` (v4); float32 where neither is given."""
+    entries = Entries(config)
+    value = entries.raw("dtype", None) or entries.raw("torch_dtype", None) or "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise entries.fail(f"dtype={value!r} is not supported (supported: {', '.join(DTYPES)})")
+    return name
+
+
+def config_from_shape(
+    shape: ModelShape, *, dtype: str, bos: int | None, eos: int | None, dropout: float = 0.0
+) -> dict[str, object]:
+    """The config.json of a shape, readable by transformers v4 and v5.
+
+    HubError where the family's format cannot hold the shape: it says which field, and which families can.
+    """
+    problem = unwritable(shape)
+    if problem:
+        raise HubError(problem)
+    return {
+        **_write(shape),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **dict.fromkeys(FAMILIES[shape.family].dropouts, dropout),
+        "use_cache": True,
+    }
+
+
+def unwritable(shape: ModelShape) -> str:
+    """Why the shape cannot be written as a directory of its family: a sentence, empty where it can.
+
+    One rule for all families: what would be read back as something else cannot be written.
+    """
+    loss = _lost(shape)
+    if not loss:
+        return ""
+    others = [name for name in FAMILIES if not _lost(replace(shape, family=name))]  # type: ignore[arg-type]
+    advice = f"take model.family={' or '.join(others)}" if others else "no supported family can hold it"
+    return f"{loss} in a Hugging Face directory of family {shape.family}: {advice}"
+
+
+def canonical(shape: ModelShape) -> ModelShape:
+    """The shape with every field that changes no arithmetic, or that a directory does not hold, set to one value."""
+    neutral: dict[str, object] = {"name": "custom"}
+    if shape.family != "deepseek_v3":
+        neutral["rope_interleaved"] = False
+    if shape.positions == "learned":
+        neutral |= {"rope_theta": 10000.0, "rope_scaling": None}
+    elif shape.rope_scaling is not None:
+        neutral["rope_scaling"] = _canonical_scaling(shape.rope_scaling, latent=shape.mla is not None)
+    if shape.mla is not None:
+        neutral |= {"head_dim": shape.mla.nope_dim + shape.mla.rope_dim, "kv_heads": shape.heads, "qk_norm": False}
+    if shape.moe is not None and shape.moe.first_dense >= shape.layers:
+        neutral["moe"] = None
+    if shape.moe is not None and shape.moe.first_dense == 0:
+        neutral |= {"ffn": shape.moe.ffn, "mlp_bias": False}
+    if shape.window == 0 or shape.window_from_layer >= shape.layers:
+        neutral |= {"window": 0, "window_from_layer": 0}
+    return replace(shape, **neutral)  # type: ignore[arg-type]
+
+
+def _canonical_scaling(scaling: RopeScaling, *, latent: bool) -> RopeScaling:
+    if scaling.kind == "linear":
+        return RopeScaling(kind="linear", factor=scaling.factor, original_positions=1)
+    kept = {"kind": scaling.kind, "factor": scaling.factor, "original_positions": scaling.original_positions}
+    if scaling.kind == "llama3":
+        kept |= {"low_frequency_factor": scaling.low_frequency_factor}
+        kept |= {"high_frequency_factor": scaling.high_frequency_factor}
+        return RopeScaling(**kept)  # type: ignore[arg-type]
+    kept |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    both = bool(scaling.mscale and scaling.mscale_all_dim)
+    kept |= {"mscale": scaling.mscale} if both else {}
+    kept |= {"mscale_all_dim": scaling.mscale_all_dim} if both or latent else {}
+    return RopeScaling(**kept)  # type: ignore[arg-type]
+
+
+def _write(shape: ModelShape) -> dict[str, object]:
+    """What a shape alone decides of its config."""
+    family = FAMILIES[shape.family]
+    found: dict[str, object] = {"architectures": [family.architecture], "model_type": shape.family}
+    found |= {key: getattr(shape, field) for field, key in family.sizes.items()}
+    found |= {family.eps_key: shape.norm_eps, "tie_word_embeddings": shape.tied}
+    found |= {key: supported[0] for key, supported in family.only.items()}
+    for part in family.parts:
+        found |= part.write(shape)
+    return found
+
+
+def _lost(shape: ModelShape) -> str:
+    """The first field that its family's config does not carry through, as the head of a sentence."""
+    if shape.family == "llama" and shape.hidden % shape.heads:
+        return f"model.hidden={shape.hidden} must be a multiple of model.heads={shape.heads}"
+    try:
+        back = canonical(shape_from_config(_write(shape)))
+    except HubError as error:
+        return f"this shape cannot be written ({error})"
+    ours = canonical(shape)
+    for field in sorted(fields(ModelShape), key=lambda field: field.name not in ("moe", "mla")):
+        want, got = getattr(ours, field.name), getattr(back, field.name)
+        if want != got:
+            return _difference(f"model.{field.name}", want, got)
+    return ""
+
+
+def _difference(name: str, want: object, got: object) -> str:
+    """Down to the one differing number of nested parts."""
+    if type(want) is type(got) and hasattr(want, "__dataclass_fields__"):
+        for inner in want.__dataclass_fields__:
+            if getattr(want, inner) != getattr(got, inner):
+                return _difference(f"{name}.{inner}", getattr(want, inner), getattr(got, inner))
+    if want is None or hasattr(want, "__dataclass_fields__"):
+        return f"{name} cannot be {'absent' if want is None else 'given'}"
+    return f"{name}={want} cannot be written (it would be read back as {got})"
+
+
+def _check_architecture(entries: Entries, family: Family) -> None:
+    listed = entries.raw("architectures", None) or [family.architecture]
+    if not isinstance(listed, list) or family.architecture not in listed:
+        shown = ", ".join(map(str, listed)) if isinstance(listed, list) else repr(listed)
+        raise entries.fail(f"architecture {shown} is not a causal language model (expected {family.architecture})")
+
+
+def _check_quantization(entries: Entries) -> None:
+    quantization = entries.inner("quantization_config")
+    if quantization is not None:
+        method = quantization.text("quant_method", "unknown")
+        if method != "fp8" or not quantization.raw("weight_block_size", None):
+            raise quantization.fail(f"weights quantized by {method!r} are not supported (supported: fp8 by blocks)")

@@ -1,0 +1,189 @@
+"""A whole Hugging Face directory: config, weights, tokenizer, generation config, chat template."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.model.hub.config import config_from_shape, dtype_from_config, shape_from_config
+from meshwright.model.hub.weights import load_weights, save_weights
+from meshwright.spec.errors import HubError
+from meshwright.spec.shape import ModelShape
+from meshwright.spec.units import GB
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer: the ids of its marks, and that it writes its files."""
+
+    @property
+    def bos(self) -> int | None: ...
+
+    @property
+    def eos(self) -> int | None: ...
+
+    def save(self, folder: Path) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFolder:
+    """What an imported directory says about itself; weights are read by `load`."""
+
+    path: Path
+    shape: ModelShape
+    dtype: torch.dtype
+    """Of the weights, as its config states it."""
+    tokenizer: Path | None
+    """Its tokenizer.json, where it has one."""
+    chat_template: str | None
+    generation: Mapping[str, object]
+    """Its generation config, or bos and eos of its config."""
+
+    def load(self, put: Callable[[str, Tensor], None]) -> None:
+        """Call put(name, tensor) with every weight, by our names; see load_weights."""
+        load_weights(self.path, self.shape, put)
+
+
+def import_folder(folder: Path) -> HubFolder:
+    """Read everything but the weights of a directory. HubError where it is none, or not supported."""
+    if not folder.is_dir():
+        raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
+    config = _read_json(folder / CONFIG)
+    if config is None:
+        raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory")
+    with _about(folder):
+        shape, dtype = shape_from_config(config), dtype_from_config(config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+    return HubFolder(
+        path=folder,
+        shape=replace(shape, name=folder.resolve().name),
+        dtype=getattr(torch, dtype),
+        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
+        chat_template=_read_template(folder),
+        generation=_read_json(folder / GENERATION) or ids,
+    )
+
+
+def export_folder(
+    folder: Path,
+    *,
+    model_tensors: Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    chat_template: str | None = None,
+    generation: Mapping[str, object] | None = None,
+    dropout: float = 0.0,
+    max_shard_bytes: int = 5 * GB,
+) -> None:
+    """Write a directory that transformers v4 and v5, and import_folder, read. It appears whole or not at all.
+
+    HubError: a folder that holds something already, a shape that its family cannot hold, a tensor missing. OSError
+    (disk full) as it comes; nothing stays behind then either.
+    """
+    bos, eos = (tokenizer.bos, tokenizer.eos) if tokenizer else (None, None)
+    config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), bos=bos, eos=eos, dropout=dropout)
+    with _fresh(folder) as partial:
+        save_weights(partial, model_tensors, shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        _write_json(partial / CONFIG, config)
+        ids = {"_from_model_config": True, "bos_token_id": bos, "eos_token_id": eos}
+        _write_json(partial / GENERATION, dict(generation) if generation else ids)
+        if chat_template is not None:
+            (partial / TEMPLATE).write_text(chat_template, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(partial)
+            _write_json(partial / TOKENIZER_CONFIG, _tokenizer_config(partial, tokenizer, shape, chat_template))
+
+
+def _tokenizer_config(
+    folder: Path, tokenizer: Tokenizer, shape: ModelShape, chat_template: str | None
+) -> dict[str, object]:
+    """What the tokenizer wrote, and what is missing of it. v5 has a class name of its own, which v4 does not know."""
+    saved = _read_json(folder / TOKENIZER) or {}
+    added = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
+    config: dict[str, object] = {
+        "bos_token": added.get(tokenizer.bos),
+        "eos_token": added.get(tokenizer.eos),
+        "model_max_length": shape.max_positions,
+        "clean_up_tokenization_spaces": False,
+    } | (_read_json(folder / TOKENIZER_CONFIG) or {})
+    if config.get("tokenizer_class") in (None, "TokenizersBackend"):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    return config
+
+
+def _read_template(folder: Path) -> str | None:
+    """chat_template.jinja, or the key in tokenizer_config.json: a string, or a list of named ones."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    found = (_read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no file."""
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HubError(f"{path} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(found, dict):
+        raise HubError(f"{path} must hold a JSON object")
+    return found
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _about(folder: Path) -> Iterator[None]:
+    """Name the folder in what is said about its config."""
+    try:
+        yield
+    except HubError as error:
+        raise HubError(f"{folder}/{error}") from error
+
+
+@contextmanager
+def _fresh(folder: Path) -> Iterator[Path]:
+    """A folder beside the wanted one that takes its name at the end, durably; gone on any error."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HubError(f"{folder} is not empty: take another folder, or empty this one")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,199 @@
+"""Names of weights, family by family, as data; read in both directions.
+
+A row pairs a module of ours with one of theirs; `*` is the layer, `@` the expert, and .weight or .bias follow along.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.model.hub.transforms import CONV1D, ROTARY, SAME, STACKED, Transform
+from meshwright.spec.errors import HubError
+from meshwright.spec.inventory import parameters
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Our modules (one, or several that they fuse), their pattern, and the transform between."""
+
+    ours: tuple[str, ...]
+    theirs: str
+    transform: Transform
+
+
+def _rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[Row, ...]:
+    return tuple(Row(tuple(ours.split(" + ")), theirs, transform) for ours, theirs in pairs.items())
+
+
+_OUTER = _rows({"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
+_NORMS = _rows(
+    {
+        "layers.*.attention_norm": "model.layers.*.input_layernorm",
+        "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    }
+)
+_ATTENTION = _rows(
+    {
+        "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
+        "layers.*.attention.k": "model.layers.*.self_attn.k_proj",
+        "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+        "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    },
+    ROTARY,
+) + _rows(
+    {
+        "layers.*.attention.v": "model.layers.*.self_attn.v_proj",
+        "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
+    }
+)
+_LATENT = _rows(
+    {
+        "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
+        "layers.*.attention.q_down": "model.layers.*.self_attn.q_a_proj",
+        "layers.*.attention.q_norm": "model.layers.*.self_attn.q_a_layernorm",
+        "layers.*.attention.q_up": "model.layers.*.self_attn.q_b_proj",
+        "layers.*.attention.kv_down": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+        "layers.*.attention.kv_norm": "model.layers.*.self_attn.kv_a_layernorm",
+        "layers.*.attention.kv_up": "model.layers.*.self_attn.kv_b_proj",
+        "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
+    }
+)
+_DENSE = _rows(
+    {
+        "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+        "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
+        "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    }
+)
+_ROUTED = _rows({"layers.*.mlp.router": "model.layers.*.mlp.gate"}) + _rows(
+    {
+        "layers.*.mlp.experts.gate": "model.layers.*.mlp.experts.@.gate_proj.weight",
+        "layers.*.mlp.experts.up": "model.layers.*.mlp.experts.@.up_proj.weight",
+        "layers.*.mlp.experts.down": "model.layers.*.mlp.experts.@.down_proj.weight",
+    },
+    STACKED,
+)
+_SHARED = _rows(
+    {
+        "layers.*.mlp.router.correction_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        "layers.*.mlp.shared.gate": "model.layers.*.mlp.shared_experts.gate_proj",
+        "layers.*.mlp.shared.up": "model.layers.*.mlp.shared_experts.up_proj",
+        "layers.*.mlp.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
+    }
+)
+_BLOCK_SPARSE = _rows({"layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate"}) + _rows(
+    {
+        "layers.*.mlp.experts.gate": "model.layers.*.block_sparse_moe.experts.@.w1.weight",
+        "layers.*.mlp.experts.up": "model.layers.*.block_sparse_moe.experts.@.w3.weight",
+        "layers.*.mlp.experts.down": "model.layers.*.block_sparse_moe.experts.@.w2.weight",
+    },
+    STACKED,
+)
+_GPT2 = _rows(
+    {
+        "embed": "transformer.wte",
+        "positions": "transformer.wpe",
+        "layers.*.attention_norm": "transformer.h.*.ln_1",
+        "layers.*.mlp_norm": "transformer.h.*.ln_2",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+) + _rows(
+    {
+        "layers.*.attention.q + layers.*.attention.k + layers.*.attention.v": "transformer.h.*.attn.c_attn",
+        "layers.*.attention.o": "transformer.h.*.attn.c_proj",
+        "layers.*.mlp.up": "transformer.h.*.mlp.c_fc",
+        "layers.*.mlp.down": "transformer.h.*.mlp.c_proj",
+    },
+    CONV1D,
+)
+
+_PLAIN = _OUTER + _NORMS + _ATTENTION + _DENSE
+ROWS: Mapping[str, tuple[Row, ...]] = {
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen3": _PLAIN,
+    "qwen3_moe": _PLAIN + _ROUTED,
+    "mixtral": _OUTER + _NORMS + _ATTENTION + _BLOCK_SPARSE,
+    "deepseek_v3": _OUTER + _NORMS + _LATENT + _DENSE + _ROUTED + _SHARED,
+    "gpt2": _GPT2,
+}
+
+PREFIX = {"gpt2": "transformer."}
+"""What the names of the body begin with (default `model.`); directories of a bare body lack it."""
+
+IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+"""Tables that older directories hold and that follow from the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """Tensors of ours and tensors of theirs that hold the same numbers, with the sizes of both."""
+
+    ours: dict[str, tuple[int, ...]]
+    theirs: dict[str, tuple[int, ...]]
+    transform: Transform
+
+
+def bindings(shape: ModelShape) -> list[Binding]:
+    """Every tensor of a shape bound to those of its family's files, in the order of the forward pass.
+
+    HubError where the family has no name for one.
+    """
+    sizes = tensor_sizes(shape)
+    rows = {row.ours[0]: row for row in ROWS[shape.family]}
+    followers = {module for row in rows.values() for module in row.ours[1:]}
+    found = []
+    for name in sizes:
+        module, layer, leaf = _parts(name)
+        if module in followers:
+            continue
+        if module not in rows:
+            raise HubError(f"a Hugging Face directory of family {shape.family} has no place for {name}")
+        found.append(_bind(rows[module], layer, leaf, sizes, shape))
+    return found
+
+
+def tensor_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and size of every parameter and of the routers' correction biases."""
+    found = {}
+    for parameter in parameters(shape):
+        found[parameter.name] = parameter.shape
+        if parameter.group == "router" and shape.moe is not None and shape.moe.correction_bias:
+            found[correction_of(parameter.name)] = (shape.moe.experts,)
+    return found
+
+
+def correction_of(router: str) -> str:
+    """Name of the correction bias beside a router's weight."""
+    return router.removesuffix("weight") + "correction_bias"
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """layers.3.mlp.up.weight -> (layers.*.mlp.up, 3, .weight)."""
+    leaf = next((leaf for leaf in (".weight", ".bias") if name.endswith(leaf)), "")
+    match = re.match(r"layers\.(\d+)\.", name)
+    layer = match.group(1) if match else ""
+    module = name.removesuffix(leaf)
+    return (module.replace(f"layers.{layer}.", "layers.*.", 1) if layer else module), layer, leaf
+
+
+def _bind(row: Row, layer: str, leaf: str, sizes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Binding:
+    ours = {name: sizes[name] for name in (module.replace("*", layer) + leaf for module in row.ours)}
+    meta: list[Tensor] = [torch.empty(size, device="meta") for size in ours.values()]
+    theirs = row.transform.export(meta, shape)
+    names = _their_names(row.theirs.replace("*", layer) + leaf, len(theirs))
+    return Binding(
+        ours=ours,
+        theirs={name: tuple(tensor.shape) for name, tensor in zip(names, theirs, strict=True)},
+        transform=row.transform,
+    )
+
+
+def _their_names(pattern: str, count: int) -> Iterator[str]:
+    return (pattern.replace("@", str(expert)) for expert in range(count))

@@ -1,0 +1,255 @@
+"""Parts of a config.json that are more than a renamed key: each a function that reads and one that writes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.rope import read_rope, write_rope
+from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+
+Fields = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """`read` gives fields of the shape, `write` keys of the config."""
+
+    read: Callable[[Entries], Fields]
+    write: Callable[[ModelShape], Fields]
+
+
+def rope(theta: float = 10000.0) -> Part:
+    """Rotary positions; `theta` is the family's own default."""
+    return Part(read=lambda entries: read_rope(entries, theta=theta), write=write_rope)
+
+
+def heads(kv_heads: int | None = None, head_dim: int | None = None) -> Part:
+    """Key heads and head width; an absent key stands for the family's number, null for heads and hidden / heads."""
+    return Part(
+        read=lambda entries: {
+            "kv_heads": entries.maybe_integer("num_key_value_heads", kv_heads) or 0,
+            "head_dim": entries.maybe_integer("head_dim", head_dim) or 0,
+        },
+        write=lambda shape: {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim},
+    )
+
+
+def _read_bias(entries: Entries) -> Fields:
+    bias = entries.flag("attention_bias", False)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+ATTENTION_BIAS = Part(read=_read_bias, write=lambda shape: {"attention_bias": shape.qkv_bias})
+MLP_BIAS = Part(
+    read=lambda entries: {"mlp_bias": entries.flag("mlp_bias", False)}, write=lambda shape: {"mlp_bias": shape.mlp_bias}
+)
+
+
+def plain_window(absent: int | None) -> Part:
+    """sliding_window in every layer, null for none (Mistral, Mixtral); `absent` is what a missing key stands for."""
+    return Part(
+        read=lambda entries: {"window": entries.maybe_integer("sliding_window", absent) or 0},
+        write=lambda shape: {"sliding_window": shape.window or None},
+    )
+
+
+def _read_switched_window(entries: Entries) -> Fields:
+    on = entries.flag("use_sliding_window", False)
+    return {"window": (entries.maybe_integer("sliding_window", 4096) or 0) if on else 0}
+
+
+def _read_layered_window(entries: Entries) -> Fields:
+    fields = _read_switched_window(entries)
+    if not fields["window"]:
+        return fields
+    layers, first = entries.integer("num_hidden_layers"), entries.integer("max_window_layers", 28)
+    types = entries.raw("layer_types", None)
+    if types is not None:
+        full = types.count("full_attention") if isinstance(types, list) else 0
+        if types != ["full_attention"] * full + ["sliding_attention"] * (layers - full):
+            raise entries.fail("layer_types must be full_attention for the first layers, then sliding_attention")
+        first = full
+    return {**fields, "window_from_layer": first} if first < layers else {"window": 0}
+
+
+def _write_window(shape: ModelShape) -> Fields:
+    return {"use_sliding_window": shape.window > 0, "sliding_window": shape.window or None}
+
+
+SWITCHED_WINDOW = Part(read=_read_switched_window, write=_write_window)
+LAYERED_WINDOW = Part(
+    read=_read_layered_window,
+    write=lambda shape: {
+        **_write_window(shape),
+        "max_window_layers": shape.window_from_layer if shape.window else shape.layers,
+    },
+)
+
+
+def _read_gelu(entries: Entries) -> Fields:
+    names = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
+    entries.allow("activation_function", tuple(names))
+    return {"mlp": names[entries.text("activation_function", "gelu_new")]}
+
+
+GELU = Part(read=_read_gelu, write=lambda shape: {"activation_function": "gelu" if shape.mlp == "gelu" else "gelu_new"})
+
+
+INNER = Part(
+    read=lambda entries: {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")},
+    write=lambda shape: {"n_inner": shape.ffn},
+)
+
+
+def _read_mixtral(entries: Entries) -> Fields:
+    """Softmax over the chosen experts alone equals softmax over all, normalized over the chosen."""
+    moe = MoEShape(
+        experts=entries.integer("num_local_experts", 8),
+        top_k=entries.integer("num_experts_per_tok", 2),
+        ffn=entries.integer("intermediate_size"),
+    )
+    return {"moe": moe}
+
+
+def _write_mixtral(shape: ModelShape) -> Fields:
+    if shape.moe is None:
+        return {}
+    return {
+        "num_local_experts": shape.moe.experts,
+        "num_experts_per_tok": shape.moe.top_k,
+        "intermediate_size": shape.moe.ffn,
+    }
+
+
+MIXTRAL = Part(read=_read_mixtral, write=_write_mixtral)
+
+
+def _first_dense(entries: Entries) -> int:
+    """Number of leading dense layers of a Qwen3-MoE; dense layers elsewhere are refused."""
+    layers, step = entries.integer("num_hidden_layers"), max(1, entries.integer("decoder_sparse_step", 1))
+    listed = entries.raw("mlp_only_layers", None) or []
+    if not isinstance(listed, list):
+        raise entries.fail(f"mlp_only_layers={listed!r} must be a list of layers")
+    routed = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
+    first = routed.index(True) if any(routed) else layers
+    if not all(routed[first:]):
+        raise entries.fail(
+            f"decoder_sparse_step={step} and mlp_only_layers={listed} put dense layers behind routed ones, "
+            "which is not supported (supported: dense layers first)"
+        )
+    return first
+
+
+def _read_qwen_moe(entries: Entries) -> Fields:
+    first = _first_dense(entries)
+    if first >= entries.integer("num_hidden_layers"):
+        return {}
+    moe = MoEShape(
+        experts=entries.integer("num_experts", entries.integer("num_local_experts", 128)),
+        top_k=entries.integer("num_experts_per_tok", 8),
+        ffn=entries.integer("moe_intermediate_size", 768),
+        first_dense=first,
+        normalize_top_k=entries.flag("norm_topk_prob", False),
+    )
+    return {"moe": moe}
+
+
+def _write_qwen_moe(shape: ModelShape) -> Fields:
+    if shape.moe is None:
+        return {"mlp_only_layers": list(range(shape.layers))}
+    return {
+        "num_experts": shape.moe.experts,
+        "num_local_experts": shape.moe.experts,
+        "num_experts_per_tok": shape.moe.top_k,
+        "moe_intermediate_size": shape.moe.ffn,
+        "norm_topk_prob": shape.moe.normalize_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(shape.moe.first_dense)),
+    }
+
+
+QWEN_MOE = Part(read=_read_qwen_moe, write=_write_qwen_moe)
+
+
+def _read_deepseek_moe(entries: Entries) -> Fields:
+    entries.allow("moe_layer_freq", (1, None))
+    entries.allow("scoring_func", ("sigmoid",))
+    entries.allow("topk_method", ("noaux_tc",))
+    first = entries.integer("first_k_dense_replace", 3)
+    if first >= entries.integer("num_hidden_layers"):
+        return {}
+    moe = MoEShape(
+        experts=entries.integer("n_routed_experts"),
+        top_k=entries.integer("num_experts_per_tok", 8),
+        ffn=entries.integer("moe_intermediate_size"),
+        shared_experts=entries.maybe_integer("n_shared_experts", 1) or 0,
+        first_dense=first,
+        scoring="sigmoid",
+        normalize_top_k=entries.flag("norm_topk_prob", True),
+        groups=entries.maybe_integer("n_group", 8) or 1,
+        top_groups=entries.maybe_integer("topk_group", 4) or 1,
+        routed_scale=entries.number("routed_scaling_factor", 2.5),
+        correction_bias=True,
+    )
+    return {"moe": moe}
+
+
+def _write_deepseek_moe(shape: ModelShape) -> Fields:
+    moe = shape.moe
+    if moe is None:
+        return {"first_k_dense_replace": shape.layers}
+    return {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "n_shared_experts": moe.shared_experts,
+        "first_k_dense_replace": moe.first_dense,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": moe.normalize_top_k,
+        "n_group": moe.groups,
+        "topk_group": moe.top_groups,
+        "routed_scaling_factor": moe.routed_scale,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+DEEPSEEK_MOE = Part(read=_read_deepseek_moe, write=_write_deepseek_moe)
+
+
+def _read_mla(entries: Entries) -> Fields:
+    heads = entries.integer("num_attention_heads")
+    if (entries.maybe_integer("num_key_value_heads") or heads) != heads:
+        raise entries.fail("num_key_value_heads must equal num_attention_heads: latent attention has no key groups")
+    mla = MLAShape(
+        q_rank=entries.maybe_integer("q_lora_rank", 1536) or 0,
+        kv_rank=entries.integer("kv_lora_rank"),
+        nope_dim=entries.integer("qk_nope_head_dim"),
+        rope_dim=entries.integer("qk_rope_head_dim"),
+        v_dim=entries.integer("v_head_dim"),
+    )
+    return {
+        "mla": mla,
+        "rope_interleaved": entries.flag("rope_interleave", True),
+    }
+
+
+def _write_mla(shape: ModelShape) -> Fields:
+    mla = shape.mla
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.q_rank or None,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "qk_head_dim": mla.nope_dim + mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "head_dim": mla.rope_dim,
+        "num_key_value_heads": shape.heads,
+        "rope_interleave": shape.rope_interleaved,
+    }
+
+
+MLA = Part(read=_read_mla, write=_write_mla)

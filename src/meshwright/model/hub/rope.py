@@ -1,0 +1,93 @@
+"""Rotary keys of a config.json, in both spellings: rope_theta + rope_scaling (v4) and rope_parameters (v5)."""
+
+import math
+
+from meshwright.model.hub.entries import Entries
+from meshwright.spec.shape import ModelShape, RopeScaling
+
+KINDS = ("linear", "llama3", "yarn")
+
+
+def read_rope(entries: Entries, *, theta: float) -> dict[str, object]:
+    """rope_theta and rope_scaling of the shape; `theta` is what the family assumes where none is given."""
+    inner = entries.inner("rope_scaling") or entries.inner("rope_parameters") or Entries({}, entries.where)
+    if any(isinstance(value, dict) for value in inner.values.values()):
+        raise inner.fail("rotary settings per kind of layer are not supported (give one for all layers)")
+    found = inner if "rope_theta" in inner else entries
+    for part in (entries, inner):
+        part.allow("partial_rotary_factor", (1.0, None))
+    return {"rope_theta": found.number("rope_theta", theta), "rope_scaling": _read_scaling(entries, inner)}
+
+
+def _read_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
+    kind = inner.text("rope_type", inner.values.get("type", "default"))
+    if kind == "default":
+        inner.allow("mrope_section", (None,))
+        return None
+    if kind not in KINDS:
+        raise inner.fail(f"rope scaling {kind!r} is not supported (supported: {', '.join(KINDS)})")
+    positions = entries.integer("max_position_embeddings")
+    if kind == "linear":
+        factor = inner.number("factor")
+        return RopeScaling(kind="linear", factor=factor, original_positions=max(1, round(positions / max(1.0, factor))))
+    original = inner.maybe_integer("original_max_position_embeddings") or positions
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=inner.number("factor"),
+            original_positions=original,
+            low_frequency_factor=inner.number("low_freq_factor"),
+            high_frequency_factor=inner.number("high_freq_factor"),
+        )
+    return _read_yarn(inner, original, positions)
+
+
+def _read_yarn(inner: Entries, original: int, positions: int) -> RopeScaling:
+    """mscale counts only beside mscale_all_dim; otherwise the attention factor is the paper's 0.1 ln(factor) + 1."""
+    inner.allow("truncate", (True, None))
+    factor = positions / max(1, original) if inner.raw("factor", None) is None else inner.number("factor")
+    all_dim = inner.number("mscale_all_dim", 0.0)
+    mscale = inner.number("mscale", 0.0) if all_dim else 0.0
+    if inner.raw("attention_factor", None) is not None:
+        implied = _temperature(factor, mscale or 1.0) / (_temperature(factor, all_dim) if mscale else 1.0)
+        if not math.isclose(inner.number("attention_factor"), implied, rel_tol=1e-6):
+            raise inner.fail(f"attention_factor={inner.raw('attention_factor')} is not supported, only {implied:.6g}")
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_positions=original,
+        beta_fast=inner.number("beta_fast") if inner.values.get("beta_fast") else 32.0,
+        beta_slow=inner.number("beta_slow") if inner.values.get("beta_slow") else 1.0,
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+    )
+
+
+def _temperature(factor: float, weight: float) -> float:
+    """YaRN, arXiv:2309.00071, section 3.4."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def write_rope(shape: ModelShape) -> dict[str, object]:
+    """Both spellings at once: a v4 reader that met only rope_parameters would silently take theta = 10000."""
+    scaling = _write_scaling(shape.rope_scaling) if shape.rope_scaling else {}
+    kind = scaling.get("rope_type", "default")
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": {**scaling, "type": kind} if scaling else None,
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, "rope_type": kind},
+    }
+
+
+def _write_scaling(scaling: RopeScaling) -> dict[str, object]:
+    found: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        found["original_max_position_embeddings"] = scaling.original_positions
+    if scaling.kind == "llama3":
+        found["low_freq_factor"] = scaling.low_frequency_factor
+        found["high_freq_factor"] = scaling.high_frequency_factor
+    if scaling.kind == "yarn":
+        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        found |= {"mscale": scaling.mscale} if scaling.mscale else {}
+        found |= {"mscale_all_dim": scaling.mscale_all_dim} if scaling.mscale_all_dim else {}
+    return found

@@ -1,0 +1,232 @@
+"""Safetensors files, read and written one tensor at a time: 8 bytes of length, a JSON header, the bytes of the tensors.
+
+Format: https://github.com/huggingface/safetensors. Headers are checked before a byte of data is read.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.errors import HubError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_LARGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where one tensor lies: `start` bytes into a file."""
+
+    file: Path
+    start: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its data."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
+        with open(self.file, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(raw.numpy().data) != self.num_bytes:
+                raise HubError(f"{self.file} ends too early: it is truncated; copy or download it again")
+        return raw.view(self.dtype).view(self.size)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a directory by name, over all its shards.
+
+    HubError: no safetensors, a missing shard, a truncated or damaged file.
+    """
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise HubError(_nothing(folder))
+    where = _weight_map(folder / INDEX)
+    files = sorted(set(where.values()))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise HubError(
+            f"{folder} lacks {len(missing)} of {len(files)} shards, first {missing[0]}: copy or download it again"
+        )
+    headers = {file: read_header(folder / file) for file in files}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise HubError(f"{folder / file} lacks {name}, which {INDEX} puts there: the files do not belong together")
+    return {name: headers[file][name] for name, file in where.items()}
+
+
+def _nothing(folder: Path) -> str:
+    pickles = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if pickles:
+        return (
+            f"{folder} holds its weights only as pickles ({pickles[0].name}), which may run code when loaded: "
+            "get its safetensors, or convert them first"
+        )
+    return f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to read"
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        plain = all(isinstance(name, str) and Path(file).name == file for name, file in found.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{path} is not an index of shards ({error}): copy or download it again") from error
+    if not plain or not found:
+        raise HubError(f"{path}: weight_map must pair names of tensors with names of files beside it")
+    return dict(found)
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of one file."""
+    length = path.stat().st_size
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if length < 8 or size > min(length - 8, _LARGEST_HEADER_BYTES):
+            raise HubError(f"{path} is truncated or no safetensors file: copy or download it again")
+        raw = file.read(size)
+    try:
+        header = json.loads(raw)
+        found = {name: _stored(path, 8 + size, entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{path} has a damaged header ({error}): copy or download it again") from error
+    end = max((stored.start + stored.num_bytes for stored in found.values()), default=8 + size)
+    if end != length:
+        raise HubError(
+            f"{path} has {length} bytes where its header promises {end}: it is truncated; copy or download it again"
+        )
+    return found
+
+
+def _stored(path: Path, base: int, entry: Mapping[str, object]) -> Stored:
+    code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if code not in DTYPES:
+        raise ValueError(f"dtype {code} is not supported")
+    start, end = (int(offset) for offset in offsets)  # type: ignore[attr-defined]
+    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])  # type: ignore[call-overload]
+    if start < 0 or min(stored.size, default=0) < 0 or end - start != stored.num_bytes:
+        raise ValueError(f"offsets {start}..{end} do not fit the shape {list(stored.size)}")
+    return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A tensor that is to be written."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its data."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+class ShardWriter:
+    """Files laid out beforehand, so tensors may come in any order and none waits in memory."""
+
+    def __init__(self, folder: Path, planned: list[Planned], max_shard_bytes: int) -> None:
+        shards = list(_split(planned, max_shard_bytes))
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        self.folder, self.planned = folder, planned
+        self.names = names if len(shards) > 1 else [SINGLE]
+        self.waiting: dict[str, tuple[str, int, Planned]] = {}
+        self.weight_map: dict[str, str] = {}
+        self.files: dict[str, BinaryIO] = {}
+        for name, shard in zip(self.names, shards, strict=True):
+            self._open(name, shard)
+
+    def _open(self, name: str, shard: list[Planned]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in shard:
+            start, end = end, end + tensor.num_bytes
+            header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.size, "data_offsets": [start, end]}
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self.files[name] = open(self.folder / name, "wb")  # noqa: SIM115  (closed in __exit__)
+        self.files[name].write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in shard:
+            start = header[tensor.name]["data_offsets"][0]  # type: ignore[index]
+            self.waiting[tensor.name] = (name, 8 + len(raw) + start, tensor)
+            self.weight_map[tensor.name] = name
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor in its place, cast to the planned dtype. HubError when it was written before."""
+        if name not in self.waiting:
+            raise HubError(f"{name} was given twice")
+        file, start, planned = self.waiting.pop(name)
+        assert tuple(tensor.shape) == planned.size
+        raw = tensor.detach().to(device="cpu", dtype=planned.dtype).contiguous().view(-1).view(torch.uint8)
+        self.files[file].seek(start)
+        self.files[file].write(raw.numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for file in self.files.values():
+                file.close()
+
+    def _finish(self) -> None:
+        """Flush to disk and write the index; HubError when a tensor never came."""
+        if self.waiting:
+            raise HubError(f"{len(self.waiting)} tensors were not given, first {next(iter(self.waiting))}")
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        if len(self.names) > 1:
+            totals = {
+                "total_size": sum(tensor.num_bytes for tensor in self.planned),
+                "total_parameters": sum(math.prod(tensor.size) for tensor in self.planned),
+            }
+            index = {"metadata": totals, "weight_map": dict(sorted(self.weight_map.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(planned: list[Planned], max_shard_bytes: int) -> Iterator[list[Planned]]:
+    """Runs of tensors of at most that many bytes together; a larger tensor stands alone."""
+    shard: list[Planned] = []
+    filled = 0
+    for tensor in planned:
+        if shard and filled + tensor.num_bytes > max_shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += tensor.num_bytes
+    yield shard

@@ -1,0 +1,57 @@
+"""How tensors of ours and tensors of a Hugging Face file hold the same numbers: pairs of inverse functions.
+
+`export` takes ours and gives theirs, `restore` the other way. Both work on meta tensors too, so the sizes of a file's
+tensors follow from those of the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """`export(ours, shape)` and `restore(theirs, rows, shape)`, where rows are the sizes of dim 0 of our tensors."""
+
+    export: Callable[[Sequence[Tensor], ModelShape], Sequence[Tensor]]
+    restore: Callable[[Sequence[Tensor], Sequence[int], ModelShape], Sequence[Tensor]]
+
+
+SAME = Transform(export=lambda ours, shape: ours, restore=lambda theirs, rows, shape: theirs)
+
+STACKED = Transform(
+    export=lambda ours, shape: ours[0].unbind(0), restore=lambda theirs, rows, shape: [torch.stack(list(theirs))]
+)
+"""One tensor with a leading dim of experts (X, out, in) is X tensors of theirs."""
+
+
+def _turn(tensor: Tensor) -> Tensor:
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+CONV1D = Transform(
+    export=lambda ours, shape: [_turn(torch.cat(list(ours)))],
+    restore=lambda theirs, rows, shape: torch.split(_turn(theirs[0]), list(rows)),
+)
+"""GPT-2 stores weights as (in, out), several projections beside each other; biases likewise."""
+
+
+def _regroup(tensor: Tensor, shape: ModelShape, sizes: tuple[int, int]) -> Tensor:
+    """Rows of every head, seen as a table of `sizes`, in the order of the transposed table."""
+    if not shape.rope_interleaved:
+        return tensor
+    return tensor.reshape(-1, *sizes, *tensor.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+ROTARY = Transform(
+    export=lambda ours, shape: [_regroup(ours[0], shape, (shape.head_dim // 2, 2))],
+    restore=lambda theirs, rows, shape: [_regroup(theirs[0], shape, (2, shape.head_dim // 2))],
+)
+"""Rows of queries and keys: where our rotary pairs are neighbours, theirs are halves of the head.
+
+Attention scores are the same under one permutation of the query and key dims, so nothing else changes.
+"""

@@ -1,0 +1,144 @@
+"""A whole directory: what lies in it, that it appears at once or not at all, and what is read of foreign ones."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.data import Tokenizer
+from meshwright.model.hub import export_folder, import_folder
+from meshwright.spec import ModelShape
+from meshwright.spec.errors import HubError
+from tests.model.hub.test_weights import assert_same, random_tensors
+
+SHAPE = ModelShape(vocab=2048, layers=1, hidden=8, heads=2, ffn=12, max_positions=64)
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+
+def exported(folder: Path, shape: ModelShape = SHAPE, **options: Any) -> dict[str, Tensor]:
+    tensors = random_tensors(shape)
+    given: dict[str, Any] = {"model_tensors": tensors.items(), "tokenizer": Tokenizer.shipped(), "dtype": torch.float32}
+    export_folder(folder, shape=shape, **{**given, **options})
+    return tensors
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_what_a_directory_holds(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "out"
+    tensors = exported(folder, chat_template=TEMPLATE, dtype=torch.bfloat16)
+    assert names(folder) == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    }
+    assert names(folder.parent) == {"out"}
+    eos = Tokenizer.shipped().eos
+    assert (
+        read(folder / "config.json")["eos_token_id"] == read(folder / "generation_config.json")["eos_token_id"] == eos
+    )
+    tokenizer = read(folder / "tokenizer_config.json")
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (tokenizer["eos_token"], tokenizer["model_max_length"]) == ("<|endoftext|>", 64)
+    found = import_folder(folder)
+    assert (found.shape.name, found.dtype, found.chat_template) == ("out", torch.bfloat16, TEMPLATE)
+    assert found.tokenizer == folder / "tokenizer.json" and found.generation["eos_token_id"] == eos
+    weights: dict[str, Tensor] = {}
+    found.load(lambda name, tensor: weights.update({name: tensor}))
+    assert_same(weights, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def test_a_full_folder_is_left_alone_and_an_empty_one_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HubError, match="full is not empty"):
+        exported(tmp_path / "full")
+    with pytest.raises(HubError, match=r"note\.txt is not empty"):
+        exported(tmp_path / "full" / "note.txt")
+    assert names(tmp_path / "full") == {"note.txt"}
+    exported(tmp_path / "empty", tokenizer=None)
+    assert names(tmp_path / "empty") == {"config.json", "model.safetensors", "generation_config.json"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), HubError("lost")])
+def test_nothing_stays_behind_when_an_export_fails(error: BaseException, tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from list(random_tensors(SHAPE).items())[:2]
+        raise error
+
+    with pytest.raises(type(error)):
+        exported(tmp_path / "out", model_tensors=broken())
+    assert names(tmp_path) == set()
+
+
+def test_a_shape_that_cannot_be_held_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"model\.window=8 .* model\.family=mistral"):
+        exported(
+            tmp_path / "out", ModelShape(vocab=2048, layers=1, hidden=8, heads=2, ffn=12, max_positions=64, window=8)
+        )
+    assert names(tmp_path) == set()
+
+
+def test_a_generation_config_is_handed_on(tmp_path: Path) -> None:
+    exported(tmp_path / "out", generation={"temperature": 0.6, "top_p": 0.9})
+    assert import_folder(tmp_path / "out").generation == {"temperature": 0.6, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]]
+)
+def test_templates_inside_the_tokenizer_config_are_found(template: object, tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (tmp_path / "out" / "generation_config.json").unlink()
+    found = import_folder(tmp_path / "out")
+    eos = Tokenizer.shipped().eos
+    assert found.chat_template == TEMPLATE
+    assert found.generation == {"bos_token_id": eos, "eos_token_id": eos}
+
+
+def test_a_tokenizer_config_of_its_own_is_kept(tmp_path: Path) -> None:
+    text = Tokenizer.shipped().json
+    config = json.dumps(
+        {"eos_token": "<|endoftext|>", "tokenizer_class": "TokenizersBackend", "add_prefix_space": True}
+    )
+    exported(tmp_path / "out", tokenizer=Tokenizer(text, eos="<|endoftext|>", config=config))
+    written = read(tmp_path / "out" / "tokenizer_config.json")
+    assert written["add_prefix_space"] is True
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "v4 does not know TokenizersBackend"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "has no config.json"),
+        ("{", "not JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"model_type": "bert"}', "out/config.json: model_type 'bert' is not supported"),
+        ('{"a": 1}', "out/config.json: model_type is missing"),
+    ],
+)
+def test_what_is_no_directory_is_refused_in_one_line(content: str | None, words: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    if content is not None:
+        (tmp_path / "out" / "config.json").write_text(content)
+    with pytest.raises(HubError, match=words) as error:
+        import_folder(tmp_path / "out")
+    assert "\n" not in str(error.value)
+    with pytest.raises(HubError, match="is no folder"):
+        import_folder(tmp_path / "absent")
