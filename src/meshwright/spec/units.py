@@ -17,10 +17,12 @@ def gib(num_bytes: float) -> str:
 
 def count(number: float) -> str:
     """A count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
+    if not isfinite(number):
+        return str(number)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(number) >= size * 0.9995:
             return f"{number / size:.3g}{letter}" if abs(number) < 999.5 * size else f"{number / size:.0f}{letter}"
-    return f"{number:.0f}" if isfinite(number) and number == int(number) else f"{number:.3g}"
+    return f"{number:.0f}" if number == int(number) else f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,252 @@
+"""Presets: every published count is met exactly, by our counting and by another's; names; devices."""
+
+import tomllib
+import warnings
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from meshwright.spec import ModelShape, num_active_parameters, num_parameters, parameters, presets
+from meshwright.spec.errors import PlanError
+
+MODELS = presets.model_names()
+EXPERTS = [name for name in MODELS if presets.model(name).moe]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_the_published_count(name: str) -> None:
+    assert num_parameters(presets.model(name)) == presets.published(name).parameters
+
+
+# A second list by hand, so that a slip in a preset cannot mend its own test.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-355m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v3", 671_026_404_352),
+    ],
+)
+def test_known_counts(name: str, count: int) -> None:
+    assert num_parameters(presets.model(name)) == count
+
+
+def test_gpt3_is_the_count_of_its_paper() -> None:
+    """Table D.1 of arXiv:2005.14165 says 174,600 million."""
+    assert round(num_parameters(presets.model("gpt3-175b")) / 1e8) == 1746
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERTS if presets.published(name).active])
+def test_active_parameters_are_the_published_figure(name: str) -> None:
+    """To one unit of the last digit printed: Qwen cuts 3.35 to 3.3."""
+    known, shape = presets.published(name), presets.model(name)
+    figure = known.active.removesuffix("B")
+    unit = 10.0 ** -len(figure.partition(".")[2])
+    left_out = sum(p.numel for p in parameters(shape) if p.group == known.active_without)
+    assert bool(left_out) == bool(known.active_without)
+    assert abs((num_active_parameters(shape) - left_out) / 1e9 - float(figure)) < unit
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_counts_the_same(name: str) -> None:
+    """The same sizes as a model of `transformers` without storage; layers repeat, so two small builds give any depth."""
+    shape = presets.model(name)
+    dense = shape.moe.first_dense if shape.moe else 0
+    one, two = (_count_elsewhere(shape, dense + layers) for layers in (1, 2))
+    assert one + (shape.layers - dense - 1) * (two - one) == num_parameters(shape)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("GPT2Config", "gpt2-124m"),
+        ("LlamaConfig", "llama-2-7b"),
+        ("MistralConfig", "mistral-7b-v0.1"),
+        ("MixtralConfig", "mixtral-8x7b"),
+        ("DeepseekV3Config", "deepseek-v3"),
+    ],
+)
+def test_the_sizes_transformers_ships(config: str, name: str) -> None:
+    """Where a family's config class has a published model as its default, the sizes are those of the preset."""
+    shape, theirs = presets.model(name), getattr(_transformers(), config)()
+    assert (theirs.hidden_size, theirs.num_hidden_layers) == (shape.hidden, shape.layers)
+    assert (theirs.num_attention_heads, theirs.vocab_size) == (shape.heads, shape.vocab)
+    assert theirs.tie_word_embeddings == shape.tied
+    if shape.family != "gpt2":
+        assert (theirs.intermediate_size, theirs.num_key_value_heads) == (shape.ffn, shape.kv_heads)
+
+
+GPT2 = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def _transformers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("transformers", reason="transformers, the independent count, is not installed")
+
+
+def _config(shape: ModelShape) -> dict[str, Any]:
+    """What `transformers` calls our fields."""
+    fields: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.family == "gpt2":
+        return {GPT2.get(key, key): value for key, value in fields.items()}
+    fields |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    if shape.moe:
+        experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}
+        fields[experts[shape.family]] = shape.moe.experts
+        fields |= {"num_experts_per_tok": shape.moe.top_k, "moe_intermediate_size": shape.moe.ffn}
+        fields |= {"n_shared_experts": shape.moe.shared_experts, "first_k_dense_replace": shape.moe.first_dense}
+    if shape.mla:
+        fields |= {"q_lora_rank": shape.mla.q_rank, "kv_lora_rank": shape.mla.kv_rank, "v_head_dim": shape.mla.v_dim}
+        fields |= {"qk_nope_head_dim": shape.mla.nope_dim, "qk_rope_head_dim": shape.mla.rope_dim}
+        fields["head_dim"] = shape.mla.rope_dim
+    return fields
+
+
+def _count_elsewhere(shape: ModelShape, layers: int) -> int:
+    transformers = _transformers()
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fields = _config(shape) | {"n_layer" if shape.family == "gpt2" else "num_hidden_layers": layers}
+        config = transformers.AutoConfig.for_model(shape.family, **fields)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    return int(sum({id(p): p.numel() for p in model.parameters()}.values()))
+
+
+@pytest.mark.parametrize("folder", ["models", "devices"])
+def test_every_number_has_a_source(folder: str) -> None:
+    for entry in files(presets).joinpath(folder).iterdir():
+        if not entry.name.endswith(".toml"):
+            continue
+        table = tomllib.loads(entry.read_text(encoding="utf-8"))
+        for name, preset in table.get("models", table).items():
+            assert preset["source"], name
+            assert preset.get("parameters_source") if folder == "models" else preset["certainty"], name
+            assert ("active" in preset) <= ("active_source" in preset), name
+
+
+def test_presets_carry_their_name_and_fit_their_family() -> None:
+    for name in MODELS:
+        shape = presets.model(name)
+        assert shape.name == name
+        assert (shape.family == "gpt2") == (shape.positions == "learned")
+        assert (shape.family == "deepseek_v3") == (shape.mla is not None)
+        assert (shape.family in ("mixtral", "qwen3_moe", "deepseek_v3")) == (shape.moe is not None)
+        assert shape.qk_norm == shape.family.startswith("qwen3")
+
+
+def test_deepseek_is_whole() -> None:
+    shape = presets.model("deepseek-v3")
+    assert shape.moe is not None and shape.mla is not None and shape.rope_scaling is not None
+    assert (shape.moe.experts, shape.moe.top_k, shape.moe.groups, shape.moe.top_groups) == (256, 8, 8, 4)
+    assert (shape.moe.scoring, shape.moe.correction_bias, shape.moe.routed_scale) == ("sigmoid", True, 2.5)
+    assert (shape.moe.first_dense, shape.rope_interleaved, shape.rope_scaling.kind) == (3, True, "yarn")
+    assert shape.head_dim == 192
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("gpt2", "gpt2-124m"),
+        ("GPT2-XL", "gpt2-1.5b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("llama_3.1_8b", "llama-3.1-8b"),
+        ("mistral-7b", "mistral-7b-v0.1"),
+    ],
+)
+def test_other_spellings(name: str, meant: str) -> None:
+    assert presets.model(name) == presets.model(meant)
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"model='llama-3.1-9b' is not known; nearest: llama-3.1-8b"):
+        presets.model("llama-3.1-9b")
+    with pytest.raises(PlanError, match=r"cluster.device='h10' is not known; nearest: h100"):
+        presets.cluster("h10x8")
+    with pytest.raises(PlanError, match="nearest: "):
+        presets.model("")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "devices"),
+    [
+        ("local", "local", 1),
+        ("localx2", "local", 2),
+        ("h100", "H100-SXM-80", 1),
+        ("H100x8", "H100-SXM-80", 8),
+        ("mi300x", "MI300X", 1),
+        ("mi300xx8", "MI300X", 8),
+        ("rtx4090", "RTX-4090", 1),
+        ("4090x2", "RTX-4090", 2),
+        ("a100-80x16", "A100-SXM-80", 16),
+    ],
+)
+def test_cluster_names(name: str, device: str, devices: int) -> None:
+    found = presets.cluster(name)
+    assert (found.device.name, found.devices) == (device, devices)
+    assert presets.cluster(name, nodes=3).devices == 3 * devices
+
+
+@pytest.mark.parametrize("name", ["x8", "h100x", "h100x-1", "h100x8x8", "h100x" + "9" * 5000])
+def test_cluster_names_that_are_none(name: str) -> None:
+    with pytest.raises(PlanError, match="is not known"):
+        presets.cluster(name)
+
+
+def test_empty_nodes_are_refused() -> None:
+    with pytest.raises(PlanError, match="at least 1"):
+        presets.cluster("h100x0")
+
+
+def test_device_units() -> None:
+    h100 = presets.device("h100")
+    assert h100.memory_bytes == 80 * 2**30
+    assert h100.bf16_flop_per_s == 989.4e12
+    assert h100.bf16_matmul_flop_per_s == 794.5e12
+    assert h100.memory_bytes_per_s == 3350e9
+    assert (h100.link_bytes_per_s, h100.network_bytes_per_s) == (450e9, 50e9)
+
+
+def test_no_measured_product_beats_its_peak() -> None:
+    for name in presets.device_names():
+        known = presets.device(name)
+        assert known.bf16_matmul_flop_per_s <= known.bf16_flop_per_s
+        assert known.fp8_matmul_flop_per_s <= known.fp8_flop_per_s
+        if name != "local":
+            assert 0 < known.bf16_flop_per_s < known.fp8_flop_per_s or known.fp8_flop_per_s == 0
+            assert known.memory_bytes >= 24 * 2**30 and known.memory_bytes_per_s > 5e11
+
+
+def test_two_presets_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="defined twice"):
+        presets._add({"a": 1}, ["b", "a"], 2)
