@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.spec.errors import RunError
 
-NAME = ".lock"
+_NAME = ".lock"
 _held: set[Path] = set()
 _guard = threading.Lock()
 
@@ -30,7 +30,7 @@ class RunLock:
     @classmethod
     def take(cls, folder: Path) -> "RunLock":
         """Lock `folder` for this process, or say who holds it. RunError; OSError where nothing can be written."""
-        path = (folder / NAME).resolve()
+        path = (folder / _NAME).resolve()
         with _guard:  # a record lock does not keep a process from itself, and closing any handle would give it up
             if path in _held:
                 raise RunError(f"this process already runs in {folder}: choose another run=")
