@@ -134,9 +134,11 @@ class Trainer:
                     if evaluation:
                         log.append({"step": progress.step, "kind": "eval", **_record(evaluation)})
                 if _due(progress.step, recipe.checkpoint_every, recipe.steps):
+                    log.sync()
                     self._save()
                     saved = progress.step
             if saved != progress.step:
+                log.sync()
                 self._save()
         finally:
             feed.close()

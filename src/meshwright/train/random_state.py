@@ -1,6 +1,5 @@
 """Every random state of a process as plain tensors: what is drawn after a resume is what would have been drawn."""
 
-import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -45,18 +44,18 @@ def set_rng_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any], rank
 
 
 def _python_state() -> Tensor:
-    """626 numbers as float64, which holds 32-bit integers exactly: state words, position, the spare normal number."""
+    """627 numbers as float64, which holds 32-bit integers exactly: words, position, has a spare normal number, it."""
     _, words, spare = random.getstate()
-    return torch.tensor([*words, math.nan if spare is None else spare], dtype=torch.float64)
+    return torch.tensor([*words, spare is not None, spare or 0.0], dtype=torch.float64)
 
 
 def _set_python_state(state: Tensor) -> None:
-    *words, spare = state.tolist()
-    random.setstate((3, tuple(int(word) for word in words), None if math.isnan(spare) else spare))
+    *words, has_spare, spare = state.tolist()
+    random.setstate((3, tuple(int(word) for word in words), spare if has_spare else None))
 
 
 def _numpy_state() -> Tensor:
-    """627 numbers: state words, position, whether there is a spare normal number, and it."""
+    """627 numbers, laid out in the same way."""
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     if state["bit_generator"] != _KIND:

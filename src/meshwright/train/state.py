@@ -48,8 +48,7 @@ class TrainState:
         found |= {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
         if self.scaler:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
-        random_tensors, _ = rng_state()
-        return found | {"random." + name: tensor for name, tensor in random_tensors.items()}
+        return found | rng_state()[0]
 
     def values(self, recipe: Recipe) -> dict[str, Any]:
         """All that is no tensor."""
@@ -80,8 +79,7 @@ class TrainState:
             best_eval_loss=values["best_eval_loss"],
             best_step=values["best_step"],
         )
-        random_tensors = {name.removeprefix("random."): t for name, t in tensors.items() if name.startswith("random.")}
-        set_rng_state(random_tensors, values["random"])
+        set_rng_state(tensors, values["random"])
 
 
 def seed_everything(seed: int) -> None:
