@@ -1,0 +1,309 @@
+"""Cache: texts are encoded once and kept by their content; every later run maps the tokens and starts at once."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data import split
+from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.pool import Batch, Pool
+from meshwright.data.sources import Source
+from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
+from meshwright.spec import Data
+from meshwright.spec.errors import DataError
+
+FORMAT: Final = 1
+"""Raised whenever the same text would be stored as other tokens or in another way."""
+
+Progress = Callable[[int, int], None]
+"""(bytes of text done, bytes in all)."""
+
+_STREAMS: Final = ("train", "validation")
+_BATCH_CHARACTERS: Final = 2**18
+_ALONE_BYTES: Final = 2**20
+"""Text up to this size is encoded in this process: it takes less time than starting others."""
+_TRAIN_BPE_BYTES: Final = 2**25
+
+
+def default_root() -> Path:
+    """$XDG_CACHE_HOME/meshwright, by default ~/.cache/meshwright (XDG base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
+def prepare(
+    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
+) -> Corpus:
+    """Tokens of `data`, encoded now or found in the cache; DataError for whatever keeps text from being tokens.
+
+    `processes`: encoding processes, by default one per core; memory stays below 1 GiB in all. `progress` is called
+    only while text is encoded. Several callers at once do the work once; a damaged cache is made anew.
+    """
+    source, root = Source(data), cache_root or default_root()
+    try:
+        return _prepare(data, source, root, processes, progress)
+    except OSError as error:
+        where = error.filename or root
+        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
+
+
+def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    index = root / "index" / f"{source.signature()}.json"
+    counted, digest = None, _read_json(index).get("content")
+    if not digest:
+        counted, digest = _count(data, source, index)
+    tokenizer = _tokenizer(data, source, digest, root)
+    fingerprint = _fingerprint(data, digest, tokenizer)
+    folder = root / "tokens" / fingerprint[:24]
+    if (found := _load(folder, tokenizer, fingerprint)) is not None:
+        return found
+    with _lock(folder):
+        if (found := _load(folder, tokenizer, fingerprint)) is not None:
+            return found
+        if counted is None:
+            counted, now = _count(data, source, index)
+            if now != digest:
+                raise DataError(_changed(data))
+        build = _Build(data, source, tokenizer, counted, processes, progress)
+        build.into(folder, fingerprint)
+    if (found := _load(folder, tokenizer, fingerprint)) is None:
+        raise DataError(f"token cache: {folder} was damaged while it was made: run again")
+    return found
+
+
+def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, str]:
+    """Read all documents once; remember the digest for as long as the files look the same."""
+    counted = split.survey(source.documents())
+    if not counted.num_bytes:
+        raise DataError(f"data.path={data.path} holds no text: every document is empty")
+    index.parent.mkdir(parents=True, exist_ok=True)
+    _write_json(index, {"content": counted.digest})
+    return counted, counted.digest
+
+
+def _changed(data: Data) -> str:
+    return f"data.path={data.path} changed while it was read: run again when nothing writes there"
+
+
+def _fingerprint(data: Data, digest: str, tokenizer: Tokenizer) -> str:
+    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation))
+    return hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
+
+
+def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
+    """The tokenizer that is asked for; one that is trained is kept by the content it was trained on."""
+    if not data.tokenizer.startswith("bpe:"):
+        return choose(data.tokenizer, source.folder, iter(()))
+    folder = root / "tokenizers" / f"{digest}-{trained_vocab(data.tokenizer)}"
+    with contextlib.suppress(DataError):
+        return Tokenizer.load(folder)
+    made = choose(data.tokenizer, None, _sample(source))
+    with _new_folder(folder) as new:
+        made.save(new)
+    return made
+
+
+def _sample(source: Source) -> Iterator[str]:
+    """The first 32 MiB: more text no longer changes the merges, and a trainer keeps every distinct word in memory."""
+    left = _TRAIN_BPE_BYTES
+    for document in source.documents():
+        for piece in document.pieces:
+            yield piece
+            left -= len(piece)
+            if left <= 0:
+                return
+
+
+@final
+class _Build:
+    """One encoding of all text into a new cache folder."""
+
+    def __init__(
+        self,
+        data: Data,
+        source: Source,
+        tokenizer: Tokenizer,
+        counted: split.Survey,
+        processes: int | None,
+        progress: Progress | None,
+    ) -> None:
+        self._data, self._source, self._tokenizer = data, source, tokenizer
+        self._counted, self._progress = counted, progress
+        self._processes = 1 if counted.num_bytes <= _ALONE_BYTES else processes
+
+    def into(self, folder: Path, fingerprint: str) -> None:
+        """Make the folder whole, or leave nothing."""
+        with _new_folder(folder) as new, contextlib.ExitStack() as open_files:
+            streams = [open_files.enter_context(_Writer(new / name, self._tokenizer)) for name in _STREAMS]
+            self._encode(streams)
+            meta = {name: stream.counts() for name, stream in zip(_STREAMS, streams, strict=True)}
+            open_files.close()
+            files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+            origin = {"source": self._source.title, "tokenizer": self._tokenizer.fingerprint}
+            _write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta, **origin})
+
+    def _encode(self, streams: list["_Writer"]) -> None:
+        reading, done, total = split.Reading(), 0, self._counted.num_bytes
+        chosen = split.choose(self._counted, self._data.validation)
+        waiting: list[list[split.Part]] = []
+        parts = split.parts(self._source.documents(), chosen, reading)
+        with Pool(self._tokenizer, self._processes) as pool:
+            for ids in pool.map(_remember(_batches(parts), waiting)):
+                for part, tokens in zip(waiting.pop(0), ids, strict=True):
+                    streams[part.stream].write(part, tokens)
+                    done += len(part.text.encode())
+                if self._progress is not None:
+                    self._progress(done, total)
+        if reading.survey().digest != self._counted.digest:
+            raise DataError(_changed(self._data))
+
+
+def _batches(parts: Iterator[split.Part]) -> Iterator[list[split.Part]]:
+    batch: list[split.Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _remember(batches: Iterator[list[split.Part]], waiting: list[list[split.Part]]) -> Iterator[Batch]:
+    """What the pool needs of each batch; the rest waits for its ids."""
+    for batch in batches:
+        waiting.append(batch)
+        yield bytes(not part.first for part in batch), [part.text for part in batch]
+
+
+@final
+class _Writer:
+    """Writes one stream: ids to NAME.tokens, document starts to NAME.starts."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        dtype = tokenizer.dtype
+        self._path, self._width = path, dtype.itemsize
+        mark = [None if token is None else dtype.type(token).tobytes() for token in (tokenizer.bos, tokenizer.eos)]
+        self._before, self._after = mark[0] or b"", b"" if tokenizer.separator else mark[1] or b""
+        self._size = self._documents = self._text = 0
+
+    def __enter__(self) -> "_Writer":
+        self._tokens = self._path.with_suffix(".tokens").open("wb", buffering=2**20)
+        self._starts = self._path.with_suffix(".starts").open("wb", buffering=2**16)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._tokens, self._starts):
+            try:
+                if error[0] is None:
+                    _sync(file)
+            finally:
+                file.close()
+
+    def write(self, part: split.Part, ids: bytes) -> None:
+        """Append the ids of one piece, with the marks of its document."""
+        if part.first:
+            self._starts.write(np.int64(self._size // self._width).tobytes())
+            self._documents += 1
+        written = (self._before if part.first else b"") + ids + (self._after if part.last else b"")
+        self._tokens.write(written)
+        self._size += len(written)
+        self._text += len(part.text.encode())
+
+    def counts(self) -> dict[str, int]:
+        """For meta.json."""
+        tokens = self._size // self._width
+        return {"num_tokens": tokens, "num_bytes": self._text, "num_documents": self._documents}
+
+
+def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None:
+    """The corpus in a folder, or None where it is missing or not as its meta.json says."""
+    meta = _read_json(folder / "meta.json")
+    try:
+        whole = meta["fingerprint"] == fingerprint and all(
+            (folder / name).stat().st_size == size for name, size in meta["files"].items()
+        )
+        if not whole:
+            return None
+        train, validation = (_stream(folder / name, meta["streams"][name], tokenizer) for name in _STREAMS)
+    except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
+        return None
+    return Corpus(train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name)
+
+
+def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+    tokens = _mapped(path.with_suffix(".tokens"), tokenizer.dtype, counts["num_tokens"])
+    starts = _mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
+    return TokenStream(tokens=tokens, starts=starts, **counts)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    if not count:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name that takes its place when the block ends well and is gone when it does not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    old = new.with_name(new.name + ".old")
+    try:
+        yield new
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time make this folder. Where the system has no file locks, both make it and one is kept."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
+        yield
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, {} where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with new.open("wb") as file:
+        file.write(json.dumps(content, indent=1).encode())
+        _sync(file)
+    new.replace(path)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,53 @@
+"""Order: a shuffle that can be asked for any one place, in no memory.
+
+A Feistel network is a bijection on the numbers of 2h bits whatever its round function; walking its cycle until the
+number falls below `size` makes it one on range(size) (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+The order is part of a run's meaning: it must never change, on any machine, in any version (tests hold golden values).
+"""
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+
+
+def permute(index: int, size: int, *, seed: int, epoch: int) -> int:
+    """Place `index` of the shuffle of range(size) that belongs to (seed, epoch)."""
+    return int(permute_many(np.array([index]), size, seed=seed, epoch=epoch)[0])
+
+
+def permute_many(indices: NDArray[np.integer], size: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """`permute` of every index, [N] of int64; ValueError for one outside range(size)."""
+    values = np.asarray(indices).astype(np.int64)
+    if values.size and (values.min() < 0 or values.max() >= size):
+        raise ValueError(f"indices must lie in range({size}), found {values.min()} to {values.max()}")
+    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    found = _feistel(values.astype(np.uint64), half, keys)
+    while (outside := found >= np.uint64(size)).any():
+        found[outside] = _feistel(found[outside], half, keys)
+    return found.astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    found = hashlib.blake2b(f"order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return tuple(np.uint64(key) for key in np.frombuffer(found, dtype="<u8"))
+
+
+def _feistel(values: NDArray[np.uint64], half: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
+    bits, mask = np.uint64(half), np.uint64(2**half - 1)
+    left, right = values >> bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return left << bits | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014); products wrap at 2**64."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

@@ -1,0 +1,80 @@
+"""Pieces: a text of any length as a stream of strings that can be encoded one by one.
+
+A piece ends where the pre-tokenizers in use (GPT-2, Llama-3, Qwen, ours) end a word anyway, so encoding the pieces
+gives the same tokens as encoding the whole.
+"""
+
+import codecs
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.spec.errors import DataError
+
+PIECE = 2**16
+"""Longest piece in characters: the library's bookkeeping takes about 100 bytes of memory per byte of a piece."""
+
+_BLOCK_BYTES = 2**18
+_NEAR = 2**12
+
+_SAFE = (
+    re.compile(r"[^\W_](?=\r?\n)"),
+    re.compile(r"[^\W_](?= \S)"),
+    re.compile(r"\S\n(?=\S)"),
+)
+"""Where every known word pattern ends a word: behind a letter or digit before a line end or a single space, and between
+a line end and text that follows at once."""
+
+
+def border(text: str, limit: int) -> int:
+    """Where to cut `text` at or before `limit` characters (0 < limit < len(text)); a line end is preferred."""
+    for start in (max(0, limit - _NEAR), 0):
+        for pattern in _SAFE:
+            ends = [match.end() for match in pattern.finditer(text, start, limit + 1)]
+            if ends:
+                return ends[-1]
+    return text.rfind("\n", 0, limit) + 1 or limit
+
+
+def cut(text: str, size: int = PIECE) -> Iterator[str]:
+    """The text as pieces of at most `size` characters; "" has none."""
+    start = 0
+    while len(text) - start > size:
+        end = start + border(text[start : start + size + 1], size)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:] if start else text
+
+
+def read(path: Path) -> Iterator[str]:
+    """The pieces of a UTF-8 file, a few hundred KB at a time in memory. DataError for binary or foreign encodings."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")()
+    buffer, offset = "", 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                buffer += _decoded(decode, block, path, offset)
+                offset += len(block)
+                *whole, buffer = cut(buffer) if len(buffer) > PIECE else (buffer,)
+                yield from whole
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    buffer += _decoded(decode, b"", path, offset)
+    yield from cut(buffer)
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int) -> str:
+    """Text of the next block (`b""` = the file ends), read `offset` bytes into the file."""
+    nul = block.find(0)
+    if nul >= 0:
+        raise DataError(f"{path} is binary, not text: NUL byte at {offset + nul}; leave it out of data.path")
+    pending = len(decoder.getstate()[0])
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        position = offset - pending + error.start
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {position} is 0x{error.object[error.start]:02x}; "
+            "convert it (iconv -t utf-8) or leave it out of data.path"
+        ) from error

@@ -1,0 +1,110 @@
+"""Pool: texts in, token ids out, in the same order, by several processes and a bounded amount of memory."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, final
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.worker import read_frame, write_frame
+from meshwright.spec.errors import DataError
+
+Batch = tuple[bytes, Sequence[str]]
+"""(flags, texts): flags[i] = 1 where text i continues a document."""
+
+_MOST_PROCESSES = 12
+"""Each holds about 50 MB: twelve and their parent stay below 1 GiB. Beyond, cores are shared out as threads."""
+
+_START = (
+    "import json, os, sys; os.environ.update(RAYON_NUM_THREADS=sys.argv[1], TOKENIZERS_PARALLELISM='true'); "
+    "sys.path[:] = json.loads(sys.stdin.buffer.readline()); from meshwright.data.worker import serve; serve()"
+)
+
+
+def cores() -> int:
+    """Processors this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@final
+class Pool:
+    """Encoding processes for one tokenizer; use as a context. `processes` = 1 encodes in this process.
+
+    Started as plain commands that are handed text through pipes: nothing is forked (safe beside torch's threads) and
+    the caller's main module is not imported again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, processes: int | None = None) -> None:
+        wanted = cores() if processes is None else max(1, processes)
+        self._tokenizer: Final = tokenizer
+        self._processes: Final = min(wanted, _MOST_PROCESSES)
+        self._threads_each: Final = -(-wanted // self._processes)
+        self._children: Final[list[subprocess.Popen[bytes]]] = []
+        self._mine: Final = threading.local()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> "Pool":
+        if self._processes > 1 and sys.executable:
+            self._threads = ThreadPoolExecutor(self._processes, thread_name_prefix="meshwright-encode")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            for child in self._children:
+                child.kill()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        for child in self._children:
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):
+                    pipe and pipe.close()
+            child.wait()
+
+    def map(self, batches: Iterable[Batch]) -> Iterator[list[bytes]]:
+        """Ids of every batch's texts in order, reading ahead by two batches per process."""
+        if self._threads is None:
+            for flags, texts in batches:
+                yield self._tokenizer.encode_raw(texts, flags)
+            return
+        waiting: deque[Future[list[bytes]]] = deque()
+        for batch in batches:
+            waiting.append(self._threads.submit(self._ask, batch))
+            if len(waiting) > 2 * self._processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _ask(self, batch: Batch) -> list[bytes]:
+        """Runs in a thread that owns one child."""
+        child = getattr(self._mine, "child", None) or self._start()
+        assert child.stdin is not None and child.stdout is not None
+        flags, texts = batch
+        with contextlib.suppress(BrokenPipeError):
+            write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
+        answer = read_frame(child.stdout)
+        if answer is None:
+            raise DataError(
+                f"an encoding process ended with exit code {child.wait()} (-9 = killed, often for want of memory): "
+                "run again; fewer processes need less"
+            )
+        error, *ids = answer
+        if error:
+            raise DataError(f"encoding failed: {error.decode()}")
+        return ids
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", _START, str(self._threads_each)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._children.append(child)
+        self._mine.child = child
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(sys.path).encode() + b"\n")
+        write_frame(child.stdin, [self._tokenizer.json.encode(), str(self._tokenizer.vocab).encode()])
+        return child

@@ -1,0 +1,164 @@
+"""Windows: a token stream as numbered sequences with their targets, document numbers and positions.
+
+Window i of length S reads tokens [i S, i S + S) and predicts [i S + 1, i S + S], so every token of the windows but the
+very first is a target once. Letters: B sequences, S tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.corpus import TokenStream
+from meshwright.data.order import permute_many
+from meshwright.spec.errors import DataError
+
+IGNORED: Final = -100
+"""A target that is not predicted, as torch's cross entropy has it."""
+
+_TOUCHED_BYTES = 2**16
+"""Resident memory that one look into a mapped file may cost: the system maps the pages around it too."""
+_RESIDENT_BYTES = 2**27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """A batch, all arrays [B, S]."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """The next token, or IGNORED."""
+    documents: NDArray[np.int32]
+    """Number of the document within the row, from 0."""
+    positions: NDArray[np.int32]
+    """Place of the token within its document, from 0 at the row's start."""
+    packed: bool
+    """Whether any row holds a document's border."""
+
+
+@final
+class Sampler:
+    """The training order: sample number c of a run is window `permute(c mod n)` of epoch c div n, n = len(self)."""
+
+    def __init__(
+        self, stream: TokenStream, *, sequence: int, tokenizer_separator: bool, seed: int, shuffle: bool = True
+    ) -> None:
+        """`tokenizer_separator`: one token begins and ends documents, and is predicted at their borders.
+
+        DataError where the stream is shorter than one window; without `shuffle` that is an error of `take` only, for
+        `windows_in_order` pads what is short.
+        """
+        self._stream, self._sequence, self._separator = stream, sequence, tokenizer_separator
+        self._seed, self._shuffle = seed, shuffle
+        self._pages = _Pages(stream)
+        if shuffle:
+            self._check_length()
+
+    def __len__(self) -> int:
+        """Windows of one epoch; the tokens behind the last whole window are not in it."""
+        return max(0, self._stream.num_tokens - 1) // self._sequence
+
+    def take(self, cursor: int, count: int) -> Sequences:
+        """Samples [cursor, cursor + count) of the run; depends on the arguments, the stream and the seed alone."""
+        self._check_length()
+        windows = self.windows(cursor, count)
+        found = _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
+        self._pages.touched(count * (2 * _TOUCHED_BYTES + self._stream.tokens.itemsize * self._sequence))
+        return found
+
+    def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
+        """Which windows these samples are, [count]."""
+        epochs, places = np.divmod(np.arange(cursor, cursor + count, dtype=np.int64), len(self))
+        if self._shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                places[here] = permute_many(places[here], len(self), seed=self._seed, epoch=int(epoch))
+        return places
+
+    def _check_length(self) -> None:
+        if not len(self):
+            needed, there = self._sequence + 1, self._stream.num_tokens
+            raise DataError(
+                f"recipe.sequence={self._sequence} needs {needed} tokens and the data has {there}: take "
+                f"recipe.sequence={max(1, there - 1)} or less, or more text in data.path"
+            )
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
+        """See the function of this name."""
+        return windows_in_order(self._stream, self._sequence, self._separator, count, limit=limit)
+
+
+def windows_in_order(
+    stream: TokenStream, sequence: int, tokenizer_separator: bool, count: int, *, limit: int = 0
+) -> Iterator[Sequences]:
+    """All windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
+
+    The last, short window is padded with ignored targets. `limit` > 0 takes so many windows, spread evenly. Nothing
+    comes from a stream of fewer than two tokens.
+    """
+    total = max(0, -(-(stream.num_tokens - 1) // sequence))
+    chosen = np.arange(total, dtype=np.int64)
+    if 0 < limit < total:
+        chosen = np.arange(limit, dtype=np.int64) * total // limit
+    pages = _Pages(stream)
+    for first in range(0, len(chosen), count):
+        windows = chosen[first : first + count]
+        yield _gather(stream, windows * sequence, sequence, tokenizer_separator)
+        pages.touched(len(windows) * (2 * _TOUCHED_BYTES + stream.tokens.itemsize * sequence))
+
+
+@final
+class _Pages:
+    """Keeps the mapped files from becoming resident memory, at the cost of a few page faults."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream, self._size = stream, 0
+
+    def touched(self, num_bytes: int) -> None:
+        self._size += num_bytes
+        if self._size > _RESIDENT_BYTES:
+            self._stream.release()
+            self._size = 0
+
+
+def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
+    """The windows that begin at these tokens; one that reaches behind the stream's end is padded."""
+    read, length = _read(stream, begins, sequence + 1)
+    border = _borders(stream, begins, sequence + 1)
+    tokens, targets = read[:, :-1], read[:, 1:].copy()
+    inside = np.arange(1, sequence + 1) < length[:, None]
+    targets[~inside] = IGNORED
+    if not separator:
+        targets[border[:, 1:]] = IGNORED
+    border[np.arange(len(begins)), np.minimum(length, sequence)] |= length <= sequence  # padding is a document
+    here = border[:, :-1].copy()
+    here[:, 0] = False
+    places = np.arange(sequence, dtype=np.int32)
+    return Sequences(
+        tokens=np.ascontiguousarray(tokens),
+        targets=targets,
+        documents=np.cumsum(here, axis=1, dtype=np.int32),
+        positions=places - np.maximum.accumulate(np.where(here, places, np.int32(0)), axis=1),
+        packed=bool(here.any()),
+    )
+
+
+def _read(stream: TokenStream, begins: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """([B, size] tokens, 0 behind the stream's end, and [B] how many are real)."""
+    found = np.zeros((len(begins), size), dtype=np.int64)
+    lengths = np.minimum(size, stream.num_tokens - begins)
+    for row, begin, length in zip(found, begins.tolist(), lengths.tolist(), strict=True):
+        row[:length] = stream.tokens[begin : begin + length]
+    return found, lengths
+
+
+def _borders(stream: TokenStream, begins: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """[B, size]: where a document begins."""
+    found = np.zeros((len(begins), size), dtype=bool)
+    first = np.searchsorted(stream.starts, begins, side="left").tolist()
+    behind = np.searchsorted(stream.starts, begins + size, side="left").tolist()
+    for row, begin, low, high in zip(found, begins.tolist(), first, behind, strict=True):
+        row[stream.starts[low:high] - begin] = True
+    return found
