@@ -1,13 +1,16 @@
 """Logits and greedy tokens equal those of transformers, for every family, in both directions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshwright.data import Tokenizer
 from meshwright.model import Transformer, build
 from meshwright.model.hub import HubFolder, export_folder, import_folder
+from meshwright.spec import ModelShape
 from tests.model.hub.peers import PEERS, corrections, peer, relative_error, shake, tensors_of, tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
@@ -65,6 +68,58 @@ def test_our_directory_gives_the_same_logits_and_greedy_tokens_there(name: str, 
     assert relative_error(ours(tokens()), back.eval()(tokens()).logits) <= LARGEST_ERROR
     generated = back.generate(tokens(), max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert torch.equal(generated, continued(ours, tokens(), 10))
+
+
+@torch.no_grad()
+def test_neighbouring_rotary_pairs_become_halves_there(tmp_path: Path) -> None:
+    peer("qwen3-biases-window").save_pretrained(tmp_path / "theirs")
+    shape = replace(import_folder(tmp_path / "theirs").shape, rope_interleaved=True)
+    ours = build(shape).eval()
+    shake(tensors_of(ours), seed=3)
+    given = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(tmp_path / "ours", model_tensors=tensors_of(ours).items(), **given)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert relative_error(ours(tokens()), back(tokens()).logits) <= LARGEST_ERROR
+
+
+def test_a_trained_export_generates_the_same_greedy_text_there(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.shipped()
+    text = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    def __init__(self, width):\n"
+    batch = torch.tensor([tokenizer.encode(text).tolist()])
+    shape = ModelShape(vocab=tokenizer.vocab, layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, max_positions=128)
+    ours = build(shape)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    for _ in range(40):
+        loss = torch.nn.functional.cross_entropy(ours(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    given = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "max_shard_bytes": 100_000}
+    export_folder(tmp_path / "out", model_tensors=tensors_of(ours).items(), **given)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = theirs("def area(", return_tensors="pt")["input_ids"]
+    assert prompt.tolist() == [tokenizer.encode("def area(").tolist()]
+    with torch.no_grad():
+        generated = back.generate(prompt, max_new_tokens=40, do_sample=False)
+        assert torch.equal(generated, continued(ours.eval(), prompt, 40))
+    assert text[:50] in theirs.decode(generated[0]), "it has not learnt its text: the test would show little"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "deepseek", "gpt2"])
+@pytest.mark.parametrize("tokenizer", [Tokenizer.shipped(), Tokenizer.bytes()], ids=["bpe", "bytes"])
+def test_the_exported_tokenizer_gives_the_same_ids_there(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Not qwen2: its AutoTokenizer in v5 splits by Qwen's own pattern whatever tokenizer.json says."""
+    peer(family).save_pretrained(tmp_path / "theirs")
+    shape = replace(import_folder(tmp_path / "theirs").shape, vocab=tokenizer.vocab)
+    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    given = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "chat_template": template}
+    export_folder(tmp_path / "out", model_tensors=tensors_of(build(shape)).items(), **given)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "def f(x):\n    return x + '\u00e9t\u00e9'  # \u65e5\u672c<|endoftext|>\n\n\nclass A: pass  "
+    assert theirs(text)["input_ids"] == tokenizer.encode(text, special=True).tolist()
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
 
 
 @torch.no_grad()

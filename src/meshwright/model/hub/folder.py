@@ -57,7 +57,7 @@ def import_folder(folder: Path) -> HubFolder:
     """Read everything but the weights of a directory. HubError where it is none, or not supported."""
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     if config is None:
         raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory")
     with _about(folder):
@@ -69,7 +69,7 @@ def import_folder(folder: Path) -> HubFolder:
         dtype=getattr(torch, dtype),
         tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
         chat_template=_read_template(folder),
-        generation=_read_json(folder / GENERATION) or ids,
+        generation=read_json(folder / GENERATION) or ids,
     )
 
 
@@ -108,14 +108,14 @@ def _tokenizer_config(
     folder: Path, tokenizer: Tokenizer, shape: ModelShape, chat_template: str | None
 ) -> dict[str, object]:
     """What the tokenizer wrote, and what is missing of it. v5 has a class name of its own, which v4 does not know."""
-    saved = _read_json(folder / TOKENIZER) or {}
+    saved = read_json(folder / TOKENIZER) or {}
     added = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
     config: dict[str, object] = {
         "bos_token": added.get(tokenizer.bos),
         "eos_token": added.get(tokenizer.eos),
         "model_max_length": shape.max_positions,
         "clean_up_tokenization_spaces": False,
-    } | (_read_json(folder / TOKENIZER_CONFIG) or {})
+    } | (read_json(folder / TOKENIZER_CONFIG) or {})
     if config.get("tokenizer_class") in (None, "TokenizersBackend"):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if chat_template is not None:
@@ -127,14 +127,14 @@ def _read_template(folder: Path) -> str | None:
     """chat_template.jinja, or the key in tokenizer_config.json: a string, or a list of named ones."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
-    found = (_read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
+    found = (read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no file."""
     if not path.is_file():
         return None

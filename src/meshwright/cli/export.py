@@ -1,0 +1,93 @@
+"""`meshwright export`: a run as a Hugging Face directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from meshwright.train.run import RunFolder
+
+MASTER = "optimizer.master."
+"""Where a checkpoint of a run below fp32 keeps its weights in full."""
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it must not hold anything.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
+) -> None:
+    """Write the newest weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config."""
+    from meshwright.cli.output import print_json
+
+    checkpoint = write_directory(run, out, dtype)
+    if json:
+        print_json({"out": out, "checkpoint": checkpoint, "files": sorted(path.name for path in out.iterdir())})
+    else:
+        print(f"{out}: {checkpoint.name} of {run}, for transformers (v4 and v5) and what reads its directories")
+
+
+def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
+    """Export a run (its newest checkpoint) or one of its checkpoints; returns the checkpoint that was taken.
+
+    `dtype` fp32, bf16 or fp16; None = as trained. Holds the weights once in memory. RunError, CheckpointError,
+    HubError where the shape cannot be written or `out` holds something, PlanError for an unknown dtype.
+    """
+    from meshwright.data import Tokenizer
+    from meshwright.model.hub import export_folder
+    from meshwright.model.hub.folder import GENERATION, TEMPLATE, read_json
+    from meshwright.spec.errors import PlanError
+    from meshwright.train.precision import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+    run, checkpoint = _locate(source)
+    wanted = DTYPES[dtype or run.plan.recipe.precision]
+    template = run.path / TEMPLATE
+    export_folder(
+        out,
+        model_tensors=_weights(checkpoint, wanted),
+        shape=run.plan.model,
+        tokenizer=Tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else Tokenizer.bytes(),
+        dtype=wanted,
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        generation=read_json(run.path / GENERATION),
+        dropout=run.plan.recipe.dropout,
+    )
+    return checkpoint
+
+
+def _locate(source: Path) -> "tuple[RunFolder, Path]":
+    from meshwright.spec.errors import CheckpointError
+    from meshwright.train import shelf
+    from meshwright.train.run import RunFolder
+
+    if (source / "COMMIT").is_file():
+        return RunFolder.open(source.resolve().parent.parent), source
+    run = RunFolder.open(source)
+    found = shelf.latest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
+    return run, found
+
+
+def _weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
+    """The weights of a checkpoint by name; for fp32 the master weights, where there are any. Read at the first one."""
+    import torch
+
+    from meshwright.train.checkpoint import load, names
+
+    kinds = names(checkpoint)
+    chosen = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
+    if wanted == torch.float32:
+        masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
+        chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
+    tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in chosen}
+    load(checkpoint, tensors, subset=True)
+    for name, plain in chosen.items():
+        yield plain, tensors.pop(name)
