@@ -2,7 +2,7 @@
 #
 #   VENV=.venv         where the environment lies
 #   PYTHON=python3.12  which Python makes it (found by itself when not given)
-#   ARGS="..."         handed to the command: make test ARGS="-k resume", make quickstart ARGS="--steps 100"
+#   ARGS="..."         handed to the command: make test ARGS="-k resume", make quickstart ARGS="recipe.steps=100"
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -36,8 +36,8 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(RUN) benchmarks/train_speed.py $(ARGS)
-	$(RUN) benchmarks/encoding.py
-	$(RUN) benchmarks/startup.py
+	$(RUN) -m benchmarks.encoding
+	$(RUN) -m benchmarks.startup
 
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)

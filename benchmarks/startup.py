@@ -1,6 +1,6 @@
 """How long the verbs that need no torch take from the shell to their last line, and that they load no torch.
 
-    python benchmarks/startup.py [--json] [--repeats 7]
+    python -m benchmarks.startup [--json] [--repeats 7]
 
 Median wall time of fresh processes. The machine's file cache is warm: the first run of each verb is not counted.
 """
@@ -27,13 +27,9 @@ PROBE = """
 import sys
 from meshwright.cli.main import main
 sys.argv[0] = "meshwright"
-try:
-    main()
-except SystemExit as end:
-    if end.code:
-        raise
-finally:
-    print("TORCH" if "torch" in sys.modules else "CLEAN", file=sys.stderr)
+status = main()
+print("TORCH" if "torch" in sys.modules else "CLEAN", file=sys.stderr)
+sys.exit(status)
 """
 
 
