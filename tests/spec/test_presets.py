@@ -62,7 +62,7 @@ def test_active_parameters_are_the_published_figure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_counts_the_same(name: str) -> None:
-    """The same sizes as a model of `transformers` without storage; layers repeat, so two small builds give any depth."""
+    """The same sizes as a model of `transformers` without storage; layers repeat: two builds give any depth."""
     shape = presets.model(name)
     dense = shape.moe.first_dense if shape.moe else 0
     one, two = (_count_elsewhere(shape, dense + layers) for layers in (1, 2))

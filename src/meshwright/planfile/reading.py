@@ -75,7 +75,9 @@ class _Reader:
         for key, item in given.value.items():
             name = own_name(section, key)
             if name not in sections()[section]:
-                self.refuse(item.where, f"{join(section, key[:80])} is not known: {suggestion(section, key)}")
+                # Only the first problem is told, and a search for the nearest name takes a millisecond.
+                advice = "" if self.problems else f": {suggestion(section, key)}"
+                self.refuse(item.where, f"{join(section, key[:80])} is not known{advice}")
             elif name in found:
                 self.refuse(item.where, f"{join(section, name)} is given twice, as {given_as[name]} and as {key}")
             else:
