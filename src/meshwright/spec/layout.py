@@ -36,7 +36,7 @@ class Layout:
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """selective keeps matrix products and recomputes the rest (attention, norms, activation); full keeps layer borders."""
+    """selective keeps matrix products and repeats the rest (attention, norms, activation); full keeps layer borders."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "reference"] = "auto"

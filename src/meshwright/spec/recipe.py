@@ -19,7 +19,7 @@ class BatchStage:
     def __post_init__(self) -> None:
         if self.tokens < 0 or self.global_batch < 1:
             raise PlanError(
-                f"recipe.batch_ramp: tokens={self.tokens} must be 0 or more, global_batch={self.global_batch} at least 1"
+                f"recipe.batch_ramp: tokens={self.tokens} must be at least 0, global_batch={self.global_batch} at least 1"
             )
 
 
@@ -70,7 +70,7 @@ class Recipe:
     noise_scale_every: int = 0
     """Measure the gradient noise scale every so many steps (McCandlish et al. 2018); 0 = never."""
     eval_every: int = 100
-    """Steps between evaluations; 0 = never. The last step is evaluated too."""
+    """Steps between evaluations; 0 = only at the end."""
     eval_sequences: int = 64
     """Held-out sequences per evaluation; 0 = all."""
     checkpoint_every: int = 100
