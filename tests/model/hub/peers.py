@@ -110,7 +110,10 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
-    "deepseek-halves": ("deepseek_v3", {**_DEEPSEEK, "rope_interleave": False, "n_group": 1, "topk_group": 1}),
+    "deepseek-halves": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "rope_interleave": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2-untied-gelu": ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}),
 }
