@@ -19,6 +19,18 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     return bool(operation()) if operation is not None else False
 
 
+def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Gradient of a softmax over the last dim from its result: weights * (gradient - sum(gradient * weights)).
+
+    The fused operation autograd itself calls has no public name; by hand it is three passes more.
+    """
+    fused = getattr(torch.ops.aten, "_softmax_backward_data", None)
+    if fused is None:
+        return weights * (gradient - (gradient * weights).sum(-1, keepdim=True))
+    result: torch.Tensor = fused(gradient, weights, -1, weights.dtype)
+    return result
+
+
 def keep_freed_memory() -> bool:
     """Tell glibc's malloc to keep large freed blocks instead of giving each back to the kernel; False where not glibc.
 

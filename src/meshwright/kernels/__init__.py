@@ -19,6 +19,7 @@ class Kernels:
     name: str
     attend: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    linears: Callable[..., tuple[Tensor, ...]]
     rms_norm: Callable[..., Tensor]
     rotate: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
@@ -32,6 +33,7 @@ def reference() -> Kernels:
         name="reference",
         attend=attention.attend_reference,
         linear=linear.linear_reference,
+        linears=linear.linears_reference,
         rms_norm=norm.rms_norm_reference,
         rotate=rope.rotate_reference,
         swiglu=swiglu.swiglu_reference,
@@ -46,6 +48,7 @@ def fast() -> Kernels:
         name="fast",
         attend=attention.attend,
         linear=linear.linear,
+        linears=linear.linears,
         rms_norm=norm.rms_norm,
         rotate=rope.rotate,
         swiglu=swiglu.swiglu,

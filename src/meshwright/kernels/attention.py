@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.blockwise import blockwise_attention
 from meshwright.kernels.linear import needs_wide
 
 
@@ -51,13 +52,22 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
     return torch.einsum("bhst,bthv->bshv", weights, v.float()).to(q.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """As the reference, by torch's scaled_dot_product_attention: the S x T weights are never stored.
+def prefers_blockwise(q: Tensor) -> bool:
+    """Whether the blockwise form beats torch's fused kernel here. It does by 1.2 to 1.4 on AVX2; wider vectors are
+    left to torch's kernel, which was written for them."""
+    return q.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
 
-    A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros, since
-    the fused CPU kernel wants equal widths; the padding is cut off again.
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+    """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, or the blockwise
+    form where that is faster (training on a CPU below AVX-512).
+
+    A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the
+    fused CPU kernel, which wants equal widths; the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
+    if q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q):
+        return blockwise_attention(q, k, v, mask.allowed, scale=scale)
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     if q.device.type == "cpu" and width < q.shape[-1]:

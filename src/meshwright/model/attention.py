@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.model.cache import LayerCache
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, apply_all
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
 from meshwright.spec.shape import ModelShape
@@ -44,9 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        q = self.q(x).unflatten(-1, (-1, self.shape.head_dim))
-        k = self.k(x).unflatten(-1, (-1, self.shape.head_dim))
-        v = self.v(x).unflatten(-1, (-1, self.shape.head_dim))
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in apply_all(x, self.q, self.k, self.v))
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if sight.cos is not None:

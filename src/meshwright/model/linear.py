@@ -1,4 +1,4 @@
-"""A linear layer whose product is a kernel."""
+"""A linear layer whose product is a kernel, and several of them applied to one input."""
 
 import torch
 from torch import Tensor, nn
@@ -19,3 +19,14 @@ class Linear(nn.Module):
         """x (..., in) -> (..., out)."""
         product: Tensor = self.kernels.linear(x, self.weight, self.bias)
         return product
+
+
+def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The layers' results for one input; plain ones in a single call, anything put in their place one by one."""
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if len(plain) < len(layers):
+        return tuple(layer(x) for layer in layers)
+    found: tuple[Tensor, ...] = plain[0].kernels.linears(
+        x, [layer.weight for layer in plain], [layer.bias for layer in plain]
+    )
+    return found

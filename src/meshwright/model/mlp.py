@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, apply_all
 from meshwright.spec.shape import ModelShape
 
 
@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        down: Tensor = self.down(self.kernels.swiglu(self.gate(x), self.up(x)))
+        down: Tensor = self.down(self.kernels.swiglu(*apply_all(x, self.gate, self.up)))
         return down
 
 

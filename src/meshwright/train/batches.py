@@ -90,16 +90,9 @@ class Feed:
 def held_out(
     sampler: "Sampler", device: torch.device, *, rows: int, limit: int, document_mask: bool
 ) -> Iterator[Batch]:
-    """Held-out windows in order, `rows` at a time, at most `limit` windows (0 = all), each token scored once."""
-    left = limit or len(sampler) + 1
-    for sequences in sampler.windows_in_order(rows):
-        if left <= 0:
-            return
-        batch = to_batch(sequences, device, document_mask=document_mask)
-        if len(batch.tokens) > left:
-            batch = split(batch, left)[0]
-        left -= len(batch.tokens)
-        yield batch
+    """Held-out windows, `rows` at a time: all in order, or `limit` > 0 of them spread evenly; each token scored once."""
+    for sequences in sampler.windows_in_order(rows, limit=limit):
+        yield to_batch(sequences, device, document_mask=document_mask)
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

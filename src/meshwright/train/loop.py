@@ -135,11 +135,11 @@ class Trainer:
                         log.append({"step": progress.step, "kind": "eval", **_record(evaluation)})
                 if _due(progress.step, recipe.checkpoint_every, recipe.steps):
                     log.sync()
-                    self._save()
+                    self._save(log)
                     saved = progress.step
             if saved != progress.step:
                 log.sync()
-                self._save()
+                self._save(log)
         finally:
             feed.close()
             log.close()
@@ -250,8 +250,9 @@ class Trainer:
         self._tell("evaluated", metrics)
         return metrics
 
-    def _save(self) -> None:
+    def _save(self, log: MetricsLog) -> None:
         progress = self.state.progress
+        log.sync()
         path = checkpoint.save(
             self.folder.checkpoints,
             step=progress.step,
@@ -328,7 +329,7 @@ class Trainer:
 
 def _due(step: int, every: int, last: int) -> bool:
     """Every so many steps, and at the last one; 0 = at the last one only."""
-    return step == last or bool(every) and step % every == 0
+    return step == last or (bool(every) and step % every == 0)
 
 
 def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
