@@ -235,6 +235,8 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
         ("model.moe={experts: 4", "command line: is not YAML"),
         ("data=", "command line: data=(nothing) must be"),
         ("run=", "command line: run=(nothing) must be text"),
+        ("recipe=a\n\x1b[1mb", r"command line: recipe='a\n\x1b[1mb' must be a mapping of keys"),
+        ("recipe.a\nb=1", r"command line: recipe.'a\nb' is not known"),
         ("run=a\udc80b", "command line: run holds bytes that are no UTF-8 text"),
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),

@@ -100,7 +100,7 @@ def test_unknown_keys_are_answered_with_a_name(section: str, key: str) -> None:
         assert f"{key} is not known: " in line and "\n" not in line
         explained = key.replace("-", "_").lower() in NOT_A_KEY
         known = {f"{part}.{name}".lstrip(".") for part, keys in sections().items() for name in keys}
-        assert explained or line.rstrip("?").split("(and")[0].split()[-1] in known
+        assert explained or line.split(" (and")[0].rstrip("?").split()[-1] in known
     else:
         raise AssertionError(f"{section}.{key} was read")
 
@@ -111,7 +111,7 @@ def test_any_value_is_read_or_refused_in_one_line(key: tuple[str, str], value: s
     try:
         read(None, [f"{'.'.join(filter(None, key))}={value}"])
     except PlanError as error:
-        assert "\n" not in str(error) and "\r" not in str(error)
+        assert str(error).isprintable()
 
 
 @settings(deadline=None, max_examples=200)

@@ -88,6 +88,7 @@ def test_the_schema_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_schema_knows_every_key_with_its_sentence() -> None:
     found = schema()
+    assert found["title"] == "Meshwright plan"
     assert found["additionalProperties"] is False and "required" not in found
     assert set(found["properties"]) == set(sections()[""])
     assert all(entry["description"] for entry in found["properties"].values())

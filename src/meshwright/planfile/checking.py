@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.planfile.names import SHORTHAND
+from meshwright.planfile.text import shown
 
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "tuple": "a list"}
 """First word of pydantic's error type -> what is said instead."""
@@ -50,5 +51,4 @@ def _shown(value: object) -> str:
         return "(nothing)"
     if isinstance(value, dict | list | tuple):
         return "{...}" if isinstance(value, dict) else "[...]"
-    text = str(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+    return shown(str(value))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
-from meshwright.planfile.text import Given, parse_file, parse_override
+from meshwright.planfile.text import Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
@@ -77,7 +77,7 @@ class _Reader:
             if name not in sections()[section]:
                 # Only the first problem is told, and a search for the nearest name takes a millisecond.
                 advice = "" if self.problems else f": {suggestion(section, key)}"
-                self.refuse(item.where, f"{join(section, key[:80])} is not known{advice}")
+                self.refuse(item.where, f"{join(section, shown(key))} is not known{advice}")
             elif name in found:
                 self.refuse(item.where, f"{join(section, name)} is given twice, as {given_as[name]} and as {key}")
             else:

@@ -61,11 +61,11 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Given]:
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path) or len(path) > DEEPEST:
-        raise PlanError(f"{COMMAND_LINE}: {_short(text)} is not KEY=VALUE, such as recipe.steps=500")
+        raise PlanError(f"{COMMAND_LINE}: {shown(text)} is not KEY=VALUE, such as recipe.steps=500")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PlanError(f"{COMMAND_LINE}: {key} holds bytes that are no UTF-8 text") from error
+        raise PlanError(f"{COMMAND_LINE}: {shown(key)} holds bytes that are no UTF-8 text") from error
     return path, _override_value(value.strip())
 
 
@@ -115,7 +115,7 @@ class _Builder:
         if getattr(event, "anchor", None):
             self.refuse(event, f"&{event.anchor} is a YAML anchor, which is not read: put a word with & into quotes")
         if getattr(event, "tag", None):
-            self.refuse(event, f"{event.tag} is a YAML tag, which is not read: put a word with ! into quotes")
+            self.refuse(event, f"{shown(event.tag)} is a YAML tag, which is not read: put a word with ! into quotes")
         if depth > DEEPEST:
             self.refuse(event, f"nested more than {DEEPEST} deep, so it is no plan")
         if isinstance(event, yaml.MappingStartEvent):
@@ -135,7 +135,7 @@ class _Builder:
             if key.value in found:
                 first = found[key.value].where.rpartition(":")[2] if self.lines else ""
                 self.refuse(
-                    event, f"{_short(key.value)} is given twice" + (f" (first in line {first})" if first else "")
+                    event, f"{shown(key.value)} is given twice" + (f" (first in line {first})" if first else "")
                 )
             value = self.node(next(self.events), depth + 1)
             found[key.value] = Given(value.value, key.where)
@@ -154,5 +154,7 @@ class _Builder:
         raise PlanError(f"{self.where(event)}: {why}")
 
 
-def _short(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else text[:most] + "..."
+def shown(text: str, most: int = 80) -> str:
+    """What somebody wrote, fit for one line of a message: cut, and escaped where it would not print."""
+    text = text if len(text) <= most else text[:most] + "..."
+    return text if text.isprintable() else ascii(text)

@@ -81,7 +81,7 @@ def schema() -> dict[str, Any]:
 
     found = TypeAdapter(Plan).json_schema()
     kinds = {section: Plan if not section else _kind(section) for section in sections()}
-    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Meshwright plan", **found}
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "Meshwright plan"}
     for section, kind in kinds.items():
         _describe(found if not section else found["$defs"][kind.__name__], kind)
     for section in SHORTHAND:

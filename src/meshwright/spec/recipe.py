@@ -19,7 +19,7 @@ class BatchStage:
     def __post_init__(self) -> None:
         if self.tokens < 0 or self.global_batch < 1:
             raise PlanError(
-                f"recipe.batch_ramp: tokens={self.tokens} must be at least 0, global_batch={self.global_batch} at least 1"
+                f"recipe.batch_ramp: tokens={self.tokens} below 0, or global_batch={self.global_batch} below 1"
             )
 
 
