@@ -51,7 +51,13 @@ def train_on(run: Path, tmp_path: Path, *changes: str) -> None:
 
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n\n" * 400)
-    words = [f"data={text}", "recipe.steps=2", "recipe.sequence=32", "recipe.global_batch=2", "recipe.warmup_steps=0"]
+    words = [
+        f"data.path={text}",
+        "recipe.steps=2",
+        "recipe.sequence=32",
+        "recipe.global_batch=2",
+        "recipe.warmup_steps=0",
+    ]
     loop.run(planfile.read(run / "plan.yaml", [*words, *changes]), resume="auto")
 
 
@@ -80,7 +86,7 @@ def test_a_run_from_a_directory_computes_as_the_directory_does(name: str, tmp_pa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_from_imported_weights(dtype: str, tmp_path: Path) -> None:
-    before = directory(tmp_path / "hf", dtype=getattr(torch, dtype))
+    before = directory(tmp_path / "hf", dtype=getattr(torch, dtype), tokenizer=Tokenizer.bytes())
     import_hf(tmp_path / "hf", tmp_path / "run")
     train_on(tmp_path / "run", tmp_path, "recipe.learning_rate=1e-6")
     checkpoint = write_directory(tmp_path / "run", tmp_path / "out")

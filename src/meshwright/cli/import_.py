@@ -30,7 +30,7 @@ def import_(
         print_json({"run": target, "family": plan.model.family, "parameters": num_parameters(plan.model)})
     else:
         print(f"{target}: {plan.model.family} of {count(num_parameters(plan.model))} parameters from {folder}")
-        print(f"train it on: meshwright train {target}/plan.yaml data=PATH resume=auto")
+        print(f"train it on: meshwright train {target}/plan.yaml data.path=PATH resume=auto")
 
 
 def import_hf(folder: Path, run: Path) -> "Plan":
