@@ -99,5 +99,5 @@ def _check(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -
         raise PlanError(f"prompt token {largest} is outside the model's vocabulary of {model.shape.vocab}")
     if len(prompt_ids) > model.shape.max_positions:
         raise PlanError(
-            f"the prompt has {len(prompt_ids)} tokens, the model {model.shape.max_positions} positions: shorten the prompt"
+            f"the prompt has {len(prompt_ids)} tokens, the model {model.shape.max_positions} positions: shorten it"
         )

@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Loss:
-        """Summed cross-entropy over targets (B, S) that are not -100, in nats, times scale; and the balance loss (B,)."""
+        """Summed cross-entropy over targets (B, S) that are not -100, in nats, times scale; the balance loss (B,)."""
         x, balance = self.hidden(tokens, positions=positions, documents=documents)
         flat = x.flatten(0, 1)
         return Loss(self.kernels.linear_cross_entropy(flat, self.head_weight, targets.flatten(), scale), balance)

@@ -33,7 +33,7 @@ class TokenFlop:
         return 3 * self.forward
 
     def hardware(self, recompute: str) -> float:
-        """With what recomputation adds: what HFU counts. full: the layers again; selective: the attention core again."""
+        """With what recomputation adds, as HFU counts: full = the layers again; selective = the attention core again."""
         again = {"none": 0.0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
         return self.training + again
 
@@ -53,7 +53,7 @@ def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
 
 
 def _attention_flop(shape: ModelShape, layer: int, sequence: int, causal: bool) -> float:
-    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (the field's rounding of (S + 1)/2), less with a window."""
+    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (rounded from (S + 1)/2), less with a window."""
     widths = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
     keys = float(sequence)
     if causal:

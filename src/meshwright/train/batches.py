@@ -90,7 +90,7 @@ class Feed:
 def held_out(
     sampler: "Sampler", device: torch.device, *, rows: int, limit: int, document_mask: bool
 ) -> Iterator[Batch]:
-    """Held-out windows, `rows` at a time: all in order, or `limit` > 0 of them spread evenly; each token scored once."""
+    """Held-out windows, `rows` at a time: all in order, or `limit` > 0 of them spread evenly; none twice."""
     for sequences in sampler.windows_in_order(rows, limit=limit):
         yield to_batch(sequences, device, document_mask=document_mask)
 

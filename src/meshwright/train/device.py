@@ -16,7 +16,7 @@ from meshwright.spec.presets import device_names
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes. GPU: live tensors and what the allocator holds, peaks since the last reset. CPU: resident now and at most."""
+    """Bytes. GPU: peaks of live tensors and of what the allocator holds. CPU: resident now, and its peak."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -53,17 +53,23 @@ def memory(device: torch.device) -> MemoryUse:
 
 
 def known_device(device: torch.device) -> Device | None:
-    """The preset of this GPU by its name, if there is one."""
+    """The preset of this GPU, if there is one."""
     if device.type != "cuda":
         return None
-    reported = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    properties = torch.cuda.get_device_properties(device)
+    return match_device(properties.name, properties.total_memory)
+
+
+def match_device(reported: str, memory_bytes: int) -> Device | None:
+    """The preset whose chip a driver's name holds ("NVIDIA A100-SXM4-80GB"), nearest in form and memory size."""
+    words = set(reported.lower().replace("-", " ").split())
     found = []
-    for name in device_names():
-        preset = device_preset(name)
-        if all(word in reported for word in preset.name.lower().split("-")[:1]):
-            found.append((abs(preset.memory_bytes - total_bytes), "sxm" in name.lower(), preset))
-    return min(found, key=lambda entry: (entry[0], not entry[1]))[2] if found else None
+    for preset in map(device_preset, device_names()):
+        chip = [part for part in preset.name.lower().split("-") if part not in ("sxm", "pcie", "40", "80")]
+        if preset.memory_bytes and words.issuperset(chip):
+            same_form = ("pcie" in words) == ("pcie" in preset.name.lower())
+            found.append((not same_form, abs(preset.memory_bytes - memory_bytes), preset))
+    return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 
 def peak_flop_per_s(device: torch.device, precision: str, plan_device: Device) -> float | None:

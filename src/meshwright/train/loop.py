@@ -12,6 +12,7 @@ import torch
 from meshwright.data import Corpus, Sampler
 from meshwright.data import prepare as prepare_data
 from meshwright.model import build
+from meshwright.model.hub import unwritable
 from meshwright.parallel import parallelize
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.errors import CheckpointError, NonFiniteLoss, PlanError
@@ -93,8 +94,8 @@ def _resume(state: TrainState, plan: Plan, folder: RunFolder, resume: str) -> No
     values = checkpoint.values(found)
     if values["sequence"] != plan.recipe.sequence:
         raise CheckpointError(
-            f"{found}: trained with recipe.sequence={values['sequence']}, the plan says {plan.recipe.sequence}: the place "
-            "in the data cannot be carried over; keep the length, or start a new run from its export"
+            f"{found}: trained with recipe.sequence={values['sequence']}, the plan says {plan.recipe.sequence}: the "
+            "place in the data cannot be carried over; keep the length, or start a new run from its export"
         )
     tensors = state.tensors()
     checkpoint.load(found, tensors)
@@ -290,6 +291,9 @@ class Trainer:
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
                 "the model is meant for"
             )
+        problem = unwritable(plan.model)
+        if problem:
+            found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
         return tuple(found)

@@ -1,6 +1,6 @@
 """The gradient noise scale: how large a batch is worth (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
 
-For gradients G_small, G_big of batches of b < B tokens, E|G|^2 = |true|^2 + tr(Sigma)/size. Two sizes give both unknowns:
+For gradients G_small, G_big of batches of b < B tokens, E|G|^2 = |true|^2 + tr(Sigma)/size. Two sizes give both:
     tr(Sigma) = (|G_small|^2 - |G_big|^2) / (1/b - 1/B)        |true|^2 = |G_big|^2 - tr(Sigma)/B
 and the noise scale is tr(Sigma) / |true|^2, in tokens: the critical batch size. The micro-batches of one step are the
 small batches, the step is the big one. Both terms are averaged over measurements before dividing, as the paper advises.

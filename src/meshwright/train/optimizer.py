@@ -82,7 +82,7 @@ class AdamW:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`; made if absent."""
+        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`."""
         found: dict[str, Tensor] = {}
         for names, inner in self.buckets:
             for name in names:
