@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 from claims.table import Claim, ClaimsError
+from meshwright import __version__
 
-PACKAGES = ("meshwright", "torch", "transformers", "tokenizers")
+PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def machine() -> str:
 
 def versions() -> str:
     """Python and the packages that make the figures."""
-    found = [f"Python {platform.python_version()}"]
+    found = [f"Meshwright {__version__}", f"Python {platform.python_version()}"]
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{package} {metadata.version(package)}")

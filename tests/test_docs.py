@@ -115,13 +115,25 @@ def test_make_targets_in_the_pages_exist() -> None:
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 def test_a_claim_runs_something_that_exists(claim: table.Claim) -> None:
-    for word in shlex.split(claim.command)[1:]:
+    words = shlex.split(claim.command)
+    if words[1:2] == ["-m"] and words[2] != "pytest":
+        assert (ROOT / (words[2].replace(".", "/") + ".py")).exists(), f"{claim.command}: there is no {words[2]}"
+    for word in words[1:]:
         file, _, test = word.partition("::")
-        if not re.search(r"\.py$|^(tests|benchmarks)\b", file):
+        if not re.search(r"\.py$|^(tests|benchmarks)/", file):
             continue
         assert (ROOT / file).exists(), f"{claim.command}: there is no {file}"
         name = test.partition("[")[0]
         assert not test or re.search(rf"def {re.escape(name)}\b", (ROOT / file).read_text(encoding="utf-8")), word
+
+
+def test_presets_named_in_the_readme_exist() -> None:
+    from meshwright.spec.presets import model_names
+
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Models")[2].partition("\n## ")[0]
+    named = {name for name in CODE.findall(section) if re.search(r"^[a-z0-9.]+-[a-z0-9.-]+$", name)}
+    assert named
+    assert named <= set(model_names())
 
 
 def test_the_claims_page_is_that_of_its_table() -> None:

@@ -1,0 +1,84 @@
+"""Every benchmark runs at toy size and reports the keys that the claims read."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import agreement, quickstart, real_text, resident, startup
+from meshwright.cli.main import main
+
+TOY = [
+    "model.layers=1",
+    "model.hidden=48",
+    "model.ffn=64",
+    "recipe.steps=2",
+    "recipe.warmup_steps=0",
+    "recipe.sequence=32",
+    "recipe.eval_sequences=2",
+]
+
+
+def in_this_process(place: Path, *words: str) -> dict[str, Any]:
+    """As real_text.meshwright, without the seconds that a new process needs to load torch."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def test_startup_tells_time_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "VERBS", {"version": ("--version",)})
+    found = startup.measure(1)
+    assert found["verbs_with_torch"] == 0
+    assert 0 < found["slowest_seconds"] < 60
+
+
+def test_startup_would_notice_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "PROBE", "import torch\n" + startup.PROBE)
+    assert startup.loads_torch(("--version",), tmp_path)
+
+
+def test_agreement_in_both_directions(tmp_path: Path) -> None:
+    with torch.no_grad():
+        assert agreement.imported_error("llama", tmp_path / "in") < 1e-5
+        assert agreement.exported_error("llama", tmp_path / "out") < 1e-5
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory of other processes is read in /proc")
+def test_children_are_counted_and_shared_pages_once() -> None:
+    hold = "import time; held = bytearray(64 * 2**20); time.sleep(0.6)"
+    alone = resident.watch([sys.executable, "-c", hold])
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    family = resident.watch([sys.executable, "-c", parent])
+    assert 64 * 2**20 < alone.peak_bytes < 128 * 2**20
+    assert family.peak_bytes > 64 * 2**20
+    assert resident.watch([sys.executable, "-c", "print(1); raise SystemExit(3)"]).status == 3
+
+
+@pytest.mark.slow
+def test_quickstart_reports_what_the_claims_read() -> None:
+    found = quickstart.measure([*TOY, "data.limit_bytes=100000"])
+    assert found["seconds"] > 0
+    assert 0 < found["bits_per_byte"] < 20
+    assert isinstance(found["sample"], str)
+
+
+def test_real_text_says_what_is_missing(tmp_path: Path) -> None:
+    assert "no tinyshakespeare.txt" in str(real_text.find(tmp_path))
+
+
+def test_real_text_is_trained_scored_and_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_text, "meshwright", in_this_process)
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text("To be, or not to be, that is the question.\n" * 200)
+    text = real_text.Text(train="train.txt", test="test.txt", validation=0.1, prompt="To ")
+    found = real_text.measure(text, tmp_path, [*TOY, "data.tokenizer=bytes"], tmp_path)
+    assert 0 < found["bits_per_byte"] < 20
+    assert found["sample"].startswith("To ")
