@@ -1,11 +1,8 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from meshwright.spec.errors import PlanError
 from meshwright.spec.units import MIB, count
 
 if TYPE_CHECKING:
@@ -19,23 +16,6 @@ if TYPE_CHECKING:
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _NAMES_SHOWN = 3
-
-
-def data(
-    action: Annotated[str, typer.Argument(metavar="show", help="The only thing to do so far.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[PLAN.yaml] [KEY=VALUE]...", show_default=False)] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Show what is trained: documents, tokens, split, and the first packed sequence with its borders.
-
-    Without a file, the default plan. For instance: meshwright data show data=./texts data.tokenizer=bpe:4096
-    """
-    from meshwright.cli.train import sort_words
-
-    if action != "show":
-        raise PlanError(f"data {action} is not known: it is meshwright data show [PLAN.yaml] [KEY=VALUE ...]")
-    plan, overrides, _ = sort_words(words or ())
-    show(plan, overrides, json)
 
 
 def show(plan: Path | None, overrides: list[str], json: bool) -> None:

@@ -1,0 +1,90 @@
+"""`data show` says what is trained, and its sample is what the run will read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import data as verb
+from meshwright.cli.main import main
+from meshwright.data import Sampler, prepare
+from meshwright.data.show import view
+from meshwright.spec import Data, Recipe
+from meshwright.spec.errors import DataError
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number:02}.py").write_text(f"def f{number}():\n    return {number}\n" * 3, encoding="utf-8")
+    (folder / "logo.png").write_bytes(b"\0")
+    return folder
+
+
+def test_the_view_is_the_run_s_own_sample(texts: Path, tmp_path: Path) -> None:
+    data, recipe = Data(path=str(texts), validation=0.2), Recipe(sequence=32, seed=5)
+    corpus = prepare(data, cache_root=tmp_path / "cache")
+    found = view(data, recipe, corpus)
+    assert (found.train.documents, found.validation.documents) == (
+        corpus.train.num_documents,
+        corpus.validation.num_documents,
+    )
+    assert found.files == 30 and [Path(name).name for name in found.passed_over] == ["logo.png"]
+    assert found.bytes_per_token == pytest.approx(
+        (corpus.train.num_bytes + corpus.validation.num_bytes)
+        / (corpus.train.num_tokens + corpus.validation.num_tokens)
+    )
+    sampler = Sampler(corpus.train, sequence=32, tokenizer_separator=True, seed=5)
+    batch = sampler.take(found.sample, 1)
+    assert found.packed and [token.id for token in found.tokens] == batch.tokens[0].tolist()
+    assert found.tokens[-1].document > 0
+    assert found.train.windows == len(sampler)
+    assert found.validation.windows == -(-(corpus.validation.num_tokens - 1) // 32)
+
+
+def test_json_is_one_document(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "show", f"data.path={texts}", "recipe.sequence=16", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == "" and len(found["tokens"]) == 16 and found["vocab"] == 2048
+    assert "".join(token["text"] for token in found["tokens"]).count("def f") >= 1
+
+
+def test_people_see_borders(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verb.show(None, [f"data.path={texts}", "recipe.sequence=64"], False)
+    out = capsys.readouterr().out
+    for said in ("trained on", "held out", "--- document 1 ---", "passed over as binary: 1 (logo.png)", "2,048 ids"):
+        assert said in out
+    assert "<|endoftext|> begins each document and ends the one before" in out
+
+
+def test_ignored_targets_are_struck_through(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.text")
+    from meshwright.data.show import Token
+
+    tokens = [Token(id=n, text="ab"[n], document=n, position=0, target=(None, 1)[n]) for n in range(2)]
+    assert ["strike" in verb._style(token, 0) for token in tokens] == [True, False]
+    assert verb._style(tokens[0], 0).split()[0] != verb._style(tokens[1], 0).split()[0]
+    assert rich.Text("a", style=verb._style(tokens[0], 1)).style == "cyan dim strike"
+
+
+def test_bad_input_is_one_line(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "blob.bin").write_bytes(bytes(range(256)))
+    for words, says in [
+        (["show", f"data.path={tmp_path / 'blob.bin'}"], "is binary, not text"),
+        (["show", f"data.path={tmp_path / 'text'}"], f"the nearest name is {texts}"),
+        (["show", f"data.path={texts}", "recipe.sequence=100000"], "recipe.sequence=100000 needs 100001 tokens"),
+    ]:
+        assert main(["data", *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and says in err, err
+
+
+def test_a_run_that_cannot_be_shown_says_so(texts: Path, tmp_path: Path) -> None:
+    data = Data(path=str(texts))
+    corpus = prepare(data, cache_root=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"recipe\.sequence=9999"):
+        view(data, Recipe(sequence=9999), corpus)
