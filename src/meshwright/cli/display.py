@@ -7,12 +7,14 @@ from typing import Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress
 
 from meshwright.cli import fields
 from meshwright.cli.panel import Panel
-from meshwright.spec.units import count, duration
+from meshwright.spec.units import MIB, count, duration
 from meshwright.train.smooth import Smoothed
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.train.watchers import Silent
 
 REFRESH_S = 0.2
 """Shortest time between two drawings."""
@@ -23,6 +25,10 @@ SHARE = 0.01
 class Display(Watcher, Protocol):
     """A watcher that may hold the terminal from `with` to its end, whatever happens between."""
 
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Called again and again while text becomes tokens, before the run starts."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(
@@ -32,9 +38,26 @@ class Display(Watcher, Protocol):
 
 def choose(console: Console) -> Display:
     """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines."""
+    if console.quiet:
+        return QuietDisplay()
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LiveDisplay(console)
     return PlainDisplay(console.file)
+
+
+class QuietDisplay(Silent):
+    """Shows nothing: for programs, who read the summary."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """While text becomes tokens."""
 
 
 class PlainDisplay:
@@ -43,6 +66,7 @@ class PlainDisplay:
     def __init__(self, log: TextIO) -> None:
         self._log = log
         self._smooth = Smoothed()
+        self._tenth = -1
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +75,13 @@ class PlainDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._log.flush()
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Print a line every tenth of the way."""
+        tenth = 10 * done_bytes // max(1, all_bytes)
+        if tenth != self._tenth:
+            self._tenth = tenth
+            self._print(f"encoding text: {done_bytes / MIB:.1f} of {all_bytes / MIB:.1f} MiB")
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained on what, and the batch equation."""
@@ -103,6 +134,7 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
+        self._bar: Progress | None = None
         self._next_s = 0.0
 
     def __enter__(self) -> Self:
@@ -111,12 +143,27 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for open_one in (self._live, self._bar):
+            if open_one is not None:
+                open_one.stop()
+        self._live = self._bar = None
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Show a bar until the text is encoded."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            return
+        if self._bar is None:
+            self._bar = Progress("encoding text", BarColumn(), DownloadColumn(binary_units=True), console=self._console)
+            self._bar.add_task("", total=all_bytes)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done_bytes, total=all_bytes)
+        if done_bytes >= all_bytes:
+            self._bar.stop()
+            self._bar = None
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained on what, and open the panel."""
+        self.__exit__(None, None, None)
         for label, sentence in fields.opening(info):
             self._console.print(f"[dim]{label:<6}[/dim] ", end="")
             self._console.print(sentence, markup=False, highlight=False)

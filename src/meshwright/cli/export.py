@@ -46,12 +46,12 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
 
     if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
-    run, checkpoint = _locate(source)
+    run, checkpoint = locate(source)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     template = run.path / TEMPLATE
     export_folder(
         out,
-        model_tensors=_weights(checkpoint, wanted),
+        model_tensors=weights(checkpoint, wanted),
         shape=run.plan.model,
         tokenizer=Tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else Tokenizer.bytes(),
         dtype=wanted,
@@ -62,7 +62,8 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     return checkpoint
 
 
-def _locate(source: Path) -> "tuple[RunFolder, Path]":
+def locate(source: Path) -> "tuple[RunFolder, Path]":
+    """The run and the checkpoint that `source` means: one of its checkpoints, or a run folder and its newest."""
     from meshwright.spec.errors import CheckpointError
     from meshwright.train import shelf
     from meshwright.train.run import RunFolder
@@ -76,7 +77,7 @@ def _locate(source: Path) -> "tuple[RunFolder, Path]":
     return run, found
 
 
-def _weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
+def weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
     """The weights of a checkpoint by name; for fp32 the master weights, where there are any. Read at the first one."""
     import torch
 

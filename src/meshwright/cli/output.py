@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def console(*, stderr: bool = False) -> "Console":
-    """A console without automatic colouring of numbers; plain text when not a terminal or with NO_COLOR set."""
+def console(*, json: bool = False) -> "Console":
+    """Where people read: plain text when not a terminal, no colour with NO_COLOR set.
+
+    With --json stdout belongs to the document; then people are on stderr, and where nobody is it is quiet.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return Console(stderr=json, quiet=json and not sys.stderr.isatty(), highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:

@@ -1,0 +1,113 @@
+"""The `meshwright` command: one verb a file; here they are gathered, and every failure becomes one line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from meshwright import __version__
+from meshwright.cli.eval import evaluate
+from meshwright.cli.export import export
+from meshwright.cli.failure import explain
+from meshwright.cli.generate import generate
+from meshwright.cli.import_ import import_
+from meshwright.cli.init import init
+from meshwright.cli.quickstart import quickstart
+from meshwright.cli.schema import schema
+from meshwright.cli.train import Words, sort_words, train
+
+BROKEN_PIPE = 141
+"""What a shell reports for a program that wrote to a closed pipe."""
+
+USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Base of what the parser raises; some versions of typer carry their own copy of click."""
+
+# Plain help: rich's costs 60 ms of imports on every start.
+app = typer.Typer(
+    name="meshwright",
+    help="Trains transformer language models: from text on disk to a model that others can load.",
+    epilog="Start with: meshwright quickstart",
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("quickstart", short_help="Train a first model, here and now.")(quickstart)
+app.command("init", short_help="Print a commented plan.")(init)
+app.command("train", short_help="Train a plan.")(train)
+app.command("generate", short_help="Continue a prompt.")(generate)
+app.command("eval", short_help="Score a model on a text.")(evaluate)
+app.command("export", short_help="Write a run as a Hugging Face directory.")(export)
+app.command("import", short_help="Make a run of a Hugging Face directory.")(import_)
+app.command("schema", short_help="Print the JSON Schema of plan files.")(schema)
+data = typer.Typer(help="Look at what is trained, before anything is.", short_help="Show what is trained.")
+app.add_typer(data, name="data")
+
+
+@data.command("show")
+def data_show(
+    words: Words = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
+    from meshwright.cli.data import show
+
+    path, overrides, _ = sort_words(words or ())
+    show(path, overrides, json)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and warnings.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before or after the verb; `main` has taken --debug out already, here it is only declared for the help."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"] or ["--help"]
+    if not debug:
+        warnings.simplefilter("ignore")
+    try:
+        code = app(words, prog_name="meshwright", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        _close_stdout()
+        return BROKEN_PIPE
+    except typer.Exit as request:
+        return request.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        line, code = _usage(error, words) if isinstance(error, USAGE_ERROR) else explain(error)
+        print(f"meshwright: {line}", file=sys.stderr)
+        return code
+
+
+def _usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:
+    """What the parser refused, and where the right spelling is shown."""
+    verbs = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
+    verb = next((f"{word} " for word in words if word in verbs), "")
+    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+    return f"{message}: see meshwright {verb}--help", 2
+
+
+def _close_stdout() -> None:
+    """The reader is gone; without this the interpreter complains once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

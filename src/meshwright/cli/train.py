@@ -1,0 +1,85 @@
+"""`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: trains, watched."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.spec import ModelShape
+    from meshwright.train.watch import Watcher
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PLAN.yaml|KEY=VALUE", help="A plan file, and changes to it.", show_default=False),
+]
+
+
+def train(
+    words: Words = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (extra).")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (extra).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
+) -> None:
+    """Train a plan; without a file, the default plan.
+
+    Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a.
+    resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one.
+    """
+    from meshwright import planfile
+
+    path, overrides, resume = sort_words(words or ())
+    notes: list[str] = []
+    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes)
+    plan.check()
+    for note in notes:
+        print(f"meshwright: note: {note}", file=sys.stderr)
+
+    # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
+    from meshwright.cli.display import choose
+    from meshwright.cli.output import console, print_json
+    from meshwright.train import loop
+
+    services = _services(tensorboard, wandb)
+    with choose(console(json=json)) as display:
+        summary = loop.run(plan, watchers=[display, *services], resume=resume, progress=display.encoding)
+    if json:
+        print_json(summary)
+    elif summary.stopped != "done":
+        print(f"go on with: {again(words or ())}")
+
+
+def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
+    """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
+    from meshwright.spec.errors import PlanError
+
+    files = [word for word in words if "=" not in word]
+    pairs = [word for word in words if "=" in word]
+    if len(files) > 1:
+        raise PlanError(f"two plan files, {files[0]} and {files[1]}: give one, and changes as KEY=VALUE")
+    resume = [pair.partition("=")[2] for pair in pairs if pair.startswith("resume=")]
+    overrides = [pair for pair in pairs if not pair.startswith("resume=")]
+    if resume and not resume[-1]:
+        raise PlanError("resume= is empty: give resume=auto, resume=no or the path of a checkpoint")
+    return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
+
+
+def again(words: Sequence[str]) -> str:
+    """The same command, going on from the newest checkpoint."""
+    from meshwright.cli.invocation import command
+
+    return command(["train", *(word for word in words if not word.startswith("resume=")), "resume=auto"])
+
+
+def _shape_from_folder(folder: Path) -> "ModelShape":
+    from meshwright.model.hub import import_folder
+
+    return import_folder(folder).shape
+
+
+def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
+    from meshwright.train.watchers import TensorBoard, WandB
+
+    return [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
