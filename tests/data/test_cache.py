@@ -194,6 +194,33 @@ def test_nothing_half_written_stays(texts: Path, root: Path, monkeypatch: pytest
     assert [path.name for path in (root / "tokens").iterdir() if path.is_dir()] == []
 
 
+def test_what_a_killed_process_left_is_removed(texts: Path, root: Path) -> None:
+    key = prepare(Data(path=str(texts)), cache_root=root).key
+    left = root / "tokens" / f".{key}.abcdef"
+    left.mkdir()
+    (left / "train.tokens").write_bytes(b"half")
+    other = root / "tokens" / ".anotherkey.abcdef"
+    other.mkdir()
+    (root / "tokens" / key / "meta.json").unlink()
+    assert prepare(Data(path=str(texts)), cache_root=root).key == key
+    assert not left.exists() and other.exists()
+
+
+def test_workers_end_without_a_word_when_their_parent_is_killed(tmp_path: Path) -> None:
+    lines = [
+        "import os",
+        "from meshwright.data import Tokenizer",
+        "from meshwright.data.pool import Pool",
+        "with Pool(Tokenizer.bytes(), 2) as pool:",
+        "    batches = ((b'\\0', ['x' * 1000000]) for _ in range(1000))",
+        "    next(pool.map(batches))",
+        "    os.kill(os.getpid(), 9)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    # stderr is inherited by the workers, so run() returns only when they are gone too.
+    assert (done.returncode, done.stderr) == (-9, "")
+
+
 def test_a_cache_that_cannot_be_written(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     with pytest.raises(DataError, match="set XDG_CACHE_HOME"):

@@ -278,13 +278,19 @@ def _lock(folder: Path) -> Iterator[None]:
     """Let one process at a time make this folder. Where the system has no file locks, both make it and one is kept."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        try:
+        with contextlib.suppress(ImportError, OSError):
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
+            _sweep(folder)
         yield
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left of this folder; only who holds the lock may."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ It imports neither numpy nor the caller's main module, so it starts in a tenth o
 count, that many lengths, and the parts themselves.
 """
 
+import os
 import signal
 import struct
 import sys
@@ -51,4 +52,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
             answer = [b"", *encode([text.decode() for text in texts], flags)]
         except Exception as error:
             answer = [f"{type(error).__name__}: {error}".encode()]
-        write_frame(sink, answer)
+        try:
+            write_frame(sink, answer)
+        except BrokenPipeError:  # the parent is gone; an ordinary exit would complain about the unwritten rest
+            os._exit(1)
