@@ -84,5 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
     """As the reference; one backward pass."""
+    if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
+        x, weight = x.detach(), weight.detach()
     result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
     return result

@@ -13,9 +13,10 @@ def expert_linear_reference(rows: Tensor, weights: Tensor, counts: list[int]) ->
 
 
 def expert_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """As the reference; an expert without rows costs nothing and still gets a gradient of zero."""
-    parts = rows.split(counts)
-    products = [linear(part, weights[x]) for x, part in enumerate(parts) if len(part)]
-    if not products:
-        return rows.new_zeros(0, weights.shape[1]) + weights.sum() * 0
-    return torch.cat(products)
+    """As the reference; an expert without rows costs nothing and still gets a gradient of zero.
+
+    The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
+    """
+    parts = zip(rows.split(counts), weights.unbind(), strict=True)
+    products = [linear(part, weight) for part, weight in parts if len(part)]
+    return torch.cat(products) if products else linear(rows, weights[0])

@@ -31,7 +31,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         width = x.shape[-1]
-        product = (gradient * x).view(-1, width)
+        product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
         weight_gradient = torch.mm(rows.t(), product).view(width)
         along = torch.mv(product, weight).view_as(rows).mul_(rows.pow(3)).div_(width)

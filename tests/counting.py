@@ -1,0 +1,55 @@
+"""Which operations a piece of code runs, and what it keeps for the backward pass."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name (`mm`, `_softmax`) and remembers the shapes they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.counts[function.overloadpacket.__name__] += 1
+        self.shapes += [tuple(made.shape) for made in (result if isinstance(result, tuple) else (result,)) if _is(made)]
+        return result
+
+    @property
+    def products(self) -> int:
+        """Matrix products of any kind."""
+        return sum(self.counts[name] for name in PRODUCTS)
+
+    def largest_numel(self, *, columns: int, but: tuple[int, ...] = ()) -> int:
+        """Elements of the largest tensor made whose last dim is `columns`."""
+        found = [shape for shape in self.shapes if shape and shape[-1] == columns and shape != but]
+        return max(torch.Size(shape).numel() for shape in found)
+
+
+def saved_bytes(function: Callable[[], Any], *, without: list[Tensor]) -> tuple[Any, int]:
+    """The result of a forward pass, and the bytes it keeps for the backward pass beside the storages of `without`."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in without}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function()
+    return result, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)

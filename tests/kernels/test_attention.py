@@ -1,0 +1,181 @@
+"""Attention: every path against sums written out in fp64, with every mask."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import attention, fast, reference
+from meshwright.kernels.attention import Mask, causal_mask
+from tests.kernels.exactness import LOW, assert_not_worse, assert_single, errors, tensors
+
+SCALE = 0.3
+SIZES = [1, 5, 64, 65, 150]
+"""Blocks of queries are not divided by most of them."""
+
+
+@pytest.fixture(params=["blockwise", "torch"])
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """The fast form as it runs on a CPU where the blockwise form is faster, and where torch's own is."""
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: request.param == "blockwise")
+    return fast().attend
+
+
+def seen(queries: int, keys: int, window: int, documents: Tensor | None) -> Tensor:
+    """Who sees whom, (B or 1, 1, queries, keys): distances instead of bounds."""
+    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    near = (back >= 0) & (back < (window or keys))
+    if documents is None:
+        return near[None, None]
+    same = documents[:, keys - queries :].unsqueeze(2) - documents.unsqueeze(1) == 0
+    return (near & same).unsqueeze(1)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, documents: Tensor | None = None) -> Tensor:
+    """Head by head, in the dtype it is given."""
+    group = q.shape[2] // k.shape[2]
+    mask = seen(q.shape[1], k.shape[1], window, documents)[:, 0]
+    heads = []
+    for h in range(q.shape[2]):
+        scores = (q[:, :, h] @ k[:, :, h // group].mT) * SCALE
+        heads.append(scores.where(mask, -torch.inf).softmax(-1) @ v[:, :, h // group])
+    return torch.stack(heads, 2)
+
+
+def inputs(
+    length: int, heads: int = 4, keys: int = 2, values: int = 8, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return tensors((2, length, heads, 8), (2, length, keys, 8), (2, length, keys, values), dtype=dtype)
+
+
+def documents(length: int) -> Tensor:
+    """Rows of several documents, borders at different places, one of a single token."""
+    first = (torch.arange(length) >= length // 3).int() + (torch.arange(length) >= length // 3 + 1).int()
+    return torch.stack((first, (torch.arange(length) >= length // 2).int()))
+
+
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("keys", [1, 2, 4], ids=["mqa", "gqa", "mha"])
+def test_causal_attention(attend: Callable[..., Tensor], length: int, keys: int) -> None:
+    assert_single(partial(attend, mask=Mask(), scale=SCALE), by_hand, inputs(length, keys=keys))
+
+
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("window", [0, 1, 3, 64, 70])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_windows_and_documents(attend: Callable[..., Tensor], length: int, window: int, packed: bool) -> None:
+    rows = documents(length) if packed else None
+    mask = causal_mask(length, length, window=window, documents=rows)
+    exact = partial(by_hand, window=window, documents=rows)
+    assert_single(partial(attend, mask=mask, scale=SCALE), exact, inputs(length))
+
+
+@pytest.mark.parametrize("values", [4, 8])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_values_narrower_than_keys(attend: Callable[..., Tensor], values: int, packed: bool) -> None:
+    rows = documents(70) if packed else None
+    mask = causal_mask(70, 70, documents=rows)
+    given = inputs(70, heads=4, keys=4, values=values)
+    assert_single(partial(attend, mask=mask, scale=SCALE), partial(by_hand, documents=rows), given)
+
+
+@pytest.mark.parametrize("values", [4, 8])
+def test_the_reference_is_exact_too(values: int) -> None:
+    mask = causal_mask(9, 9, window=4, documents=documents(9))
+    exact = partial(by_hand, window=4, documents=documents(9))
+    assert_single(partial(reference().attend, mask=mask, scale=SCALE), exact, inputs(9, values=values))
+    assert_single(partial(reference().attend, mask=Mask(), scale=SCALE), by_hand, inputs(9, values=values))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_16_bit_is_no_further_from_fp64_than_plain_code(
+    attend: Callable[..., Tensor], dtype: torch.dtype, packed: bool
+) -> None:
+    rows = documents(150) if packed else None
+    mask = causal_mask(150, 150, documents=rows)
+
+    plain = partial(by_hand, documents=rows)
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, inputs(150, dtype=dtype))
+
+
+@pytest.mark.parametrize("past", [0, 1, 6])
+@pytest.mark.parametrize("window", [0, 4])
+def test_the_last_queries_over_all_keys(attend: Callable[..., Tensor], past: int, window: int) -> None:
+    q, k, v = inputs(9)
+    mask = causal_mask(9 - past, 9, window=window)
+    assert_single(partial(attend, mask=mask, scale=SCALE), partial(by_hand, window=window), [q[:, past:], k, v])
+
+
+def test_without_gradients_the_same_comes_out(attend: Callable[..., Tensor]) -> None:
+    """Evaluation and generation take another path than training on some machines."""
+    given = inputs(70)
+    trained = attend(*(tensor.requires_grad_() for tensor in given), Mask(), scale=SCALE)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(*given, Mask(), scale=SCALE), trained, rtol=1e-5, atol=1e-6)
+
+
+def test_strided_inputs(attend: Callable[..., Tensor]) -> None:
+    """Queries, keys and values are often views: halves of one product, or a cache."""
+    both = torch.randn(2, 66, 3, 16, generator=torch.Generator().manual_seed(0))
+
+    def parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return packed[..., :8], packed[:, :, :1, 8:], packed[:, :, 1:2, 8:]
+
+    def run(packed: Tensor) -> Tensor:
+        return attend(*parts(packed), Mask(), scale=SCALE)
+
+    assert max(errors(run, lambda packed: by_hand(*parts(packed)), [both])) < 1e-6
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_the_mask_pair_by_pair(window: int) -> None:
+    rows = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    found = causal_mask(4, 6, window=window, documents=rows).allowed
+    assert found is not None
+    for row, s, t in itertools.product(range(2), range(4), range(6)):
+        here = s + 2
+        expected = t <= here and (not window or here - t < window) and bool(rows[row, here] == rows[row, t])
+        assert bool(found[row, 0, s, t]) == expected, (row, s, t)
+
+
+def test_a_mask_is_only_made_where_it_says_something() -> None:
+    assert causal_mask(5, 5).allowed is None
+    assert causal_mask(5, 5, window=5).allowed is None
+    assert causal_mask(5, 5, window=4).allowed is not None
+    assert causal_mask(1, 5).allowed is not None
+    assert causal_mask(5, 5, documents=torch.zeros(1, 5)).allowed is not None
+
+
+def test_dropout_of_weights_keeps_the_mean(attend: Callable[..., Tensor]) -> None:
+    """Each weight is dropped with its probability and the rest scaled up; equal seeds drop the same."""
+    q, k = torch.zeros(1, 400, 1, 8), torch.zeros(1, 400, 1, 8)
+    v = torch.ones(1, 400, 1, 8)
+    torch.manual_seed(0)
+    first = attend(q, k, v, Mask(), scale=SCALE, dropout=0.25)
+    assert abs(first[:, 50:].mean().item() - 1) < 0.01 and first[:, 50:].std() > 0.01
+    torch.manual_seed(0)
+    assert torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=0.25))
+    torch.manual_seed(1)
+    assert not torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=0.25))
+
+
+def test_the_square_of_weights_is_not_kept(attend: Callable[..., Tensor]) -> None:
+    """What waits for the backward pass grows with S, not with S x S."""
+
+    def saved_bytes(length: int) -> int:
+        found: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        given = [tensor.requires_grad_() for tensor in inputs(length)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            attend(*given, Mask(), scale=SCALE)
+        return sum(found.values())
+
+    assert saved_bytes(512) <= 2 * saved_bytes(256)

@@ -1,0 +1,172 @@
+"""Head and loss in one: against whole logits in fp64, over chunks that do not divide the rows."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels import cross_entropy, fast, reference
+from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
+from tests.counting import Operations
+from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
+
+VOCAB, WIDTH = 37, 16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows a chunk, so that small tensors have several."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The sum written out, in the dtype it is given."""
+    logs = (x @ weight.T).log_softmax(-1)
+    loss = sum((-logs[row, target] for row, target in enumerate(targets.tolist()) if target >= 0), logs.sum() * 0)
+    return loss if scale is None else loss * scale
+
+
+def targets_of(rows: int, ignored: tuple[int, ...] = ()) -> Tensor:
+    targets = torch.randint(VOCAB, (rows,), generator=torch.Generator().manual_seed(rows))
+    targets[list(ignored)] = IGNORED
+    return targets
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return tensors((rows, WIDTH), (VOCAB, WIDTH), dtype=dtype)
+
+
+CASES = {
+    "one-row": targets_of(1),
+    "less-than-a-chunk": targets_of(5),
+    "whole-chunks": targets_of(16),
+    "a-rest": targets_of(21, ignored=(3,)),
+    "a-chunk-all-ignored": targets_of(24, ignored=tuple(range(8, 16))),
+    "last-chunk-all-ignored": targets_of(17, ignored=(16,)),
+    "first-and-last": targets_of(9, ignored=(0, 8)),
+}
+
+
+@pytest.mark.parametrize("targets", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("scale", [None, 0.125, 3.7])
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_value_and_gradients(targets: Tensor, scale: float | None, name: str) -> None:
+    function = (fast() if name == "fast" else reference()).linear_cross_entropy
+    factor = None if scale is None else torch.tensor(scale)
+    given = inputs(len(targets))
+    assert_single(
+        partial(function, targets=targets, scale=factor), partial(whole, targets=targets, scale=factor), given
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
+    targets = targets_of(60, ignored=(1, 2, 33))
+    plain = partial(reference().linear_cross_entropy, targets=targets)
+    assert_not_worse(
+        partial(fast().linear_cross_entropy, targets=targets), plain, partial(whole, targets=targets), inputs(60, dtype)
+    )
+
+
+def test_nothing_to_predict_costs_nothing_and_teaches_nothing() -> None:
+    targets = torch.full((11,), IGNORED)
+    value, *gradients = outcome(partial(fast().linear_cross_entropy, targets=targets), inputs(11))
+    assert value == 0 and all(not gradient.any() for gradient in gradients)
+
+
+def test_an_ignored_row_changes_no_bit_of_the_others() -> None:
+    targets = targets_of(16, ignored=(5,))
+    given = inputs(16)
+    first = outcome(partial(fast().linear_cross_entropy, targets=targets), given)
+    given[0][5] = 1e4
+    second = outcome(partial(fast().linear_cross_entropy, targets=targets), given)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[2], second[2])
+    assert not second[1][5].any() and torch.equal(first[1], second[1])
+
+
+def test_large_logits_do_not_overflow() -> None:
+    """Logits of several hundred carry an error of some 1e-5 themselves."""
+    x, weight = inputs(9)
+    targets = targets_of(9)
+    assert_single(
+        partial(fast().linear_cross_entropy, targets=targets),
+        partial(whole, targets=targets),
+        [x * 200, weight],
+        bound=1e-4,
+    )
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["input", "weight"])
+def test_only_the_gradient_that_is_wanted(wanted: tuple[bool, bool]) -> None:
+    x, weight = (tensor.requires_grad_(want) for tensor, want in zip(inputs(21), wanted, strict=True))
+    targets = targets_of(21)
+    with Operations() as made:
+        loss = fast().linear_cross_entropy(x, weight, targets)
+    assert made.products == 3 * 2, "three chunks, two products each"
+    loss.backward()
+    for tensor, want in zip((x, weight), wanted, strict=True):
+        assert (tensor.grad is not None) == want
+    right = outcome(partial(whole, targets=targets), [t.detach().double() for t in (x, weight)], seed=1)
+    seed = torch.randn((), generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    for tensor, exact in zip((x, weight), right[1:], strict=True):
+        if tensor.grad is not None:
+            torch.testing.assert_close(tensor.grad.double(), exact / seed, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_makes_no_gradients() -> None:
+    """Weights require gradients even then: only torch.no_grad tells."""
+    x, weight = (tensor.requires_grad_() for tensor in inputs(21))
+    with torch.no_grad(), Operations() as made:
+        loss = fast().linear_cross_entropy(x, weight, targets_of(21))
+    assert made.products == 3
+    assert torch.equal(loss, fast().linear_cross_entropy(x, weight, targets_of(21)).detach())
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    """The gradients were handed out; to give them again in silence would give wrong ones."""
+    x, weight = (tensor.requires_grad_() for tensor in inputs(9))
+    loss = fast().linear_cross_entropy(x, weight, targets_of(9))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass only"):
+        loss.backward()
+
+
+def test_a_factor_on_the_loss_reaches_the_gradients() -> None:
+    x, weight = (tensor.requires_grad_() for tensor in inputs(21))
+    targets = targets_of(21)
+    plain = torch.autograd.grad(fast().linear_cross_entropy(x, weight, targets), (x, weight))
+    for found, once in zip(
+        torch.autograd.grad(4 * fast().linear_cross_entropy(x, weight, targets), (x, weight)), plain, strict=True
+    ):
+        assert torch.equal(found, 4 * once)
+
+
+def test_targets_without_a_matching_row_are_an_error_of_the_plain_form_too() -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        reference().linear_cross_entropy(*inputs(2), torch.tensor([0, VOCAB]))
+    with pytest.raises((IndexError, RuntimeError)):
+        fast().linear_cross_entropy(*inputs(2), torch.tensor([0, VOCAB]))
+
+
+def test_never_more_logits_than_a_chunk() -> None:
+    x, weight = (tensor.requires_grad_() for tensor in inputs(64))
+    with Operations() as made:
+        fast().linear_cross_entropy(x, weight, targets_of(64))
+    assert made.largest_numel(columns=VOCAB, but=(WIDTH, VOCAB)) == 8 * VOCAB
+
+
+def test_rows_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert chunk_rows(10, 128_000) == 10, "never more than there are"
+    assert chunk_rows(10_000, 128_256) == 256, "never so few that products are slow"
+    assert chunk_rows(100_000, 2048) * 2048 * 4 == 64 * 2**20, "else 64 MiB of logits"
+
+
+def test_the_plain_form_is_the_usual_loss() -> None:
+    x, weight = inputs(12)
+    targets = targets_of(12, ignored=(4,))
+    usual = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORED, reduction="sum")
+    torch.testing.assert_close(reference().linear_cross_entropy(x, weight, targets), usual)

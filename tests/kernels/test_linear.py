@@ -1,0 +1,105 @@
+"""Linear layers, one and several at once, with 16-bit products native and widened."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import fast, reference
+from tests.counting import saved_bytes
+from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
+
+
+def single(linear: Callable[..., Tensor], bias: bool) -> Callable[..., Tensor]:
+    return linear if bias else lambda x, weight, unused: linear(x, weight) + 0 * unused.sum()
+
+
+def several(linears: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    """Three layers of one input, the second with a bias, as one tensor."""
+
+    def run(x: Tensor, a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        return torch.cat(linears(x, (a, b, c), (None, bias, None)), dim=-1)
+
+    return run
+
+
+def triple(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return tensors((*lead, 9), (5, 9), (3, 9), (4, 9), (3,), dtype=dtype)
+
+
+@pytest.mark.parametrize("lead", [(7,), (2, 3), (2, 3, 4), (1,)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_layer(lead: tuple[int, ...], bias: bool) -> None:
+    given = tensors((*lead, 9), (5, 9), (5,))
+    assert_single(single(fast().linear, bias), single(reference().linear, bias), given)
+
+
+@pytest.mark.parametrize("lead", [(7,), (2, 3), (2, 3, 4), (1,)], ids=str)
+def test_several_layers_of_one_input(lead: tuple[int, ...]) -> None:
+    assert_single(several(fast().linears), several(reference().linears), triple(*lead))
+
+
+def test_second_derivatives_are_not_needed_but_first_ones_are_right() -> None:
+    given = [tensor.double().requires_grad_() for tensor in triple(2, 3)]
+    assert torch.autograd.gradcheck(several(fast().linears), given)
+    assert torch.autograd.gradcheck(fast().linear, [given[0], given[1]])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("native", [False, True], ids=["widened", "native"])
+def test_16_bit_is_no_further_from_fp64_than_plain_code(
+    dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
+    exact = several(reference().linears)
+    given = tensors((2, 20, 64), (16, 64), (24, 64), (8, 64), (24,), dtype=dtype)
+    assert_not_worse(several(fast().linears), exact, exact, given)
+    one = tensors((2, 20, 64), (16, 64), (16,), dtype=dtype)
+    assert_not_worse(fast().linear, reference().linear, reference().linear, one)
+
+
+def test_widened_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    x, weight = tensors((4, 64), (8, 64), dtype=torch.bfloat16)
+    assert torch.equal(fast().linear(x, weight), (x.double() @ weight.double().T).bfloat16())
+
+
+def test_a_result_that_is_not_used_gets_no_gradient_of_its_own() -> None:
+    x, a, b, c, bias = (tensor.requires_grad_() for tensor in triple(6))
+    first, _, _ = fast().linears(x, (a, b, c), (None, bias, None))
+    first.sum().backward()
+    assert x.grad is not None and a.grad is not None
+    torch.testing.assert_close(x.grad, a.detach().sum(0).expand(6, 9))
+    assert all(tensor.grad is None or not tensor.grad.any() for tensor in (b, c, bias))
+
+
+def test_inputs_and_gradients_may_be_views() -> None:
+    def run(layers: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+        return layers(x.transpose(0, 1)[..., ::2], *others).transpose(0, 1)
+
+    given = tensors((3, 4, 18), (5, 9), (3, 9), (4, 9), (3,))
+    fast_form, plain = several(fast().linears), several(reference().linears)
+    assert_single(partial(run, fast_form), partial(run, plain), given)
+
+
+@pytest.mark.parametrize("frozen", range(5))
+def test_frozen_parameters_get_no_gradient(frozen: int) -> None:
+    given = [tensor.requires_grad_(index != frozen) for index, tensor in enumerate(triple(6))]
+    several(fast().linears)(*given).sum().backward()
+    exact = outcome(lambda *all: several(reference().linears)(*all).sum(), [t.detach() for t in given])
+    seed = torch.randn((), generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    for index, tensor in enumerate(given):
+        if index == frozen:
+            assert tensor.grad is None
+        else:
+            assert tensor.grad is not None
+            torch.testing.assert_close(tensor.grad.double(), exact[1 + index] / seed, rtol=1e-4, atol=1e-5)
+
+
+def test_the_input_is_kept_once_for_all() -> None:
+    given = [tensor.requires_grad_() for tensor in triple(50)]
+    _, kept = saved_bytes(lambda: several(fast().linears)(*given), without=given)
+    assert kept == 0

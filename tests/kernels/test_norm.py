@@ -1,0 +1,74 @@
+"""RMSNorm against fp64, whatever the strides."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import fast, norm, reference
+from tests.counting import saved_bytes
+from tests.kernels.exactness import LOW, assert_not_worse, assert_single, tensors
+
+EPS = 1e-5
+
+
+def exact(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@pytest.mark.parametrize("lead", [(1,), (7,), (2, 5), (2, 5, 3)], ids=str)
+@pytest.mark.parametrize("width", [1, 8, 33])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e4])
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_value_and_gradients(lead: tuple[int, ...], width: int, size: float, name: str) -> None:
+    """`size`: from rows that vanish beside epsilon to large ones."""
+    rms_norm = (fast() if name == "fast" else reference()).rms_norm
+    x, weight = tensors((*lead, width), (width,))
+    bound = 1e-6 if width > 1 else 1e-5
+    assert_single(
+        lambda x, weight: rms_norm(x * size, weight, EPS), lambda x, weight: exact(x * size, weight), [x, weight], bound
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
+    given = tensors((3, 20, 64), (64,), dtype=dtype)
+    plain = partial(reference().rms_norm, eps=EPS)
+    assert_not_worse(partial(fast().rms_norm, eps=EPS), plain, exact, given)
+
+
+def test_first_derivatives_in_fp64() -> None:
+    given = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 8), (8,))]
+    assert torch.autograd.gradcheck(lambda x, weight: norm._RmsNorm.apply(x, weight, EPS), given)
+    assert torch.autograd.gradcheck(lambda x, weight: fast().rms_norm(x, weight, EPS), given)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "part", "expanded"])
+def test_inputs_and_gradients_may_be_views(kind: str) -> None:
+    def view(x: Tensor) -> Tensor:
+        if kind == "transposed":
+            return x.transpose(0, 1)
+        return x.split((8, 4), dim=-1)[0] if kind == "part" else x[:, :1].expand(-1, 5, -1)
+
+    def run(function: object, x: Tensor, weight: Tensor) -> Tensor:
+        assert callable(function)
+        out = function(view(x), weight, EPS)
+        return out.transpose(0, 1) if kind == "transposed" else out
+
+    width = 12 if kind == "part" else 8
+    given = tensors((3, 5, width), (8,))
+    assert_single(partial(run, fast().rms_norm), partial(run, exact), given)
+
+
+def test_a_row_of_zeros_stays_zero_and_its_gradient_finite() -> None:
+    x = torch.zeros(2, 8, requires_grad=True)
+    out = fast().rms_norm(x, torch.ones(8), EPS)
+    out.sum().backward()
+    assert not out.any() and x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_only_the_input_and_a_number_a_row_are_kept() -> None:
+    x, weight = (tensor.requires_grad_() for tensor in tensors((50, 64), (64,)))
+    _, kept = saved_bytes(lambda: fast().rms_norm(x, weight, EPS), without=[x, weight])
+    assert kept == 50 * 4
