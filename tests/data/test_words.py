@@ -1,5 +1,6 @@
 """The fast way of encoding gives the library's tokens, character class by character class."""
 
+import json
 import re
 import sys
 from functools import cache
@@ -78,6 +79,19 @@ def test_a_token_added_to_the_vocabulary_is_found_in_text(text: str) -> None:
     encode, library, dtype = encoders(with_added(made("llama3"), "foo.bar", special=False))
     for case in (text, f"{text}foo.bar{text}"):
         assert ids(encode, case, dtype) == expected(library, case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+@example(" caller's caller")
+def test_whole_words_of_the_vocabulary_come_before_merges(text: str) -> None:
+    """As in Llama-3, whose model takes a word that is a token without merging (`ignore_merges`)."""
+    spec = json.loads(made("llama3"))
+    spec["model"]["ignore_merges"] = True
+    spec["model"]["vocab"]["\u0120caller"] = 330
+    encode, library, dtype = encoders(json.dumps(spec))
+    assert ids(encode, text, dtype) == expected(library, text)
+    assert ids(encode, " caller", dtype) == [330]
 
 
 def test_special_tokens_in_text_are_text() -> None:

@@ -70,7 +70,7 @@ class Source:
     def signature(self) -> str:
         """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]
-        seen = hashlib.blake2b(digest_size=16)
+        seen = hashlib.blake2b(b"" if names else os.urandom(16), digest_size=16)  # held in memory: nothing tells
         seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes)).encode())
         for path in names:
             try:

@@ -3,7 +3,7 @@
 The library splits text into words and merges each by BPE, keeping offsets and strings for every token. A corpus needs
 only the ids, and its words repeat. So the word pattern is translated to Python's `re`, each distinct word is merged by
 the library's own model once, and its ids, as bytes, are joined. The ids are the library's, token by token; whatever the
-translation does not cover is encoded by the library itself (`_library`, the slow twin). No numpy: workers start light.
+translation does not cover is encoded by the library itself (`_Library`, the slow twin). No numpy: workers start light.
 """
 
 import json
