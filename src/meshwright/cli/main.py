@@ -4,9 +4,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
 from meshwright.cli.eval import evaluate
@@ -25,8 +26,32 @@ BROKEN_PIPE = 141
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Base of what the parser raises; some versions of typer carry their own copy of click."""
 
+
+class Verb(TyperCommand):
+    """A command whose --help is false, not unknown, when absent: typer reads the unknown through pydantic, 90 ms."""
+
+    def get_help_option(self, ctx: typer.Context) -> Any:
+        """As typer makes it, with a default."""
+        return _known(super().get_help_option(ctx))
+
+
+class Verbs(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_help_option(self, ctx: typer.Context) -> Any:
+        """As typer makes it, with a default."""
+        return _known(super().get_help_option(ctx))
+
+
+def _known(option: Any) -> Any:
+    if option is not None and option.default is None:
+        option.default = False
+    return option
+
+
 # Plain help: rich's costs 60 ms of imports on every start.
 app = typer.Typer(
+    cls=Verbs,
     name="meshwright",
     help="Trains transformer language models: from text on disk to a model that others can load.",
     epilog="Start with: meshwright quickstart",
@@ -34,19 +59,19 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("quickstart", short_help="Train a first model, here and now.")(quickstart)
-app.command("init", short_help="Print a commented plan.")(init)
-app.command("train", short_help="Train a plan.")(train)
-app.command("generate", short_help="Continue a prompt.")(generate)
-app.command("eval", short_help="Score a model on a text.")(evaluate)
-app.command("export", short_help="Write a run as a Hugging Face directory.")(export)
-app.command("import", short_help="Make a run of a Hugging Face directory.")(import_)
-app.command("schema", short_help="Print the JSON Schema of plan files.")(schema)
-data = typer.Typer(help="Look at what is trained, before anything is.", short_help="Show what is trained.")
+app.command(cls=Verb, name="quickstart", short_help="Train a first model, here and now.")(quickstart)
+app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
+app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
+app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
+app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)
+app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
+app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
+app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
+data = typer.Typer(cls=Verbs, help="Look at what is trained, before anything is.", short_help="Show what is trained.")
 app.add_typer(data, name="data")
 
 
-@data.command("show")
+@data.command(cls=Verb, name="show")
 def data_show(
     words: Words = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
@@ -82,9 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not debug:
         warnings.simplefilter("ignore")
     try:
-        code = app(words, prog_name="meshwright", standalone_mode=False)
+        # Not app(...): it would answer Ctrl-C and closed pipes in its own words.
+        verbs = typer.main.get_command(app)
+        with verbs.make_context("meshwright", words) as context:
+            verbs.invoke(context)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return 0
     except BrokenPipeError:
         _close_stdout()
         return BROKEN_PIPE

@@ -1,0 +1,262 @@
+"""Train, generate, eval and quickstart from the command line, at toy size."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.cli import quickstart
+from meshwright.cli.invocation import command
+from meshwright.cli.main import main
+from meshwright.cli.streaming import TextStream, printable
+from meshwright.cli.train import sort_words
+from meshwright.data import Tokenizer
+from meshwright.spec.errors import PlanError
+from tests.cli import toy
+from tests.cli.toy import call
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    assert main(toy.train(texts, folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(run: Path) -> Path:
+    """Its export."""
+    folder = run.parent / "hf"
+    assert main(["export", str(run), str(folder)]) == 0
+    return folder
+
+
+def test_train_prints_the_batch_equation_and_a_line_a_step(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *toy.train(texts, tmp_path / "r", "layout.micro_batch=2"))
+    assert code == 0 and not err
+    assert "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1" in out
+    assert sum("| loss" in line for line in out.splitlines()) == 12
+    assert out.splitlines()[-1].startswith("trained 12 of 12 steps")
+    assert "\x1b" not in out
+    left = {path.name for path in (tmp_path / "r").iterdir()}
+    assert {"plan.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tokenizer.json"} <= left
+
+
+def test_train_json_is_one_document_with_the_summary(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *toy.train(texts, tmp_path / "r", "recipe.steps=3"), "--json")
+    summary = json.loads(out)
+    assert code == 0 and not err
+    assert (summary["step"], summary["steps"], summary["stopped"]) == (3, 3, "done")
+    assert summary["tokens"] == 3 * 4 * 32 and summary["bits_per_byte"] > 0
+    assert Path(summary["checkpoint"]).is_dir()
+
+
+def test_a_plan_file_with_changes_and_resume_auto_goes_on(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "plan.yaml"
+    code, out, _ = call(capsys, "init")
+    plan.write_text(out)
+    words = ["train", "plan.yaml", *toy.train(texts, tmp_path / "r")[1:]]
+    assert call(capsys, *words, "recipe.steps=4", "resume=auto")[0] == 0, "auto is no error where there is no run"
+    code, out, _ = call(capsys, *words, "recipe.steps=6", "resume=auto")
+    assert code == 0
+    assert "steps 5 to 6" in out and "step 5/6" in out and "step 4/6" not in out
+    steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("generate", run, "--prompt", "def f", "--max-new-tokens", "6", "--greedy", "--json")
+    code, out, err = call(capsys, *words)
+    found = json.loads(out)
+    tokenizer = Tokenizer.load(run)
+    assert code == 0 and not err
+    assert list(found) == ["prompt_ids", "ids", "logprobs", "text"]
+    assert found["prompt_ids"] == tokenizer.encode("def f").tolist()
+    assert len(found["ids"]) == len(found["logprobs"]) == 6
+    assert all(value < 0 for value in found["logprobs"])
+    assert found["text"] == tokenizer.decode(found["ids"])
+    assert json.loads(call(capsys, *words)[1]) == found
+
+
+def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One plain forward pass over prompt and answer, without a cache, gives the same log-probabilities."""
+    from meshwright.cli.opened import open_model
+
+    words = ("--prompt-ids", "5,6,7", "--max-new-tokens", "5", "--temperature", "1.5", "--seed", "3", "--json")
+    found = json.loads(call(capsys, "generate", run, *words)[1])
+    model = open_model(run, "fp32").model
+    ids = torch.tensor([[5, 6, 7, *found["ids"]]])
+    with torch.no_grad():
+        expected = model(ids).log_softmax(-1)[0, 2:-1].gather(1, ids[0, 3:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found["logprobs"]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_its_checkpoint_and_its_export_answer_alike(
+    run: Path, hf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--greedy", "--json")
+    answers = [call(capsys, "generate", place, *words)[1] for place in (run, run / "checkpoints" / "step-000012", hf)]
+    assert answers[0] == answers[1] == answers[2] != ""
+
+
+def test_the_seed_decides_what_is_sampled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sampled(seed: str) -> str:
+        return call(capsys, "generate", run, "--prompt", "x", "--temperature", "2", "--seed", seed, "--json")[1]
+
+    assert sampled("1") == sampled("1") != sampled("2")
+
+
+def test_text_for_people_is_the_prompt_and_what_the_document_says(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("generate", run, "--prompt", "def f", "--max-new-tokens", "9", "--seed", "1")
+    document = json.loads(call(capsys, *words, "--json")[1])
+    assert call(capsys, *words)[1] == "def f" + document["text"] + "\n"
+
+
+def test_an_empty_prompt_begins_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(call(capsys, "generate", run, "--prompt", "", "--max-new-tokens", "1", "--json")[1])
+    assert found["prompt_ids"] == [Tokenizer.load(run).bos]
+
+
+def test_eval_repeats_the_figures_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "eval", run, "--json")
+    found = json.loads(out)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row.get("kind") == "eval"][-1]
+    assert code == 0 and not err
+    assert set(found) == {"loss", "perplexity", "bits_per_byte", "tokens", "seconds"}
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
+
+
+def test_eval_of_a_run_and_its_export_on_a_text_agree(
+    run: Path, hf: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = (
+        json.loads(call(capsys, "eval", place, "--data", texts / "a.py", "--json")[1]) for place in (run, hf)
+    )
+    assert theirs["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], rel=1e-2), "windows of another length"
+    few = json.loads(call(capsys, "eval", run, "--data", texts / "a.py", "--sequences", "3", "--json")[1])
+    assert 0 < few["tokens"] <= 3 * 32 < ours["tokens"]
+    assert "bits per byte" in call(capsys, "eval", run)[1]
+
+
+def test_data_show_names_the_texts(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "data", "show", f"data={texts}", "recipe.sequence=16", "--json")
+    assert code == 0 and isinstance(json.loads(out), dict)
+
+
+def test_quickstart_leaves_everything_and_its_three_commands_work(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "SAMPLE_TOKENS", 8)
+    words = [f"data={texts}", *toy.SHAPE, *toy.RECIPE, "recipe.steps=2"]
+    code, out, err = call(capsys, "quickstart", *words)
+    assert code == 0 and not err
+    assert out.index("Before training") < out.index("global batch 4 sequences") < out.index("After training")
+    assert "bits per byte on held-out text" in out
+    run = tmp_path / "runs" / "quickstart"
+    assert {"plan.yaml", "metrics.jsonl", "loss.png", "checkpoints", "hf"} <= {path.name for path in run.iterdir()}
+    assert (run / "hf" / "model.safetensors").is_file()
+    proposed = [line.strip() for line in out.partition("Go on:")[2].splitlines() if line and "#" not in line]
+    assert len(proposed) == 3
+    for line in proposed:
+        words = shlex.split(line.partition(" > ")[0])
+        verb = words[max(words.index(word) for word in words if word in ("generate", "train", "init")) :]
+        assert call(capsys, *verb)[0] == 0, line
+
+
+def test_quickstart_takes_the_next_free_folder_and_prints_one_document(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "SAMPLE_TOKENS", 4)
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    words = [f"data={texts}", *toy.SHAPE, *toy.RECIPE, "recipe.steps=1", "recipe.warmup_steps=0"]
+    code, out, err = call(capsys, "quickstart", *words, "--json")
+    found = json.loads(out)
+    assert code == 0 and not err
+    assert found["run"] == "runs/quickstart-2" and found["bits_per_byte"] > 0
+    assert found["before"].startswith("def ") and found["after"].startswith("def ")
+
+
+def test_the_plan_of_quickstart_is_legal_and_small() -> None:
+    from meshwright import planfile
+    from meshwright.spec import num_parameters
+
+    plan = planfile.read(quickstart.PLAN)
+    plan.check()
+    assert plan.data.path == "stdlib" and plan.run == "runs/quickstart"
+    assert num_parameters(plan.model) < 5_000_000
+
+
+def test_words_are_sorted_whatever_their_order() -> None:
+    path, overrides, resume = sort_words(["recipe.steps=3", "resume=auto", "p.yaml", "data=./x=y"])
+    assert (path, overrides, resume) == (Path("p.yaml"), ["recipe.steps=3", "data=./x=y"], "auto")
+    assert sort_words([]) == (None, [], "no")
+    with pytest.raises(PlanError, match="two plan files"):
+        sort_words(["a.yaml", "b.yaml"])
+    with pytest.raises(PlanError, match="resume"):
+        sort_words(["resume="])
+
+
+@pytest.mark.parametrize("text", ["x = 'caf\u00e9 \u4f60\u597d \U0001f600'\n", "a\tb\n\n", ""])
+def test_streamed_pieces_join_to_the_whole_text(text: str) -> None:
+    tokenizer = Tokenizer.bytes()
+    ids = tokenizer.encode(text).tolist()
+    stream = TextStream(tokenizer.decode, tokenizer.encode("def ").tolist())
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.rest() == text
+    assert not any("\ufffd" in piece for piece in pieces), "half a character is never shown"
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    tokenizer = Tokenizer.bytes()
+    stream = TextStream(tokenizer.decode)
+    half = tokenizer.encode("\u00e9").tolist()[:1]
+    assert stream.push(half[0]) == "" and stream.rest() == "\ufffd"
+
+
+def test_samples_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2J\x07\r\tb\n\u4f60") == "a\ufffd[2J\ufffd\ufffd\tb\n\u4f60"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An environment below the current folder, with a meshwright in it."""
+    script = tmp_path / ".venv" / "bin" / "meshwright"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    yield script
+
+
+def test_a_proposed_command_finds_this_very_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command(["generate", "my run"]) == ".venv/bin/meshwright generate 'my run'"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert command(["init"]) == "meshwright init"
+    monkeypatch.setattr(sys, "argv", ["/x/meshwright/__main__.py"])
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    assert command(["init"]) == ".venv/bin/python -m meshwright init"
