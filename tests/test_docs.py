@@ -137,7 +137,7 @@ def test_presets_named_in_the_readme_exist() -> None:
 
 
 def test_the_claims_page_is_that_of_its_table() -> None:
-    """Whoever changes a text or a bar runs `make claims` again (any ONLY=id writes the whole page)."""
+    """Whoever changes a row writes the page again: `python -m claims.run --page` runs nothing."""
     kept = record.load(ROOT / "docs" / "claims.json")
     current = {claim.id: kept[claim.id] for claim in CLAIMS if claim.id in kept and kept[claim.id].belongs_to(claim)}
     assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == record.page(CLAIMS, current)

@@ -150,3 +150,13 @@ def test_the_machine_is_described_without_its_name() -> None:
 
     assert socket.gethostname() not in record.machine()
     assert "cores" in record.machine()
+
+
+def test_the_page_can_be_written_without_running_anything(tmp_path: Path) -> None:
+    rows(tmp_path, {"id": "x"})
+    assert claims_command(tmp_path) == 0
+    rows(tmp_path, {"id": "x", "text": "said better"}, {"id": "new", "command": f"touch {tmp_path}/ran"})
+    assert claims_command(tmp_path, "--page") == 0
+    page = (tmp_path / "docs" / "claims.md").read_text()
+    assert "said better (`x`) | succeeds | succeeded | yes" in page
+    assert not (tmp_path / "ran").exists()
