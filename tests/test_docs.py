@@ -66,6 +66,14 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     assert not missing, f"{shown(page)} names {missing}"
 
 
+@pytest.mark.parametrize(
+    ("index", "folder"), [("docs/README.md", "docs"), ("docs/decisions/README.md", "docs/decisions")]
+)
+def test_an_index_names_every_page_of_its_folder(index: str, folder: str) -> None:
+    listed = (ROOT / index).read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / folder).glob("*.md") if page.name not in listed]
+
+
 def code_lines(page: Path) -> Iterator[str]:
     """Lines of a page's code blocks and its inline code, one command each."""
     text = page.read_text(encoding="utf-8")
