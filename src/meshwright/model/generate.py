@@ -1,5 +1,6 @@
 """Text from a model, one token at a time, with cached keys and values."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from meshwright.model.cache import Cache
 from meshwright.model.transformer import Transformer
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, RunError
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it temperatures differ by less than the rounding of fp32 logits, and dividing by them would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Sampling:
             raise PlanError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise PlanError(f"top_k={self.top_k} must be 0 or more and top_p={self.top_p} lie in (0, 1]")
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +44,10 @@ class Generation:
 
 
 def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token from logits (V,) fp32."""
+    """The next token from logits (V,) fp32. RunError: they are no numbers."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
     if sampling.top_k and sampling.top_k < len(logits):
         least = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))
@@ -49,7 +55,16 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         ordered, index = logits.softmax(0).sort(descending=True)
         beyond = ordered.cumsum(0) - ordered >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
-    return int(torch.multinomial(logits.softmax(0).cpu(), 1, generator=generator))
+    probabilities = logits.softmax(0).cpu()
+    if probabilities.isnan().any():
+        raise _broken()
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _broken() -> RunError:
+    return RunError(
+        "the model's logits are no numbers (NaN or infinite): its weights are broken; take another checkpoint"
+    )
 
 
 @torch.no_grad()
@@ -62,31 +77,48 @@ def generate(
     stop_ids: Sequence[int] = (),
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Continue a prompt of at least one token; ends at max_new_tokens, a stop token (kept), or the last position."""
+    """Continue a prompt of at least one token; ends at max_new_tokens, a stop token (kept), or the last position.
+
+    Without dropout, whatever mode the model is in; the mode is put back. PlanError, RunError (as `pick`).
+    """
     _check(model, prompt_ids, max_new_tokens)
-    sampling = sampling or Sampling()
+    training = model.training
+    model.eval()
+    try:
+        return _continue(model, prompt_ids, max_new_tokens, sampling or Sampling(), stop_ids, on_token)
+    finally:
+        model.train(training)
+
+
+def _continue(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    on_token: Callable[[int], None] | None,
+) -> Generation:
     device = model.embed.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     cache = Cache(model.shape.layers)
-    training = model.training
-    model.eval()
     fed = torch.tensor([list(prompt_ids)], device=device)
-    ids: list[int] = []
-    logprobs: list[float] = []
+    found = Generation(ids=[], logprobs=[])
     room = model.shape.max_positions - len(prompt_ids) + 1
     for _ in range(min(max_new_tokens, room)):
         x, _ = model.hidden(fed, cache=cache)
         logits = model.kernels.linear(x[:, -1], model.head_weight)[0].float()
         token = pick(logits, sampling, generator)
-        ids.append(token)
-        logprobs.append(float(logits.log_softmax(0)[token]))
+        logprob = float(logits.log_softmax(0)[token])
+        if math.isnan(logprob):
+            raise _broken()
+        found.ids.append(token)
+        found.logprobs.append(logprob)
         if on_token:
             on_token(token)
         if token in stop_ids:
             break
         fed = torch.tensor([[token]], device=device)
-    model.train(training)
-    return Generation(ids=ids, logprobs=logprobs)
+    return found
 
 
 def _check(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
@@ -94,9 +126,9 @@ def _check(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -
         raise PlanError("the prompt is empty: give at least one token")
     if max_new_tokens < 0:
         raise PlanError(f"max_new_tokens={max_new_tokens} must be 0 or more")
-    largest = max(prompt_ids)
-    if largest >= model.shape.vocab or min(prompt_ids) < 0:
-        raise PlanError(f"prompt token {largest} is outside the model's vocabulary of {model.shape.vocab}")
+    outside = [token for token in prompt_ids if not 0 <= token < model.shape.vocab]
+    if outside:
+        raise PlanError(f"prompt token {outside[0]} is outside the model's vocabulary of {model.shape.vocab}")
     if len(prompt_ids) > model.shape.max_positions:
         raise PlanError(
             f"the prompt has {len(prompt_ids)} tokens, the model {model.shape.max_positions} positions: shorten it"

@@ -1,0 +1,216 @@
+"""Generation: cached keys and values give what a whole forward pass gives, for every kind of attention; sampling."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.model import Cache, Generation, Sampling, Transformer, generate
+from meshwright.model.generate import pick
+from meshwright.spec.errors import PlanError, RunError
+from tests.model.shrunk import KINDS, VOCAB, model, tokens
+
+PROMPT = [3, 14, 15, 9, 2, 6, 5]
+
+
+def greedy_by_whole_passes(found: Transformer, prompt: list[int], count: int) -> Generation:
+    """Every token anew from all before it."""
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            logs = found(torch.tensor([ids]))[0, -1].float().log_softmax(0)
+            ids.append(int(logs.argmax()))
+            logprobs.append(logs[ids[-1]].item())
+    return Generation(ids=ids[len(prompt) :], logprobs=logprobs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("prompt", [PROMPT[:1], PROMPT], ids=["one", "several"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_greedy_tokens_equal_whole_forward_passes(name: str, prompt: list[int], kernels: str) -> None:
+    found = model(name, kernels=kernels).eval()
+    right = greedy_by_whole_passes(found, prompt, 20)
+    made = generate(found, prompt, max_new_tokens=20)
+    assert made.ids == right.ids
+    assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_tokens_in_16_bit(name: str) -> None:
+    """Probabilities to the precision of bf16; ids may differ only where two are as likely."""
+    found = model(name, louder=3.0, dtype=torch.bfloat16).eval()
+    made = generate(found, PROMPT, max_new_tokens=8)
+    with torch.no_grad():
+        logs = found(torch.tensor([PROMPT + made.ids]))[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    chosen = logs.gather(1, torch.tensor(made.ids).unsqueeze(1)).squeeze(1)
+    assert made.logprobs == pytest.approx(chosen.tolist(), abs=0.05)
+    assert (logs.amax(1) - chosen).max() < 0.05
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cuts=st.lists(st.integers(1, 23), max_size=4, unique=True))
+def test_a_text_may_be_fed_in_any_pieces(name: str, cuts: list[int]) -> None:
+    found, row = MODELS[name], tokens(2, 24)
+    cache = Cache(found.shape.layers)
+    borders = [0, *sorted(cuts), 24]
+    with torch.no_grad():
+        pieces = [found(row[:, a:b], cache=cache) for a, b in itertools.pairwise(borders)]
+        torch.testing.assert_close(torch.cat(pieces, 1), found(row), rtol=1e-4, atol=1e-4)
+    assert cache.length == 24
+
+
+MODELS = {name: model(name).eval() for name in KINDS}
+
+
+def test_the_cache_outgrows_its_first_buffer() -> None:
+    found = model("mistral-7b-v0.1").eval()
+    row = tokens(1, 200)
+    cache = Cache(found.shape.layers)
+    with torch.no_grad():
+        pieces = [found(row[:, a : a + 7], cache=cache) for a in range(0, 200, 7)]
+        torch.testing.assert_close(torch.cat(pieces, 1), found(row), rtol=1e-4, atol=1e-4)
+
+
+def test_where_it_ends() -> None:
+    found = MODELS["llama-3.1-8b"]
+    assert generate(found, PROMPT, max_new_tokens=0) == Generation(ids=[], logprobs=[])
+    free = generate(found, PROMPT, max_new_tokens=12)
+    assert len(free.ids) == len(free.logprobs) == 12
+    stop = free.ids[4]
+    first = free.ids.index(stop)
+    assert generate(found, PROMPT, max_new_tokens=12, stop_ids=[stop]).ids == free.ids[: first + 1]
+    assert len(generate(found, [1] * 60, max_new_tokens=12).ids) == 5, "64 positions: the fifth is never fed"
+    assert len(generate(found, [1] * 64, max_new_tokens=12).ids) == 1
+
+
+def test_tokens_are_told_as_they_come_and_the_mode_is_put_back() -> None:
+    found = model("llama-3.1-8b", dropout=0.5)
+    heard: list[int] = []
+    made = generate(found, PROMPT, max_new_tokens=5, on_token=heard.append)
+    assert heard == made.ids and found.training
+    assert made == generate(MODELS["llama-3.1-8b"], PROMPT, max_new_tokens=5), "without dropout"
+
+    def interrupted(token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(found, PROMPT, max_new_tokens=5, on_token=interrupted)
+    assert found.training
+
+
+def test_nothing_else_draws_from_the_same_generator() -> None:
+    state = torch.get_rng_state()
+    hot = Sampling(temperature=1.0, seed=3)
+    first = generate(MODELS["llama-3.1-8b"], PROMPT, max_new_tokens=10, sampling=hot)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(9)
+    assert first == generate(MODELS["llama-3.1-8b"], PROMPT, max_new_tokens=10, sampling=hot)
+    other = Sampling(temperature=1.0, seed=4)
+    assert first.ids != generate(MODELS["llama-3.1-8b"], PROMPT, max_new_tokens=10, sampling=other).ids
+
+
+def test_logprobs_are_the_models_own_whatever_the_temperature() -> None:
+    found = MODELS["llama-3.1-8b"]
+    made = generate(found, PROMPT, max_new_tokens=6, sampling=Sampling(temperature=2.0, top_k=5, seed=1))
+    with torch.no_grad():
+        logs = found(torch.tensor([PROMPT + made.ids]))[0].log_softmax(-1)
+    places = range(len(PROMPT) - 1, len(PROMPT) + 5)
+    assert made.logprobs == pytest.approx([logs[p, i].item() for p, i in zip(places, made.ids, strict=True)], abs=1e-4)
+
+
+LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5])
+"""Likeliest first: 0, 4, 2, 1, 3; shares 0.43, 0.26, 0.16, 0.06 ... of the whole."""
+
+
+def draws(count: int = 2000, **options: float) -> Counter[int]:
+    sampling = Sampling(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    return Counter(pick(LOGITS, sampling, generator) for _ in range(count))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_temperature_gives_the_distribution_it_says(temperature: float) -> None:
+    shares = (LOGITS / temperature).softmax(0).tolist()
+    found = draws(temperature=temperature)
+    for token, share in enumerate(shares):
+        assert abs(found[token] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000), token
+
+
+def test_greedy_and_nearly_greedy() -> None:
+    assert set(draws(50, temperature=0.0)) == {0}
+    for temperature in (1e-3, 1e-30, 1e-45):
+        assert set(draws(50, temperature=temperature)) == {0}, temperature
+
+
+def test_top_k_leaves_the_k_likeliest_in_their_proportion() -> None:
+    assert set(draws(200, top_k=1)) == {0}
+    assert set(draws(top_k=3)) == {0, 4, 2}
+    assert set(draws(top_k=5)) == set(draws(top_k=99)) == set(range(5))
+    found = draws(top_k=2)
+    share = 1 / (1 + math.exp(-0.5))
+    assert set(found) == {0, 4} and abs(found[0] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000)
+
+
+def test_top_p_leaves_the_fewest_that_reach_p() -> None:
+    shares = LOGITS.softmax(0)
+    assert set(draws(200, top_p=1e-9)) == {0}
+    assert set(draws(200, top_p=shares[0].item() - 1e-4)) == {0}
+    assert set(draws(top_p=shares[0].item() + 1e-4)) == {0, 4}
+    assert set(draws(top_p=shares[[0, 4, 2]].sum().item() - 1e-4)) == {0, 4, 2}
+    assert set(draws(top_p=1.0)) == set(range(5))
+
+
+def test_top_p_counts_among_the_top_k() -> None:
+    """Of the two likeliest the first has 0.62: with p = 0.6 it is alone, while of all five it has 0.43."""
+    assert set(draws(200, top_k=2, top_p=0.6)) == {0}
+    assert set(draws(top_p=0.6)) == {0, 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_p": math.nan}, "top_p=nan"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+    ],
+)
+def test_impossible_sampling_is_refused(options: dict[str, float], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Sampling(**options)  # type: ignore[arg-type]
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "words"),
+    [
+        ([], 1, "empty"),
+        ([1, VOCAB], 1, f"token {VOCAB} is outside the model's vocabulary of {VOCAB}"),
+        ([5, -3], 1, "token -3 is outside"),
+        ([1], -1, "max_new_tokens=-1"),
+        ([1] * 65, 1, "65 tokens, the model 64 positions"),
+    ],
+)
+def test_impossible_requests_are_refused(prompt: list[int], count: int, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        generate(MODELS["llama-3.1-8b"], prompt, max_new_tokens=count)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_are_no_numbers_are_told() -> None:
+    found = model("llama-3.1-8b")
+    with torch.no_grad():
+        found.norm.weight[3] = torch.nan
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RunError, match="no numbers"):
+            generate(found, PROMPT, max_new_tokens=2, sampling=Sampling(temperature=temperature))
