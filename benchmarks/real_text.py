@@ -26,7 +26,6 @@ RECIPE = (
     "recipe.global_batch=16",
     "recipe.learning_rate=3e-3",
     "recipe.schedule=wsd",
-    "recipe.dropout=0.1",
     "recipe.checkpoint_every=0",
 )
 
