@@ -1,5 +1,6 @@
 """Tokens on disk: found again by content, whole or not there, made once by many."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import cache, pool
+from meshwright.data import Sampler, cache, pool
+from meshwright.data import corpus as corpus_module
 from meshwright.data.cache import prepare
 from meshwright.data.corpus import Corpus
 from meshwright.data.tokenizer import Tokenizer
@@ -281,11 +283,48 @@ def test_preparing_does_not_run_the_callers_script_again(texts: Path, tmp_path: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
 
 
-def test_pages_are_given_back(texts: Path, root: Path) -> None:
+def test_windows_are_read_past_the_mapping(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "_SMALL_BYTES", 0)
     stream = prepare(Data(path=str(texts)), cache_root=root).train
-    before = np.array(stream.tokens)
+    assert np.array_equal(stream.read(3, 50), stream.tokens[3:50])
+    starts = np.array(stream.starts)
     stream.release()
-    assert np.array_equal(stream.tokens, before)
+    assert np.array_equal(stream.starts, starts)
+    sampler = Sampler(stream, sequence=16, tokenizer_separator=True, seed=0)
+    plain = Sampler(dataclasses.replace(stream, file=None), sequence=16, tokenizer_separator=True, seed=0)
+    assert np.array_equal(sampler.take(5, 9).targets, plain.take(5, 9).targets)
+
+
+def test_a_file_truncated_in_use_is_told(texts: Path, root: Path) -> None:
+    corpus = prepare(Data(path=str(texts)), cache_root=root)
+    os.truncate(root / "tokens" / corpus.key / "train.tokens", 10)
+    with pytest.raises(DataError, match="was truncated while it was read: run again"):
+        corpus.train.read(0, 50)
+
+
+def test_sampling_keeps_the_process_small(tmp_path: Path) -> None:
+    """Half a gigabyte of tokens read at random all over; a mapping would make most of it resident."""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs Linux to tell resident memory")
+    file, tokens = tmp_path / "big.tokens", 2**28
+    with file.open("wb") as out:
+        os.truncate(out.fileno(), 2 * tokens)
+    lines = [
+        "import sys, numpy as np",
+        "from meshwright.data.corpus import TokenFile, TokenStream",
+        "from meshwright.data import Sampler",
+        f"file, n = {str(file)!r}, {tokens}",
+        "stream = TokenStream(tokens=np.memmap(file, np.uint16, 'r'), starts=np.arange(0, n, 10**6), num_tokens=n,",
+        "                     num_bytes=n, num_documents=n // 10**6 + 1, file=TokenFile(file, np.dtype('u2')))",
+        "sampler = Sampler(stream, sequence=512, tokenizer_separator=True, seed=0)",
+        "resident = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096",
+        "before = resident()",
+        "for number in range(40): sampler.take(number * 64, 64)",
+        "print(resident() - before)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2**24
 
 
 def test_the_cache_lies_where_the_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import split
-from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
@@ -242,9 +242,12 @@ def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None
 
 
 def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
-    tokens = _mapped(path.with_suffix(".tokens"), tokenizer.dtype, counts["num_tokens"])
+    file = path.with_suffix(".tokens")
+    tokens = _mapped(file, tokenizer.dtype, counts["num_tokens"])
     starts = _mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
-    return TokenStream(tokens=tokens, starts=starts, **counts)
+    return TokenStream(
+        tokens=tokens, starts=starts, file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None, **counts
+    )
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -18,10 +18,6 @@ from meshwright.spec.errors import DataError
 IGNORED: Final = -100
 """A target that is not predicted, as torch's cross entropy has it."""
 
-_TOUCHED_BYTES = 2**16
-"""Resident memory that one look into a mapped file may cost: the system maps the pages around it too."""
-_RESIDENT_BYTES = 2**27
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
@@ -52,7 +48,6 @@ class Sampler:
         """
         self._stream, self._sequence, self._separator = stream, sequence, tokenizer_separator
         self._seed, self._shuffle = seed, shuffle
-        self._pages = _Pages(stream)
         if shuffle:
             self._check_length()
 
@@ -64,9 +59,7 @@ class Sampler:
         """Samples [cursor, cursor + count) of the run; depends on the arguments, the stream and the seed alone."""
         self._check_length()
         windows = self.windows(cursor, count)
-        found = _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
-        self._pages.touched(count * (2 * _TOUCHED_BYTES + self._stream.tokens.itemsize * self._sequence))
-        return found
+        return _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Which windows these samples are, [count]."""
@@ -102,25 +95,9 @@ def windows_in_order(
     chosen = np.arange(total, dtype=np.int64)
     if 0 < limit < total:
         chosen = np.arange(limit, dtype=np.int64) * total // limit
-    pages = _Pages(stream)
     for first in range(0, len(chosen), count):
         windows = chosen[first : first + count]
         yield _gather(stream, windows * sequence, sequence, tokenizer_separator)
-        pages.touched(len(windows) * (2 * _TOUCHED_BYTES + stream.tokens.itemsize * sequence))
-
-
-@final
-class _Pages:
-    """Keeps the mapped files from becoming resident memory, at the cost of a few page faults."""
-
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream, self._size = stream, 0
-
-    def touched(self, num_bytes: int) -> None:
-        self._size += num_bytes
-        if self._size > _RESIDENT_BYTES:
-            self._stream.release()
-            self._size = 0
 
 
 def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
@@ -150,7 +127,7 @@ def _read(stream: TokenStream, begins: NDArray[np.int64], size: int) -> tuple[ND
     found = np.zeros((len(begins), size), dtype=np.int64)
     lengths = np.minimum(size, stream.num_tokens - begins)
     for row, begin, length in zip(found, begins.tolist(), lengths.tolist(), strict=True):
-        row[:length] = stream.tokens[begin : begin + length]
+        row[:length] = stream.read(begin, begin + length)
     return found, lengths
 
 
@@ -161,4 +138,5 @@ def _borders(stream: TokenStream, begins: NDArray[np.int64], size: int) -> NDArr
     behind = np.searchsorted(stream.starts, begins + size, side="left").tolist()
     for row, begin, low, high in zip(found, begins.tolist(), first, behind, strict=True):
         row[stream.starts[low:high] - begin] = True
+    stream.release()
     return found
