@@ -280,3 +280,16 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
         )
         loaded = set(done.stdout.rpartition("LOADED")[2].split())
         assert "typer" in loaded and not loaded & absent, words
+
+
+def test_waiting_threads_are_told_to_sleep_soon_unless_the_user_has_a_wish(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert call(capsys, "init")[0] == 0 and os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert call(capsys, "init")[0] == 0 and os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert call(capsys, "init")[0] == 0 and "GOMP_SPINCOUNT" not in os.environ
