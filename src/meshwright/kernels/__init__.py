@@ -23,6 +23,7 @@ class Kernels:
     rms_norm: Callable[..., Tensor]
     rotate: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
+    swiglu_linear: Callable[..., Tensor]
     expert_linear: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
 
@@ -37,6 +38,7 @@ def reference() -> Kernels:
         rms_norm=norm.rms_norm_reference,
         rotate=rope.rotate_reference,
         swiglu=swiglu.swiglu_reference,
+        swiglu_linear=swiglu.swiglu_linear_reference,
         expert_linear=experts.expert_linear_reference,
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
     )
@@ -52,6 +54,7 @@ def fast() -> Kernels:
         rms_norm=norm.rms_norm,
         rotate=rope.rotate,
         swiglu=swiglu.swiglu,
+        swiglu_linear=swiglu.swiglu_linear,
         expert_linear=experts.expert_linear,
         linear_cross_entropy=cross_entropy.linear_cross_entropy,
     )

@@ -20,8 +20,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        down: Tensor = self.down(self.kernels.swiglu(*apply_all(x, self.gate, self.up)))
-        return down
+        gate, up = apply_all(x, self.gate, self.up)
+        if type(self.down) is Linear:
+            down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.bias)
+            return down
+        return self.down(self.kernels.swiglu(gate, up))
 
 
 class PlainMLP(nn.Module):
