@@ -80,11 +80,11 @@ class _Blockwise(torch.autograd.Function):
             end = start + block.shape[2]
             flat, out_gradient = block.flatten(1, 2), gradients[:, :, start:end].flatten(1, 2)
             weights = _weights(block, k[:, :end], start, allowed)
-            v_gradient[:, :end].baddbmm_(weights.transpose(1, 2), out_gradient)
+            v_gradient[:, :end] += torch.bmm(weights.transpose(1, 2), out_gradient)
             score_gradient = torch.bmm(out_gradient, v[:, :end].transpose(1, 2))
             score_gradient = compat.softmax_backward(score_gradient, weights)
             q_gradient[:, :, start:end] = torch.bmm(score_gradient, k[:, :end]).view_as(block)
-            k_gradient[:, :end].baddbmm_(score_gradient.transpose(1, 2), flat)
+            k_gradient[:, :end] += torch.bmm(score_gradient.transpose(1, 2), flat)
         return (
             _ungrouped(q_gradient.mul_(ctx.scale), batch).to(dtype),
             _ungrouped(k_gradient.unsqueeze(1), batch).to(dtype),
