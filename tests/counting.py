@@ -1,7 +1,8 @@
-"""Which operations a piece of code runs, and what it keeps for the backward pass."""
+"""Which operations a piece of code runs, what it keeps for the backward pass, and which tensors are alive."""
 
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +50,31 @@ def saved_bytes(function: Callable[[], Any], *, without: list[Tensor]) -> tuple[
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = function()
     return result, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+class Alive(TorchDispatchMode):
+    """Follows every tensor made inside until its memory is given back; storages of `known` tensors are left out."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.live: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in filter(_is, result if isinstance(result, tuple | list) else (result,)):
+            storage = made.untyped_storage()
+            if storage._cdata not in self.live and storage.data_ptr() not in self.known:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return result
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the tensors that are alive now."""
+        return sum(self.live.values())
 
 
 def _is(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Activation recomputation: keep less in the forward pass, make it again in the backward pass.
 
 full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). selective: by operation (Korthikanti et al. 2022,
-arXiv:2205.05198): keep what is dear to make, the results of matrix products, and make the attention core, the norms,
+arXiv:2205.05198): keep what is dear to make, the results of products with weights; make the attention core, the norms,
 the rotation and the activation again. Both repeat the very same operations, so loss and gradients keep every bit.
 """
 
@@ -17,11 +17,8 @@ from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
 from meshwright.model.transformer import Block, BlockCall, call_block
 
-MATRIX_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "baddbmm", "linear")
-    if hasattr(torch.ops.aten, name)
-)
+MATRIX_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "linear"))
+"""Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

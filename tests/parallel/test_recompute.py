@@ -1,0 +1,173 @@
+"""Recomputation changes what is kept, not a bit of what comes out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import attention
+from meshwright.model import Transformer, generate
+from meshwright.parallel import parallelize
+from meshwright.spec import Layout
+from tests.counting import Alive, Operations
+from tests.model.shrunk import KINDS, model, packed, tokens
+
+POLICIES = ("none", "selective", "full")
+CPU_CORE = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture(params=["blockwise", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both ways the fast attention may run on a CPU."""
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: request.param == "blockwise")
+    yield request.param
+
+
+def laid_out(name: str, recompute: str, **options: object) -> Transformer:
+    return parallelize(model(name, **options), Layout(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def step(found: Transformer, *, length: int = 20, mask: bool = False) -> dict[str, Tensor]:
+    """Loss and every gradient of one pass, with the dropout of seed 3."""
+    torch.manual_seed(3)
+    given = tokens(2, length + 1)
+    documents, positions = packed((7, length - 7), 2) if mask else (None, None)
+    loss = found.loss(given[:, :-1], given[:, 1:], documents=documents, positions=positions)
+    total = loss.cross_entropy if loss.balance is None else loss.cross_entropy + loss.balance.sum()
+    total.backward()
+    gradients = {name: p.grad for name, p in found.named_parameters() if p.grad is not None}
+    return {"loss": total.detach(), "state": torch.get_rng_state(), **gradients}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_loss_and_gradients_keep_every_bit(name: str, dropout: float, path: str) -> None:
+    """And so does the random state after it: a step with recomputation draws what one without draws."""
+    plain = step(laid_out(name, "none", dropout=dropout))
+    assert len(plain) == 2 + len(list(model(name).parameters()))
+    for recompute in ("selective", "full"):
+        found = step(laid_out(name, recompute, dropout=dropout))
+        assert found.keys() == plain.keys()
+        for key, value in plain.items():
+            assert torch.equal(found[key], value), (recompute, key)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_packed_rows_and_plain_kernels_too(name: str, dtype: torch.dtype, path: str) -> None:
+    for kernels in ("auto", "reference"):
+        plain = step(laid_out(name, "none", dtype=dtype, kernels=kernels), mask=True)
+        for recompute in ("selective", "full"):
+            found = step(laid_out(name, recompute, dtype=dtype, kernels=kernels), mask=True)
+            for key, value in plain.items():
+                assert torch.equal(found[key], value), (kernels, recompute, key)
+
+
+def memory(name: str, recompute: str, *, length: int, dropout: float = 0.0, **options: object) -> tuple[int, int]:
+    """Bytes of live tensors at the end of the forward pass, and at most until the end of the backward pass."""
+    found = laid_out(name, recompute, dropout=dropout, **options)
+    with Alive([*found.parameters(), *found.buffers()]) as alive:
+        x, balance = found.hidden(tokens(2, length))
+        total = x.sum() if balance is None else x.sum() + balance.sum()
+        kept = alive.live_bytes
+        total.backward()
+    return kept, alive.peak_bytes
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_each_policy_keeps_less_than_the_one_before(name: str, dropout: float, path: str) -> None:
+    none, selective, full = (memory(name, policy, length=64, dropout=dropout) for policy in POLICIES)
+    assert none[0] > 1.15 * selective[0] and selective[0] > 1.5 * full[0], (none, selective, full)
+    assert none[1] > selective[1] > full[1], (none, selective, full)
+
+
+def test_selective_never_keeps_anything_square(path: str) -> None:
+    """Doubling the sequence doubles what is kept: with dropout plain code keeps the S x S weights."""
+    for dropout in (0.0, 0.2):
+        short, long = (memory("llama-3.1-8b", "selective", length=length, dropout=dropout)[0] for length in (64, 128))
+        assert long < 2.1 * short
+    none = [memory("llama-3.1-8b", "none", length=length, dropout=0.2)[0] for length in (64, 128)]
+    assert none[1] > 2.3 * none[0], "the case that is meant"
+
+
+def test_full_keeps_the_input_of_each_layer() -> None:
+    kept, _ = memory("llama-2-7b", "full", length=64)
+    layer_bytes = 2 * 64 * 24 * 4
+    assert 3 * layer_bytes < kept < 7 * layer_bytes, "three layers, the last hidden states, norm, tables"
+
+
+def backward_operations(name: str, recompute: str, **options: object) -> Counter[str]:
+    found = laid_out(name, recompute, **options)
+    torch.manual_seed(3)
+    x, _ = found.hidden(tokens(2, 20))
+    total = x.sum()
+    with Operations() as made:
+        total.backward()
+    return made.counts
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_selective_makes_the_core_again_and_no_product_with_weights(name: str, dropout: float, path: str) -> None:
+    none, selective, full = (backward_operations(name, policy, dropout=dropout) for policy in POLICIES)
+    core = "bmm" if dropout or path == "blockwise" else CPU_CORE
+    assert selective[core] == full[core] > none[core]
+    assert selective["mm"] == none["mm"] and selective["addmm"] == none["addmm"]
+    assert full["mm"] > none["mm"]
+
+
+def test_nothing_is_made_again_where_there_is_no_backward_pass() -> None:
+    for policy in POLICIES:
+        found = laid_out("llama-3.1-8b", policy)
+        with torch.no_grad(), Operations() as made:
+            found(tokens(1, 9))
+        assert made.counts["mm"] == 3 * 7 + 1
+        assert generate(found, [1, 2, 3], max_new_tokens=4) == generate(
+            model("llama-3.1-8b"), [1, 2, 3], max_new_tokens=4
+        )
+
+
+def test_the_policies_are_those_of_the_layout() -> None:
+    assert set(POLICIES) == set(Layout.__dataclass_fields__["recompute"].type.__args__)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of its own code
+def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's own cut between forward and backward pass obeys the policy; checked without code generation."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = model("llama-3.1-8b")
+    plain.hidden(tokens(2, 20))[0].sum().backward()
+    kept = []
+    for recompute in POLICIES:
+        found = parallelize(model("llama-3.1-8b"), Layout(recompute=recompute, compile="on"), torch.device("cpu"))
+        x, _ = found.hidden(tokens(2, 20))
+        kept.append(graph_bytes(found, x))
+        x.sum().backward()
+        for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert kept[0] > 1.2 * kept[1] and kept[1] > 1.5 * kept[2], kept
+    assert len(generate(found, [1, 2, 3], max_new_tokens=4).ids) == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3, "one a policy, for all blocks; none for tokens"
+
+
+def graph_bytes(found: Transformer, end: Tensor) -> int:
+    """What the compiled parts of a forward pass keep, parameters left out."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in found.parameters()}
+    ends, seen, storages = [end.grad_fn], set(), {}
+    while ends:
+        node = ends.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for tensor in getattr(node, "saved_tensors", ()):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        ends += [after for after, _ in node.next_functions]
+    return sum(storages.values())
