@@ -87,7 +87,7 @@ def tell(opened: "Opened", ids: Sequence[int], max_new_tokens: int, sampling: "S
     spoken = [token for token in ids if token != opened.tokenizer.bos]
     people = console()
     safe = printable if people.is_terminal else str
-    people.print(safe(opened.tokenizer.decode(spoken)), style="dim", end="", markup=False)
+    people.print(safe(opened.tokenizer.decode(spoken)), style="dim", end="", markup=False, soft_wrap=True)
     stream = TextStream(opened.tokenizer.decode, spoken)
 
     def show(token: int) -> None:

@@ -18,7 +18,10 @@ def console(*, json: bool = False) -> "Console":
     """
     from rich.console import Console
 
-    return Console(stderr=json, quiet=json and not sys.stderr.isatty(), highlight=False, soft_wrap=True)
+    quiet = json and not sys.stderr.isatty()
+    found = Console(stderr=json, quiet=quiet, highlight=False)
+    found.soft_wrap = not found.is_terminal  # a file's lines are never broken
+    return found
 
 
 def print_json(document: Any) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PLAN = Path(__file__).with_name("quickstart.yaml")
 PROMPT = "def "
-SAMPLE_TOKENS, SAMPLE_LINES = 160, 16
+SAMPLE_TOKENS = 160
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
 LEFT = {
     "plan.yaml": "what was run; train it again with it",
@@ -55,7 +55,7 @@ def quickstart(
     people = console(json=json)
     outcome = run(plan, people)
     if outcome is None:
-        people.print(f"\nSaved. Go on with:\n  {_longer(plan, plan.recipe.steps)}", markup=False)
+        people.print(f"\nSaved. Go on with:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
     elif json:
         print_json({"run": plan.run, "seconds": time.monotonic() - began, **asdict(outcome)})
     else:
@@ -95,13 +95,13 @@ def run(plan: "Plan", people: "Console") -> Outcome | None:
         model = build(plan.model, seed=plan.recipe.seed)
         fresh = Opened(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
         before = sample(fresh)
-        show(people, "Before training", before)
+        show(people, "Before training", before, 6)
         summary = loop.run(plan, watchers=[display])
     if summary.stopped != "done":
         return None
     opened = open_model(Path(plan.run), None)
     after = sample(opened)
-    show(people, "After training", after)
+    show(people, "After training", after, 18)
     write_directory(Path(plan.run), Path(plan.run) / "hf")
     return Outcome(bits_per_byte=summary.bits_per_byte, before=before, after=after, summary=summary)
 
@@ -117,7 +117,7 @@ def sample(opened: "Opened") -> str:
     return PROMPT + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
 
 
-def show(people: "Console", title: str, text: str) -> None:
+def show(people: "Console", title: str, text: str, most_lines: int) -> None:
     """A sample in its frame; coloured like Python on a terminal."""
     from rich.padding import Padding
     from rich.syntax import Syntax
@@ -125,12 +125,12 @@ def show(people: "Console", title: str, text: str) -> None:
 
     from meshwright.cli.streaming import printable
 
-    lines = printable(text).rstrip().splitlines()[:SAMPLE_LINES]
+    lines = printable(text).rstrip().splitlines()[:most_lines]
     body = "\n".join(lines)
     colours = Syntax(body, "python", theme="ansi_dark", background_color="default", word_wrap=True)
     people.print(f"\n{title}, the model continues [bold]{PROMPT.strip()}[/bold] like this:")
     if people.is_terminal:
-        people.print(Padding(colours, (0, 0, 0, 4)), soft_wrap=False)
+        people.print(Padding(colours, (0, 0, 0, 4)))
     else:
         people.print(Text(indent(body, "    ")))
     people.print()
@@ -149,7 +149,7 @@ def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) 
     people.print("\nGo on:")
     for line, what in commands(plan):
         people.print(f"  [dim]# {what}[/dim]")
-        people.print(f"  {line}", markup=False)
+        people.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def commands(plan: "Plan") -> list[tuple[str, str]]:

@@ -39,7 +39,8 @@ def title(device: torch.device) -> str:
     """For people: `CPU, 2 threads` or the GPU's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def memory(device: torch.device) -> MemoryUse:
