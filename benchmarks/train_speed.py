@@ -4,7 +4,7 @@
 
 Four contestants: ours and transformers' own Llama, each eager and compiled, all with AdamW fused, gradient clipping at
 1, the same shape, batch and number of threads. Each is a process of its own; they take turns step by step, so that
-whatever else the machine does hits all alike. tokens/s is from the best step after two warm-up steps; memory is the
+whatever else the machine does hits all alike. tokens/s is of the median step after two warm-up steps; memory is the
 peak resident size over what the process held after its imports. transformers' bf16 is autocast over fp32 weights, as its
 Trainer does it; ours keeps bf16 weights with fp32 masters.
 """
@@ -12,6 +12,7 @@ Trainer does it; ours keeps bf16 weights with fp32 masters.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -169,7 +170,7 @@ def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float
     return [
         Result(
             contestant=name,
-            tokens_per_second=rows * sequence / min(times[name]),
+            tokens_per_second=rows * sequence / statistics.median(times[name]),
             peak_bytes=peaks[name],
             steps=len(times[name]),
         )

@@ -2,21 +2,28 @@
 
 import ctypes
 import sys
-from functools import cache
 
 import torch
 
 
-@cache
+def _cpu_supports(operation: str) -> bool:
+    found = getattr(torch.ops.mkldnn, operation, None)
+    return bool(found()) if found is not None else False
+
+
+_CPU_MULTIPLIES = {
+    torch.bfloat16: _cpu_supports("_is_mkldnn_bf16_supported"),
+    torch.float16: _cpu_supports("_is_mkldnn_fp16_supported"),
+}
+
+
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has matrix products of a 16-bit dtype (AVX512-BF16, AMX, AVX-VNNI-2 ...).
 
     torch has no public question; oneDNN's own answer is `torch.ops.mkldnn._is_mkldnn_*_supported`. Without it torch
     falls back to a scalar loop of about 1 GFLOP/s, so a missing name counts as no.
     """
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    operation = getattr(torch.ops.mkldnn, name, None) if name else None
-    return bool(operation()) if operation is not None else False
+    return _CPU_MULTIPLIES.get(dtype, False)
 
 
 def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
