@@ -1,18 +1,15 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 
 
-class Linear(nn.Module):
-    """x W^T + b with W (out, in)."""
+class Linear(nn.Linear):
+    """x W^T + b with W (out, in). A torch Linear, so that what shards or replaces those finds it."""
 
     def __init__(self, size_in: int, size_out: int, kernels: Kernels, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size_out, size_in))
-        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+        super().__init__(size_in, size_out, bias)
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -21,9 +18,15 @@ class Linear(nn.Module):
         return product
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a kernel may take the layer's weights: not where another module was put in its place, nor where they
+    became DTensors, for then only the module's own call gathers, splits or reduces."""
+    return type(layer) is Linear and type(layer.weight) is nn.Parameter
+
+
 def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The layers' results for one input; plain ones in a single call, anything put in their place one by one."""
-    plain = [layer for layer in layers if type(layer) is Linear]
+    """The layers' results for one input; plain ones in a single call, others one by one."""
+    plain = [layer for layer in layers if isinstance(layer, Linear) and is_plain(layer)]
     if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
     found: tuple[Tensor, ...] = plain[0].kernels.linears(

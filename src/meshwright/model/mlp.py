@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.linear import Linear, apply_all
+from meshwright.model.linear import Linear, apply_all, is_plain
 from meshwright.spec.shape import ModelShape
 
 
@@ -21,10 +21,11 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
         gate, up = apply_all(x, self.gate, self.up)
-        if type(self.down) is Linear:
+        if is_plain(self.down):
             down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.bias)
-            return down
-        return self.down(self.kernels.swiglu(gate, up))
+        else:
+            down = self.down(self.kernels.swiglu(gate, up))
+        return down
 
 
 class PlainMLP(nn.Module):
