@@ -57,11 +57,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels = kernels
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """rows (N k, D) sorted by expert, counts rows per expert -> (N k, D)."""
-        product = self.kernels.expert_linear
-        inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
-        out: Tensor = product(inner, self.down, counts)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D).
+
+        The only place where the host learns the counts (one wait a layer). Not compiled: their values would become
+        constants of the code, and every step would compile anew.
+        """
+        product, runs = self.kernels.expert_linear, counts.tolist()
+        inner = self.kernels.swiglu(product(rows, self.gate, runs), product(rows, self.up, runs))
+        out: Tensor = product(inner, self.down, runs)
         return out
 
 
@@ -82,7 +87,7 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)
         weights, experts, probabilities = self.router(flat)
         order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=self.moe.experts).tolist()
+        counts = experts.new_zeros(self.moe.experts).scatter_add_(0, experts.flatten(), torch.ones_like(order))
         rows = self.experts(flat[order // self.moe.top_k], counts)
         rows = rows * weights.flatten()[order].unsqueeze(1).to(rows.dtype)
         out = torch.zeros_like(flat).index_add(0, order // self.moe.top_k, rows)
