@@ -169,15 +169,20 @@ def build(
     """A model with initial weights of (seed, parameter name); `initialize=False` leaves them unset for a loader."""
     with torch.device("meta"):
         model = Transformer(shape, kernels=choose(kernels), dropout=dropout)
-    model = model.to(dtype).to_empty(device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
     if shape.positions == "rope":
         model.inverse = frequencies(shape).to(device)
-    for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
-            module = model.get_submodule(name.rpartition(".")[0])
-            module.correction_bias = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
     if initialize:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(initial_value(name, parameter.shape, shape, seed))
+        initialize_weights(model, seed)
     return model
+
+
+def initialize_weights(model: Transformer, seed: int) -> None:
+    """Give every parameter its initial value of (seed, name)."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, model.shape, seed))
