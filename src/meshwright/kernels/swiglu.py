@@ -61,7 +61,7 @@ class _SwigluLinear(torch.autograd.Function):
         silu = F.silu(gate)
         weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[2]:
-            weight_gradient = torch.mm(flat.t(), (silu * up).flatten(0, -2))
+            weight_gradient = torch.mm(flat.t(), (silu * up).reshape(flat.shape[0], -1))
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
         up_gradient = silu.mul_(inner)
