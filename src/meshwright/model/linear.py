@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.kernels import Kernels
 
 
@@ -19,9 +20,9 @@ class Linear(nn.Linear):
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a kernel may take the layer's weights: not where another module was put in its place, nor where they
-    became DTensors, for then only the module's own call gathers, splits or reduces."""
-    return type(layer) is Linear and type(layer.weight) is nn.Parameter
+    """Whether a kernel may take the layer's weights without calling it: not where another module was put in its place,
+    nor where hooks hang on the call, as tensor parallelism's that gather, split or reduce."""
+    return type(layer) is Linear and not compat.is_hooked(layer)
 
 
 def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
