@@ -44,7 +44,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As the reference. The tables are cast to the dtype of x; below fp32 the plain form keeps the products wide."""
+    """As the reference; other dtypes than fp32 take the plain form, whose products stay as wide as the tables."""
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return rotate_reference(x, cos, sin, interleaved)
     result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
