@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, quickstart, real_text, resident, startup
+from benchmarks import agreement, exactness, quickstart, real_text, resident, resume, startup
 from meshwright.cli.main import main
 
 TOY = [
@@ -82,3 +82,27 @@ def test_real_text_is_trained_scored_and_sampled(tmp_path: Path, monkeypatch: py
     found = real_text.measure(text, tmp_path, [*TOY, "data.tokenizer=bytes"], tmp_path)
     assert 0 < found["bits_per_byte"] < 20
     assert found["sample"].startswith("To ")
+
+
+@pytest.mark.parametrize("name", exactness.SHAPES)
+def test_a_step_is_exact_however_it_is_cut_or_recomputed(name: str) -> None:
+    shape = exactness.SHAPES[name]
+    plain = exactness.step(shape, exactness.ROWS, "none")
+    for policy in ("selective", "full"):
+        again = exactness.step(shape, exactness.ROWS, policy)
+        assert not [key for key in plain if not torch.equal(plain[key], again[key])]
+    assert exactness.relative_difference(plain, exactness.step(shape, 1, "none")) <= 1e-6
+
+
+def test_exactness_would_notice_a_mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = exactness.SHAPES["dense"]
+    plain = exactness.step(shape, exactness.ROWS, "none")
+    monkeypatch.setattr(exactness, "ROWS", exactness.ROWS - 1)
+    assert exactness.relative_difference(plain, exactness.step(shape, 1, "none")) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_the_run_that_was_not() -> None:
+    found = resume.measure(kills=1, steps=8, seed=0)
+    assert (found["differing_tensors"], found["differing_records"]) == (0, 0)
+    assert found["tensors"] > 50 and found["records"] >= 8
