@@ -16,8 +16,11 @@ CLAIMS = table.load(ROOT / "claims" / "claims.toml")
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-PATH = re.compile(r"^(src|tests|docs|benchmarks|claims|examples)/[\w./*-]+$|^[\w.-]+\.(md|toml)$|^Makefile$")
-"""What looks like a path from the root of the checkout."""
+PACKAGES = "|".join(path.name for path in (ROOT / "src" / "meshwright").iterdir() if (path / "__init__.py").exists())
+PATH = re.compile(
+    rf"^(src|tests|docs|benchmarks|claims|examples|{PACKAGES})/[\w./*-]*$|^[\w.-]+\.(md|toml)$|^Makefile$"
+)
+"""What looks like a path: from the root of the checkout, from the page, or from the package."""
 
 
 def shown(path: Path) -> str:
@@ -62,7 +65,8 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     text = without_blocks(page.read_text(encoding="utf-8"))
     named = {name.partition("::")[0].rstrip("/") for name in CODE.findall(text)}
     here = {name for name in named if PATH.match(name)}
-    missing = sorted(name for name in here if not list(ROOT.glob(name)) and not list(page.parent.glob(name)))
+    places = (ROOT, page.parent, ROOT / "src" / "meshwright")
+    missing = sorted(name for name in here if not any(list(place.glob(name)) for place in places))
     assert not missing, f"{shown(page)} names {missing}"
 
 

@@ -1,10 +1,14 @@
 """Closed forms of the lectures, held against the general counting of the program (docs/lectures.md)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model import build
-from meshwright.spec import BatchStage, Layout, ModelShape, Recipe, num_parameters
+from meshwright.spec import BatchStage, Layout, MLAShape, ModelShape, MoEShape, Recipe, num_parameters, parameters
+from meshwright.spec.flop import token_flop
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES
 
@@ -76,3 +80,31 @@ def test_a_growing_batch_as_minimax_01_uses_it() -> None:
     )
     sizes = [recipe.global_batch_at(seen * billion) * sequence // million for seen in (0, 68, 69, 789, 790, 4700, 7000)]
     assert sizes == [16, 16, 32, 32, 64, 128, 128]
+
+
+def test_flop_of_a_token_are_six_a_weight_and_twelve_l_d_s() -> None:
+    """6 for every weight of a matrix but the input embedding, 12 L D S for attention, half of it where causal."""
+    shape = ModelShape(vocab=512, layers=3, hidden=64, heads=4, ffn=160, max_positions=256)
+    weights = sum(p.numel for p in parameters(shape) if p.decays and p.name != "embed.weight")
+    attention = 12 * shape.layers * shape.hidden * 128
+    assert token_flop(shape, 128, causal=False).training == 6 * weights + attention
+    assert token_flop(shape, 128, causal=True).training == 6 * weights + attention / 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"kv_heads": 4, "tied": True, "head_dim": 24},
+        {"moe": MoEShape(experts=4, top_k=4, ffn=48, shared_experts=1, first_dense=1)},
+        {"kv_heads": 4, "mla": MLAShape(q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=12)},
+    ],
+    ids=["gqa", "tied", "experts", "latent"],
+)
+def test_flop_of_a_token_are_what_torch_counts(parts: dict[str, object]) -> None:
+    """Forward pass of the plain kernels, which multiply every query with every key."""
+    shape = replace(TINY, **parts)  # type: ignore[arg-type]
+    model, tokens = build(shape, kernels="reference"), torch.arange(64).view(2, 32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    assert counter.get_total_flops() == tokens.numel() * token_flop(shape, 32, causal=False).forward
