@@ -105,6 +105,8 @@ def test_a_run_is_not_overwritten_but_goes_on(tmp_path: Path) -> None:
     with create(tmp_path, resume=True, steps=900) as run:
         assert checkpoint.latest(run.checkpoints) == run.checkpoints / "step-000020"
         assert MetricsLog.read(run.metrics) == [{"step": 20}]
+        assert RunFolder.open(tmp_path).plan.recipe.steps == 500, "nobody knows yet whether the new plan fits"
+        run.keep_plan()
     assert RunFolder.open(tmp_path).plan.recipe.steps == 900, "the plan is the one it goes on with"
 
 

@@ -33,7 +33,7 @@ class TokenFlop:
         return 3 * self.forward
 
     def hardware(self, recompute: str) -> float:
-        """With what recomputation adds, as HFU counts: full = the layers again; selective = the attention core again."""
+        """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core."""
         again = {"none": 0.0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
         return self.training + again
 

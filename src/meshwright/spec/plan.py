@@ -56,7 +56,7 @@ class Plan:
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
-        found = [*self._degrees(), *self._batches()]
+        found = [*self._degrees(), *self._batches(), *self._noise_scale()]
         if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
             found.append(
                 f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "
@@ -81,14 +81,33 @@ class Plan:
             )
         return found
 
+    @property
+    def _global_batches(self) -> tuple[int, ...]:
+        return (self.recipe.global_batch, *(stage.global_batch for stage in self.recipe.batch_ramp))
+
     def _batches(self) -> list[str]:
         found = []
-        for batch in (self.recipe.global_batch, *(stage.global_batch for stage in self.recipe.batch_ramp)):
+        for batch in self._global_batches:
             try:
                 self.layout.micro_batches(batch)
             except IllegalLayout as error:
                 found.append(str(error))
         return found
+
+    def _noise_scale(self) -> list[str]:
+        """It compares micro-batches with their step; a ramp may begin with steps of one."""
+        batches = self._global_batches
+        if not self.recipe.noise_scale_every or any(self.layout.micro_batch_of(batch) < batch for batch in batches):
+            return []
+        largest = max(batches)
+        divisor = next((d for d in range(2, largest + 1) if largest % d == 0), 0)
+        advice = (
+            f"layout.micro_batch={largest // divisor}" if divisor else "recipe.global_batch=2 and layout.micro_batch=1"
+        )
+        return [
+            f"recipe.noise_scale_every={self.recipe.noise_scale_every} needs at least two micro-batches a step, and "
+            f"recipe.global_batch={largest} is one: take {advice}, or recipe.noise_scale_every=0"
+        ]
 
     def check(self) -> None:
         """Raise the first violation (and say how many more there are)."""

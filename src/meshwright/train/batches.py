@@ -23,6 +23,8 @@ class Batch:
     positions: Tensor | None = None
     valid: int = 0
     """Targets that count, known on the host."""
+    valid_of_rows: tuple[int, ...] = ()
+    """The same for each row, so that splitting needs no look at the device."""
 
 
 def to_batch(sequences: "Sequences", device: torch.device, *, document_mask: bool) -> Batch:
@@ -32,28 +34,31 @@ def to_batch(sequences: "Sequences", device: torch.device, *, document_mask: boo
     def put(array: object) -> Tensor:
         return torch.as_tensor(array).to(device, non_blocking=True)
 
+    valid_of_rows = (sequences.targets >= 0).sum(axis=1).tolist()
     return Batch(
         tokens=put(sequences.tokens),
         targets=put(sequences.targets),
         documents=put(sequences.documents) if packed else None,
         positions=put(sequences.positions) if packed else None,
-        valid=int((sequences.targets >= 0).sum()),
+        valid=sum(valid_of_rows),
+        valid_of_rows=tuple(valid_of_rows),
     )
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
-    """The batch in micro-batches of `size` sequences; documents stay only where a row of the part needs them."""
+    """The batch in micro-batches of `size` sequences. Documents stay with all parts or none: equal rows, equal path."""
     parts = []
+    counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
-        targets = batch.targets[rows]
         parts.append(
             Batch(
                 tokens=batch.tokens[rows],
-                targets=targets,
+                targets=batch.targets[rows],
                 documents=None if batch.documents is None else batch.documents[rows],
                 positions=None if batch.positions is None else batch.positions[rows],
-                valid=int((targets >= 0).sum()),
+                valid=sum(counts[rows]),
+                valid_of_rows=counts[rows],
             )
         )
     return parts

@@ -13,6 +13,11 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
 
+MEMORY_TOLERANCE = 0.12
+"""What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
+SLOWER = frozenset({"nvl", "laptop", "d"})
+"""Words of a name that mean other peaks: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -53,6 +58,12 @@ def memory(device: torch.device) -> MemoryUse:
     return MemoryUse(now, max(now, peak))
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most that live tensors took (GPU), or that the process held (CPU)."""
+    use = memory(device)
+    return use.allocated_bytes if device.type == "cuda" else use.reserved_bytes
+
+
 def known_device(device: torch.device) -> Device | None:
     """The preset of this GPU, if there is one."""
     if device.type != "cuda":
@@ -62,14 +73,18 @@ def known_device(device: torch.device) -> Device | None:
 
 
 def match_device(reported: str, memory_bytes: int) -> Device | None:
-    """The preset whose chip a driver's name holds ("NVIDIA A100-SXM4-80GB"), nearest in form and memory size."""
+    """The preset whose chip a driver's name holds ("NVIDIA A100-SXM4-80GB"), nearest in form and memory size.
+
+    None where that size is another (a slice of a GPU, a laptop's) or the name says that the chip runs slower.
+    """
     words = set(reported.lower().replace("-", " ").split())
     found = []
     for preset in map(device_preset, device_names()):
         chip = [part for part in preset.name.lower().split("-") if part not in ("sxm", "pcie", "40", "80")]
-        if preset.memory_bytes and words.issuperset(chip):
+        off = abs(preset.memory_bytes - memory_bytes)
+        if words.issuperset(chip) and off < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
             same_form = ("pcie" in words) == ("pcie" in preset.name.lower())
-            found.append((not same_form, abs(preset.memory_bytes - memory_bytes), preset))
+            found.append((not same_form, off, preset))
     return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 

@@ -18,14 +18,16 @@ def evaluate(model: Transformer, batches: Iterable[Batch], *, step: int, tokens_
     """
     started = time.perf_counter()
     training = model.training
-    model.eval()
     total, tokens = 0.0, 0
-    with torch.no_grad():
-        for batch in batches:
-            found = model.loss(batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents)
-            total += found.cross_entropy.double().item()
-            tokens += batch.valid
-    model.train(training)
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                found = model.loss(batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents)
+                total += found.cross_entropy.double().item()
+                tokens += batch.valid
+    finally:
+        model.train(training)
     loss = total / max(1, tokens)
     return EvalMetrics(
         step=step,

@@ -1,36 +1,24 @@
-"""A run from its plan to its end: prepare, resume, step, evaluate, save, stop."""
+"""A run from its plan to its end: prepare the data and the folder, build or resume the state, train."""
 
-import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from meshwright.data import Corpus, Sampler
+from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.model import build
-from meshwright.model.hub import unwritable
 from meshwright.parallel import parallelize
-from meshwright.spec import Plan, num_parameters
-from meshwright.spec.errors import CheckpointError, NonFiniteLoss, PlanError
-from meshwright.spec.flop import TokenFlop, token_flop
+from meshwright.spec import Plan
+from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
-from meshwright.train.batches import Feed, held_out, split
-from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler
-from meshwright.train.rate import learning_rate
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.state import Progress, TrainState, seed_everything
-from meshwright.train.step import StepResult, train_step
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
-
-SMALLEST_LOSS_SCALE = 1.0
-"""fp16: below this scale the overflow is not the scale's fault any more."""
+from meshwright.train.trainer import Trainer
+from meshwright.train.watch import Summary, Watcher
 
 
 def run(
@@ -45,13 +33,15 @@ def run(
     `progress` is told of the encoding of the text: bytes done, bytes in all. Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
+    _check_resume(resume)
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
     corpus = prepare_data(plan.data, progress=progress)
     _check_vocabulary(plan, corpus)
     with RunFolder.create(Path(plan.run), plan, corpus.tokenizer, resume=resume != "no") as folder, Interrupt() as stop:
         state = _new_state(plan, target)
-        _resume(state, plan, folder, resume)
+        _resume(state, plan, corpus, folder, resume)
+        folder.keep_plan()
         trainer = Trainer(plan=plan, state=state, corpus=corpus, folder=folder, device=target, watchers=tuple(watchers))
         return trainer.train(stop)
 
@@ -62,6 +52,11 @@ def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
             f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
             f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
         )
+
+
+def _check_resume(resume: str) -> None:
+    if resume not in ("no", "auto") and not Path(resume).is_dir():
+        raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
 def _new_state(plan: Plan, target: torch.device) -> TrainState:
@@ -80,7 +75,7 @@ def _new_state(plan: Plan, target: torch.device) -> TrainState:
     return TrainState(model, AdamW(model.named_parameters(), recipe), scaler, Progress())
 
 
-def _resume(state: TrainState, plan: Plan, folder: RunFolder, resume: str) -> None:
+def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, resume: str) -> None:
     """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
     if resume == "no":
         return
@@ -92,250 +87,19 @@ def _resume(state: TrainState, plan: Plan, folder: RunFolder, resume: str) -> No
         state.optimizer.read_masters()
         return
     values = checkpoint.values(found)
-    if values["sequence"] != plan.recipe.sequence:
-        raise CheckpointError(
-            f"{found}: trained with recipe.sequence={values['sequence']}, the plan says {plan.recipe.sequence}: the "
-            "place in the data cannot be carried over; keep the length, or start a new run from its export"
-        )
+    for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
+        if values[what] != now:
+            raise _other_place(found, f"recipe.{what}={values[what]}", f"recipe.{what}={now}")
+    if values["data"] != corpus.fingerprint:
+        raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
     tensors = state.tensors()
     checkpoint.load(found, tensors)
     state.restore(tensors, values)
     MetricsLog(folder.metrics).truncate_to(state.progress.step)
 
 
-@dataclass(slots=True, kw_only=True)
-class Trainer:
-    """The loop over steps; holds what every step needs."""
-
-    plan: Plan
-    state: TrainState
-    corpus: Corpus
-    folder: RunFolder
-    device: torch.device
-    watchers: tuple[Watcher, ...]
-
-    def train(self, stop: Interrupt) -> Summary:
-        """Steps until the last one, an interruption or a loss that is no number."""
-        recipe, progress = self.plan.recipe, self.state.progress
-        sampler = self._sampler(self.corpus.train, shuffle=True)
-        feed = Feed(sampler, self.device, document_mask=recipe.document_mask)
-        log = MetricsLog(self.folder.metrics)
-        self._tell("started", self._info())
-        self.state.model.train()
-        begun, first_tokens, loss, saved = time.perf_counter(), progress.tokens, math.nan, progress.step
-        try:
-            while progress.step < recipe.steps and not stop.requested:
-                metrics = self._step(feed)
-                loss = metrics.loss
-                if progress.step % recipe.log_every == 0 or progress.step == recipe.steps:
-                    log.append(_record(metrics))
-                    self._tell("stepped", metrics)
-                if _due(progress.step, recipe.eval_every, recipe.steps):
-                    evaluation = self._evaluate()
-                    if evaluation:
-                        log.append({"step": progress.step, "kind": "eval", **_record(evaluation)})
-                if _due(progress.step, recipe.checkpoint_every, recipe.steps):
-                    log.sync()
-                    self._save(log)
-                    saved = progress.step
-            if saved != progress.step:
-                log.sync()
-                self._save(log)
-        finally:
-            feed.close()
-            log.close()
-        return self._finish(loss, time.perf_counter() - begun, progress.tokens - first_tokens, stop)
-
-    def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
-        return Sampler(
-            stream,
-            sequence=self.plan.recipe.sequence,
-            tokenizer_separator=self.corpus.tokenizer.separator,
-            seed=self.plan.recipe.seed,
-            shuffle=shuffle,
-        )
-
-    def _step(self, feed: Feed) -> StepMetrics:
-        recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
-        started = time.perf_counter()
-        count = recipe.global_batch_at(progress.tokens)
-        following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
-        batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
-        waited = time.perf_counter() - started
-        step = progress.step + 1
-        measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
-        result = train_step(
-            self.state.model,
-            self.state.optimizer,
-            split(batch, layout.micro_batch_of(count)),
-            rate=learning_rate(recipe, step),
-            clip=recipe.clip,
-            balance_loss=recipe.balance_loss,
-            scaler=self.state.scaler,
-            measure_noise=measure,
-        )
-        loss, norm = self._check(step, result)
-        if measure:
-            squared = [value.item() for value in result.micro_squared]
-            progress.noise.add(squared, result.micro_tokens, norm**2)
-        elapsed = time.perf_counter() - started
-        tokens = count * recipe.sequence
-        progress.step, progress.cursor = step, progress.cursor + count
-        progress.tokens, progress.seconds = progress.tokens + tokens, progress.seconds + elapsed
-        return self._metrics(result, loss, norm, count, elapsed, waited)
-
-    def _check(self, step: int, result: StepResult) -> tuple[float, float]:
-        """Loss and gradient norm as numbers; a loss that is none ends the run (the weights were not touched)."""
-        loss, norm = result.loss.item(), result.grad_norm.item()
-        scaler = self.state.scaler
-        overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
-        if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
-            return loss, norm
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        last = checkpoint.latest(self.folder.checkpoints)
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
-        raise NonFiniteLoss(
-            f"step {step}: {what}; {kept}. Lower recipe.learning_rate (now {self.plan.recipe.learning_rate}), "
-            "lengthen recipe.warmup_steps, or look at the data of this step"
-        )
-
-    def _metrics(
-        self, result: StepResult, loss: float, norm: float, count: int, elapsed: float, waited: float
-    ) -> StepMetrics:
-        plan, progress = self.plan, self.state.progress
-        use = device.memory(self.device)
-        rate = count * plan.recipe.sequence / elapsed
-        peak = device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device)
-        causal, full = self._flop(causal=True), self._flop(causal=False)
-        return StepMetrics(
-            step=progress.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=learning_rate(plan.recipe, progress.step),
-            tokens=progress.tokens,
-            tokens_per_second=rate,
-            seconds=progress.seconds,
-            step_seconds=elapsed,
-            data_wait_seconds=waited,
-            allocated_bytes=use.allocated_bytes,
-            reserved_bytes=use.reserved_bytes,
-            mfu_causal=rate * causal.training / peak if peak else None,
-            mfu_full=rate * full.training / peak if peak else None,
-            hfu=rate * causal.hardware(plan.layout.recompute) / peak if peak else None,
-            noise_scale_tokens=progress.noise.tokens,
-            balance_loss=None if result.balance is None else result.balance.item(),
-            loss_scale=self.state.scaler.scale.item() if self.state.scaler else None,
-            global_batch=count,
-        )
-
-    def _flop(self, *, causal: bool) -> TokenFlop:
-        return token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal)
-
-    def _evaluate(self) -> EvalMetrics | None:
-        recipe, progress, stream = self.plan.recipe, self.state.progress, self.corpus.validation
-        if stream.num_tokens < 2:
-            return None
-        batches = held_out(
-            self._sampler(stream, shuffle=False),
-            self.device,
-            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=recipe.eval_sequences,
-            document_mask=recipe.document_mask,
-        )
-        metrics = evaluate(
-            self.state.model, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
-        )
-        progress.eval_loss = metrics.loss
-        if progress.best_eval_loss is None or metrics.loss < progress.best_eval_loss:
-            progress.best_eval_loss, progress.best_step = metrics.loss, progress.step
-        self._tell("evaluated", metrics)
-        return metrics
-
-    def _save(self, log: MetricsLog) -> None:
-        progress = self.state.progress
-        log.sync()
-        path = checkpoint.save(
-            self.folder.checkpoints,
-            step=progress.step,
-            tensors=self.state.tensors(),
-            values=self.state.values(self.plan.recipe),
-            score=progress.eval_loss,
-            keep_last=self.plan.recipe.keep_last,
-        )
-        self._tell("saved", progress.step, path)
-
-    def _info(self) -> RunInfo:
-        plan, layout = self.plan, self.plan.layout
-        batch = plan.recipe.global_batch
-        validation = self.corpus.validation
-        return RunInfo(
-            plan=plan,
-            parameters=num_parameters(plan.model),
-            device=device.title(self.device),
-            first_step=self.state.progress.step,
-            steps=plan.recipe.steps,
-            batch_equation=(
-                f"global batch {batch} sequences = micro-batch {layout.micro_batch_of(batch)} "
-                f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
-            ),
-            train_tokens=self.corpus.train.num_tokens,
-            bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
-            peak_flop_per_s=device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device),
-            notes=self._notes(),
-        )
-
-    def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, []
-        if plan.model.positions == "rope" and plan.recipe.sequence > plan.model.max_positions:
-            found.append(
-                f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
-                "the model is meant for"
-            )
-        problem = unwritable(plan.model)
-        if problem:
-            found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
-        if self.state.progress.step >= plan.recipe.steps:
-            found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
-        return tuple(found)
-
-    def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
-        from meshwright.train.plot import loss_plot
-
-        records = MetricsLog.read(self.folder.metrics)
-        if records:
-            loss_plot(records, self.folder.loss_plot)
-        progress, validation = self.state.progress, self.corpus.validation
-        bits = None
-        if progress.eval_loss is not None:
-            bits = progress.eval_loss / math.log(2) * validation.num_tokens / max(1, validation.num_bytes)
-        summary = Summary(
-            step=progress.step,
-            steps=self.plan.recipe.steps,
-            loss=loss,
-            eval_loss=progress.eval_loss,
-            best_eval_loss=progress.best_eval_loss,
-            best_step=progress.best_step,
-            bits_per_byte=bits,
-            tokens=progress.tokens,
-            seconds=progress.seconds,
-            tokens_per_second=tokens / seconds if seconds else 0.0,
-            peak_allocated_bytes=device.memory(self.device).reserved_bytes,
-            checkpoint=checkpoint.latest(self.folder.checkpoints),
-            stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(stop.requested or "", "done"),
-        )
-        self._tell("ended", summary)
-        return summary
-
-    def _tell(self, what: str, *given: Any) -> None:
-        for watcher in self.watchers:
-            getattr(watcher, what)(*given)
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    """Every so many steps, and at the last one; 0 = at the last one only."""
-    return step == last or (bool(every) and step % every == 0)
-
-
-def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """A metrics object as a JSON line, unknown figures left out."""
-    return {name: value for name, value in asdict(metrics).items() if value is not None}
+def _other_place(found: Path, there: str, here: str) -> CheckpointError:
+    return CheckpointError(
+        f"{found}: trained with {there}, the plan says {here}: the place in the data cannot be carried over; "
+        "keep what it was trained with, or start a new run from its export"
+    )

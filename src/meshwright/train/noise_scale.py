@@ -6,6 +6,7 @@ and the noise scale is tr(Sigma) / |true|^2, in tokens: the critical batch size.
 small batches, the step is the big one. Both terms are averaged over measurements before dividing, as the paper advises.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,18 @@ class NoiseScale:
     weight: float = 0.0
 
     def add(self, small_squared: Sequence[float], small_tokens: Sequence[int], big_squared: float) -> None:
-        """One measurement: squared norms of mean gradients of each micro-batch and of the whole step."""
-        sizes = [tokens for tokens in small_tokens if tokens]
-        inverse = sum(1 / tokens for tokens in sizes) / len(sizes)
-        big = sum(sizes)
-        if inverse <= 1 / big:
+        """One measurement: squared norms of mean gradients of each micro-batch and of the whole step.
+
+        Micro-batches without a valid token say nothing; a step with fewer than two others, or whose gradient
+        overflowed (fp16), measures nothing.
+        """
+        small = [(squared, tokens) for squared, tokens in zip(small_squared, small_tokens, strict=True) if tokens]
+        mean_squared = sum(squared for squared, _ in small) / max(1, len(small))
+        if len(small) < 2 or not math.isfinite(mean_squared + big_squared):
             return
-        variance = (sum(small_squared) / len(sizes) - big_squared) / (inverse - 1 / big)
+        inverse = sum(1 / tokens for _, tokens in small) / len(small)
+        big = sum(tokens for _, tokens in small)
+        variance = (mean_squared - big_squared) / (inverse - 1 / big)
         signal = big_squared - variance / big
         self.variance = DECAY * self.variance + (1 - DECAY) * variance
         self.signal = DECAY * self.signal + (1 - DECAY) * signal

@@ -87,6 +87,10 @@ class RunFolder:
         """What was said during the run, for people."""
         return self.path / "run.log"
 
+    def keep_plan(self) -> None:
+        """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
+        planfile.write(self.plan, self.path / "plan.yaml")
+
     def close(self) -> None:
         """Let others run in the folder."""
         if self.lock:
@@ -113,7 +117,8 @@ class RunFolder:
         if not found:  # killed before its first checkpoint: the run starts again, and so do its metrics
             self.metrics.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        planfile.write(self.plan, self.path / "plan.yaml")
+        if not found:
+            self.keep_plan()
 
     def _keep_tokenizer(self, tokenizer: Tokenizer | None, trained: bool) -> None:
         if trained:

@@ -50,8 +50,8 @@ class TrainState:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
         return found | rng_state()[0]
 
-    def values(self, recipe: Recipe) -> dict[str, Any]:
-        """All that is no tensor."""
+    def values(self, recipe: Recipe, data: str) -> dict[str, Any]:
+        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in."""
         progress = self.progress
         return {
             "step": progress.step,
@@ -60,6 +60,7 @@ class TrainState:
             "seconds": progress.seconds,
             "sequence": recipe.sequence,
             "seed": recipe.seed,
+            "data": data,
             "noise": [progress.noise.variance, progress.noise.signal, progress.noise.weight],
             "eval_loss": progress.eval_loss,
             "best_eval_loss": progress.best_eval_loss,

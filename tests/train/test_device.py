@@ -1,0 +1,103 @@
+"""The device of a run: its memory, and the preset that its driver's name means."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.spec import Device, presets
+from meshwright.train import device
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("reported", "gib", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-SXM-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-SXM-40"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-SXM-40"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "A100-SXM-80"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100-SXM-80"),
+        ("NVIDIA H100 PCIe", 79.2, "H100-PCIe-80"),
+        ("NVIDIA H200", 139.8, "H200-SXM"),
+        ("NVIDIA B200", 178.4, "B200-SXM"),
+        ("NVIDIA GB200", 184.0, "GB200"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX-4090"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "RTX-5090"),
+        ("AMD Instinct MI300X", 191.7, "MI300X"),
+    ],
+)
+def test_names_as_drivers_spell_them(reported: str, gib: float, expected: str) -> None:
+    found = device.match_device(reported, int(gib * GIB))
+    assert found is not None and found.name == expected
+
+
+@pytest.mark.parametrize(
+    ("reported", "gib"),
+    [
+        ("NVIDIA H100 NVL", 93.1),
+        ("NVIDIA H200 NVL", 139.8),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6),
+        ("NVIDIA GeForce RTX 4090 D", 23.6),
+        ("NVIDIA GeForce RTX 3090", 23.6),
+        ("NVIDIA RTX A6000", 47.5),
+        ("NVIDIA L40", 44.4),
+        ("NVIDIA GH200 480GB", 95.6),
+        ("Tesla V100-SXM2-32GB", 31.7),
+        ("", 80.0),
+    ],
+)
+def test_others_are_not_known_and_get_no_peak(reported: str, gib: float) -> None:
+    assert device.match_device(reported, int(gib * GIB)) is None
+
+
+def test_every_preset_is_found_by_its_own_name() -> None:
+    for name in presets.device_names():
+        preset = presets.device(name)
+        if preset.memory_bytes:
+            found = device.match_device(preset.name, int(preset.memory_bytes * 0.99))
+            assert found is not None and found.name == preset.name
+
+
+def test_a_cpu_has_no_preset_and_its_peak_only_if_the_plan_says_so() -> None:
+    assert device.known_device(CPU) is None
+    local = Device(name="local")
+    assert device.peak_flop_per_s(CPU, "bf16", local) is None
+    calibrated = replace(local, bf16_flop_per_s=2e11)
+    assert device.peak_flop_per_s(CPU, "bf16", calibrated) == device.peak_flop_per_s(CPU, "fp16", calibrated) == 2e11
+    assert device.peak_flop_per_s(CPU, "fp32", calibrated) is None, "a 16-bit peak says nothing of fp32"
+
+
+def test_memory_of_the_process() -> None:
+    before = device.memory(CPU)
+    assert 10 * 2**20 < before.allocated_bytes <= before.reserved_bytes
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = device.memory(CPU)
+    assert after.allocated_bytes - before.allocated_bytes > 32 * 2**20
+    assert after.reserved_bytes >= after.allocated_bytes >= held.nbytes
+
+
+def test_titles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.title(CPU) == "CPU, 1 thread"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert device.title(CPU) == "CPU, 4 threads"
+
+
+def test_the_device_there_is() -> None:
+    assert device.pick_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    for precision in ("fp32", "bf16", "fp16"):
+        device.prepare(CPU, precision)
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_its_name_and_counts_its_memory() -> None:
+    gpu = device.pick_device()
+    assert device.title(gpu) == torch.cuda.get_device_name(gpu)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    held = torch.ones(2**20, device=gpu)
+    use = device.memory(gpu)
+    assert use.reserved_bytes >= use.allocated_bytes >= held.nbytes

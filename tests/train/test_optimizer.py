@@ -1,0 +1,234 @@
+"""AdamW: against torch's own, master weights against an explicit fp32 copy, decay, bytes, state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.model import Transformer
+from meshwright.spec import num_parameters
+from meshwright.train import optimizer as module
+from meshwright.train.optimizer import AdamW
+from meshwright.train.step import gradient_norm
+from tests.train.tiny import RECIPE, relative, small, weights
+
+ONE, ZERO = torch.ones(()), torch.zeros(())
+RECIPES = (RECIPE, replace(RECIPE, beta1=0.8, beta2=0.99, epsilon=1e-8, weight_decay=0.0))
+
+
+def noise(found: Transformer, step: int, size: float = 1.0) -> dict[str, Tensor]:
+    """Gradients of every parameter, drawn anew for each step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: (torch.randn(parameter.shape, generator=generator) * size).to(parameter.dtype)
+        for name, parameter in found.named_parameters()
+    }
+
+
+def give(found: Transformer, gradients: dict[str, Tensor]) -> None:
+    for name, parameter in found.named_parameters():
+        parameter.grad = gradients[name].clone()
+
+
+def groups(named: dict[str, nn.Parameter], decay: float) -> list[dict[str, object]]:
+    matrices = [parameter for parameter in named.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in named.values() if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("clip", [1e9, 1.0])
+def test_fp32_equals_torchs_adamw_after_clip_grad_norm(recipe: object, clip: float) -> None:
+    ours, theirs = small("gpt2-124m"), small("gpt2-124m")
+    mine = AdamW(ours.named_parameters(), recipe)  # type: ignore[arg-type]
+    usual = torch.optim.AdamW(
+        groups(dict(theirs.named_parameters()), recipe.weight_decay),  # type: ignore[attr-defined]
+        betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    for step in range(6):
+        rate = 1e-2 / (1 + step)
+        for found in (ours, theirs):
+            give(found, noise(found, step, size=0.01 * (1 + step % 3)))
+        norm = gradient_norm([p.grad for p in ours.parameters() if p.grad is not None])
+        assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip, foreach=False))
+        mine.step(rate, divide_by=1 / (clip / (norm + 1e-6)).clamp(max=1.0), skip=ZERO)
+        for group in usual.param_groups:
+            group["lr"] = rate
+        usual.step()
+    for name, value in weights(ours).items():
+        assert relative(value, theirs.get_parameter(name)) < 2e-7, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_equal_an_explicit_fp32_copy(dtype: torch.dtype) -> None:
+    """Gradients of the narrow weights move the fp32 ones; the narrow ones are those rounded, bit for bit."""
+    found = small(dtype=dtype)
+    mine = AdamW(found.named_parameters(), RECIPE)
+    copies = {name: nn.Parameter(p.detach().float()) for name, p in found.named_parameters()}
+    usual = torch.optim.AdamW(groups(copies, 0.1), betas=(0.9, 0.9), eps=RECIPE.epsilon, lr=1e-3, fused=True)
+    for step in range(6):
+        gradients = noise(found, step)
+        give(found, gradients)
+        mine.step(1e-3, divide_by=torch.tensor(4.0), skip=ZERO)
+        for name, copy in copies.items():
+            copy.grad = gradients[name].float() / 4
+        usual.step()
+        for name, copy in copies.items():
+            assert torch.equal(mine.masters[name], copy.detach()), name
+            assert torch.equal(found.get_parameter(name), copy.detach().to(dtype)), name
+
+
+def test_steps_smaller_than_the_weights_rounding_add_up() -> None:
+    """What master weights are for: without them such a step would be lost every time."""
+    found = small(dtype=torch.bfloat16)
+    mine = AdamW(found.named_parameters(), replace(RECIPE, weight_decay=0.0))
+    before = weights(found)["norm.weight"].clone()
+    for step in range(100):
+        give(found, {name: torch.ones_like(p) for name, p in found.named_parameters()})
+        mine.step(1e-4, divide_by=ONE, skip=ZERO)
+        if step == 0:
+            assert torch.equal(found.norm.weight, before), "one step is below half a unit of the last place"
+    moved = before.float() - found.norm.weight.detach().float()
+    assert ((moved - 0.01).abs() < 0.005).all()
+
+
+BYTES = {torch.float32: (4, 4, 0, 4, 4), torch.bfloat16: (2, 2, 4, 4, 4), torch.float16: (2, 2, 4, 4, 4)}
+"""A parameter's weight, gradient, master weight and two moments."""
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_bytes_a_parameter_over_the_tensors_that_are_there(dtype: torch.dtype) -> None:
+    found = small(dtype=dtype)
+    mine = AdamW(found.named_parameters(), RECIPE)
+    give(found, noise(found, 0))
+    gradients = [p.grad for p in found.parameters() if p.grad is not None]
+    mine.step(1e-3, divide_by=ONE, skip=ZERO)
+    state = mine.tensors()
+    parts = [
+        list(found.parameters()),
+        gradients,
+        *(
+            [value for name, value in state.items() if name.startswith(part)]
+            for part in ("master.", "moment1.", "moment2.")
+        ),
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for part in parts for tensor in part}
+    assert len(storages) == sum(len(part) for part in parts), "no tensor is counted twice"
+    found_bytes = tuple(sum(tensor.untyped_storage().nbytes() for tensor in part) for part in parts)
+    assert tuple(part / num_parameters(found.shape) for part in found_bytes) == BYTES[dtype]
+    assert not any(master.grad is not None for name, master in mine.masters.items() if dtype != torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2-124m", "qwen3-30b-a3b", "deepseek-v3"])
+def test_only_matrices_decay(name: str, dtype: torch.dtype) -> None:
+    """With gradients of zero a step is the decay alone."""
+    found = small(name, dtype=dtype)
+    mine = AdamW(found.named_parameters(), RECIPE)
+    before = {key: value.clone() for key, value in mine.masters.items()}
+    give(found, {key: torch.zeros_like(p) for key, p in found.named_parameters()})
+    mine.step(0.5, divide_by=ONE, skip=ZERO)
+    vectors = 0
+    for key, value in mine.masters.items():
+        if "norm" in key or key.endswith("bias"):
+            assert torch.equal(value, before[key]), key
+            vectors += 1
+        else:
+            torch.testing.assert_close(value.detach(), before[key] * (1 - 0.5 * 0.1), rtol=1e-6, atol=0)
+    assert vectors == sum(p.dim() == 1 for p in found.parameters()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_skipped_step_leaves_every_bit_and_counts_as_none(dtype: torch.dtype) -> None:
+    found = small(dtype=dtype)
+    mine = AdamW(found.named_parameters(), RECIPE)
+    give(found, noise(found, 0))
+    mine.step(1e-3, divide_by=ONE, skip=ZERO)
+    before = {name: tensor.clone() for name, tensor in {**mine.tensors(), **weights(found)}.items()}
+    broken = noise(found, 1)
+    broken["norm.weight"][0] = torch.inf
+    give(found, broken)
+    mine.step(1e-3, divide_by=ONE, skip=ONE)
+    for name, tensor in {**mine.tensors(), **weights(found)}.items():
+        assert torch.equal(tensor, before[name]), name
+    assert before["step.norm.weight"] == 1
+
+
+def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is widened at once: here about one parameter, then all together."""
+    moved = []
+    for size in (1, 6000, 2**26):
+        monkeypatch.setattr(module, "BUCKET_BYTES", size)
+        found = small(dtype=torch.bfloat16)
+        mine = AdamW(found.named_parameters(), RECIPE)
+        assert sorted(name for names, _ in mine.buckets for name in names) == sorted(dict(found.named_parameters()))
+        moved.append((len(mine.buckets), found))
+        for step in range(3):
+            give(found, noise(found, step))
+            mine.step(1e-3, divide_by=ONE, skip=ZERO)
+    counts = [count for count, _ in moved]
+    assert counts[0] == len(list(moved[0][1].parameters())) > counts[1] > counts[2] == 1
+    for _, found in moved[1:]:
+        for name, value in weights(moved[0][1]).items():
+            assert torch.equal(found.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_goes_on_from_where_it_was_copied(dtype: torch.dtype) -> None:
+    """Written in place into a fresh optimizer, as a checkpoint is."""
+    ours, later = small(dtype=dtype), small(dtype=dtype, seed=1)
+    mine, other = AdamW(ours.named_parameters(), RECIPE), AdamW(later.named_parameters(), RECIPE)
+    for step in range(5):
+        give(ours, noise(ours, step))
+        mine.step(1e-3, divide_by=ONE, skip=ZERO)
+        if step == 2:
+            state = {name: tensor.clone() for name, tensor in {**mine.tensors(), **weights(ours)}.items()}
+    with torch.no_grad():
+        for name, tensor in {**other.tensors(), **dict(later.named_parameters())}.items():
+            tensor.copy_(state[name])
+    for step in (3, 4):
+        give(later, noise(later, step))
+        other.step(1e-3, divide_by=ONE, skip=ZERO)
+    assert mine.tensors().keys() == other.tensors().keys()
+    for name, tensor in {**mine.tensors(), **weights(ours)}.items():
+        assert torch.equal(tensor, {**other.tensors(), **weights(later)}[name]), name
+
+
+def test_the_names_of_the_state() -> None:
+    kinds = ("moment1.", "moment2.", "step.")
+    for dtype, expected in ((torch.float32, kinds), (torch.bfloat16, ("master.", *kinds))):
+        found = small(dtype=dtype)
+        state = AdamW(found.named_parameters(), RECIPE).tensors()
+        assert set(state) == {kind + name for kind in expected for name in dict(found.named_parameters())}
+        assert all(tensor.dtype == torch.float32 for tensor in state.values())
+        assert not any(tensor.any() for name, tensor in state.items() if not name.startswith("master."))
+
+
+def test_masters_are_read_anew_after_weights_were_loaded() -> None:
+    found = small(dtype=torch.bfloat16)
+    mine = AdamW(found.named_parameters(), RECIPE)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(1.0)
+    mine.read_masters()
+    for name, parameter in found.named_parameters():
+        assert torch.equal(mine.masters[name], parameter.detach().float())
+    fp32 = small()
+    same = AdamW(fp32.named_parameters(), RECIPE)
+    same.read_masters()
+    assert all(same.masters[name] is parameter for name, parameter in fp32.named_parameters())
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        found = small(dtype=dtype)
+        mine = AdamW(found.named_parameters(), RECIPE)
+        give(found, noise(found, 0))
+        found.head.weight.grad = None
+        before = weights(found)
+        mine.step(1e-2, divide_by=ONE, skip=ZERO)
+        assert torch.equal(found.head.weight, before["head.weight"])
+        assert not torch.equal(found.embed.weight, before["embed.weight"])
+        mine.zero_grad()
+        assert all(parameter.grad is None for parameter in found.parameters())
