@@ -18,7 +18,7 @@ VOCAB, WIDTH = 37, 16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rows a chunk, so that small tensors have several."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
 
 
@@ -160,9 +160,9 @@ def test_never_more_logits_than_a_chunk() -> None:
 
 def test_rows_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert chunk_rows(10, 128_000) == 10, "never more than there are"
-    assert chunk_rows(10_000, 128_256) == 256, "never so few that products are slow"
-    assert chunk_rows(100_000, 2048) * 2048 * 4 == 64 * 2**20, "else 64 MiB of logits"
+    assert chunk_rows(10, 128_000, "cpu") == 10, "never more than there are"
+    assert chunk_rows(10_000, 128_256, "cpu") == 256, "never so few that products are slow"
+    assert chunk_rows(100_000, 2048, "cpu") * 2048 * 4 == 64 * 2**20, "else 64 MiB of logits"
 
 
 def test_the_plain_form_is_the_usual_loss() -> None:

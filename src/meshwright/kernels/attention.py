@@ -52,6 +52,11 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
     return torch.einsum("bhst,bthv->bshv", weights, v.float()).to(q.dtype)
 
 
+def _expand(x: Tensor, heads: int) -> Tensor:
+    """(B, T, K, E) -> (B, T, H, E), each head H / K times."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
 def prefers_blockwise(q: Tensor) -> bool:
     """Whether the blockwise form beats torch's fused kernel here. It does by 1.2 to 1.4 on AVX2; wider vectors are
     left to torch's kernel, which was written for them, and so is compiled code: the compiler sees through it."""
@@ -64,14 +69,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, or the blockwise
     form where that is faster (training on a CPU below AVX-512).
 
-    A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the
-    fused CPU kernel, which wants equal widths; the padding is cut off again.
+    On a GPU no fused kernel takes both a mask and unequal heads, and torch would fall back to the S x T form: keys and
+    values are repeated first. A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA)
+    are padded with zeros for the fused CPU kernel, which wants equal widths; the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
     if q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q):
         return blockwise_attention(q, k, v, mask.allowed, scale=scale)
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
+    grouped = q.shape[2] != k.shape[2]
+    if grouped and q.device.type == "cuda" and mask.allowed is not None:
+        k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     if q.device.type == "cpu" and width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     out = F.scaled_dot_product_attention(
@@ -82,6 +91,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
         dropout_p=dropout,
         is_causal=mask.allowed is None,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=grouped,
     )
     return out.transpose(1, 2)[..., :width].to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.kernels.linear import needs_wide
 
 IGNORED = -100
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 MIN_CHUNK_ROWS = 256
 
 
@@ -20,9 +20,12 @@ def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, s
     return loss if scale is None else loss * scale
 
 
-def chunk_rows(rows: int, vocab: int) -> int:
-    """Rows of one chunk: about CHUNK_BYTES of fp32 logits, at least 256 rows so that the product stays efficient."""
-    return min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab)))
+def chunk_rows(rows: int, vocab: int, device: str) -> int:
+    """Rows of one chunk: about CHUNK_BYTES of fp32 logits, at least 256 rows so that the product stays efficient.
+
+    Each chunk reads and writes the whole fp32 gradient of the head, so a GPU takes larger ones.
+    """
+    return max(1, min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))))
 
 
 def _chunk(logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
@@ -55,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.x_gradient = torch.empty_like(x) if want_x else None
         ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), len(weight))
+        rows = chunk_rows(len(x), len(weight), x.device.type)
         for start in range(0, len(x), rows):
             part = x[start : start + rows].to(weights.dtype)
             logits = F.linear(part, weights).float()

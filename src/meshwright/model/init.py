@@ -22,7 +22,7 @@ def standard_deviation(name: str, shape: ModelShape) -> float | None:
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator seeded by a hash of (seed, name), the same on every machine."""
+    """A CPU generator seeded by a hash of (seed, name), whatever the order or number of layers."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
