@@ -1,12 +1,12 @@
-"""Training speed and memory beside `transformers`, in one run: tokens/s and peak resident memory, per shape and precision.
+"""Training speed and peak memory beside `transformers`, in one run, per shape and precision.
 
     python benchmarks/train_speed.py [--json] [--shapes 10m,100m] [--precisions fp32,bf16] [--seconds 60]
 
 Four contestants: ours and transformers' own Llama, each eager and compiled, all with AdamW fused, gradient clipping at
 1, the same shape, batch and number of threads. Each is a process of its own; they take turns step by step, so that
 whatever else the machine does hits all alike. tokens/s is of the median step after two warm-up steps; memory is the
-peak resident size over what the process held after its imports. transformers' bf16 is autocast over fp32 weights, as its
-Trainer does it; ours keeps bf16 weights with fp32 masters.
+peak resident size over what the process held after its imports. transformers' bf16 is autocast over fp32 weights, as
+its Trainer does it; ours keeps bf16 weights with fp32 masters.
 """
 
 import argparse
