@@ -8,13 +8,14 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test lint format bench claims clean
+.PHONY: help quickstart test lint format schema bench claims clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
 	@echo "make test         the whole test suite"
 	@echo "make lint         ruff, formatting, types"
 	@echo "make format       mend what ruff can mend"
+	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers; encoding; start-up"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
@@ -33,6 +34,10 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+schema: $(VENV)/.installed-dev
+	$(RUN) -c 'import json; from meshwright import planfile; print(json.dumps(planfile.schema(), indent=2))' \
+	  > src/meshwright/planfile/schema.json
 
 bench: $(VENV)/.installed-dev
 	$(RUN) benchmarks/train_speed.py $(ARGS)
