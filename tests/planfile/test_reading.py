@@ -315,3 +315,11 @@ def test_importing_it_needs_neither_torch_nor_pydantic() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     code = "import sys, meshwright.planfile as p; p.read(None); sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_data_as_one_word_keeps_the_other_keys_of_data(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("data: {path: a.txt, tokenizer: bytes}\n")
+    for overrides in (["data=b.txt"], ["data.tokenizer=bytes", "data=b.txt"], ["data=b.txt", "data.tokenizer=bytes"]):
+        plan = read(file, overrides)
+        assert (plan.data.path, plan.data.tokenizer) == ("b.txt", "bytes")

@@ -94,8 +94,11 @@ class _Reader:
         return self.named(item, child) if child in sections() else item
 
     def overridden(self, tree: Given, override: str) -> Given:
-        """The tree with the value at one dotted key replaced."""
+        """The tree with the value at one dotted key replaced; data=PATH leaves the other keys of data as they are."""
         path, value = parse_override(override)
+        name = own_name("", path[0])
+        if len(path) == 1 and isinstance(value.value, str) and name in SHORTHAND and name not in STARTS_FROM:
+            path = (name, SHORTHAND[name])
         for key in reversed(path):
             value = Given({key: value}, value.where)
         return _put(tree, self.named(value, ""), len(path), "")

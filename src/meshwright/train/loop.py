@@ -33,7 +33,7 @@ def run(
     `progress` is told of the encoding of the text: bytes done, bytes in all. Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
-    _check_resume(resume)
+    _check_resume(plan, resume)
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
     corpus = prepare_data(plan.data, progress=progress)
@@ -54,7 +54,9 @@ def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
         )
 
 
-def _check_resume(resume: str) -> None:
+def _check_resume(plan: Plan, resume: str) -> None:
+    if resume == "no":
+        RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 

@@ -87,6 +87,13 @@ class RunFolder:
         """What was said during the run, for people."""
         return self.path / "run.log"
 
+    def refuse_taken(self) -> None:
+        """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""
+        found = shelf.listing(self.checkpoints)
+        if found or self.hf.exists() or MetricsLog.read(self.metrics):
+            last = f" (last checkpoint: step {found[-1].step})" if found else ""
+            raise RunError(f"{self.path} already holds a run{last}: resume=auto continues it, or choose another run=")
+
     def keep_plan(self) -> None:
         """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
         planfile.write(self.plan, self.path / "plan.yaml")
@@ -108,9 +115,8 @@ class RunFolder:
         """The lock is held: nobody else changes the folder now."""
         shelf.sweep(self.checkpoints)
         found = shelf.listing(self.checkpoints)
-        if not resume and (found or self.hf.exists() or MetricsLog.read(self.metrics)):
-            last = f" (last checkpoint: step {found[-1].step})" if found else ""
-            raise RunError(f"{self.path} already holds a run{last}: resume=auto continues it, or choose another run=")
+        if not resume:
+            self.refuse_taken()
         if found and all(saved.problem for saved in found):
             raise CheckpointError(f"no checkpoint of {self.path} can be used; the last one: {found[-1].problem}")
         self._keep_tokenizer(tokenizer, bool(found))
