@@ -43,9 +43,17 @@ def step(found: Transformer, *, length: int = 20, mask: bool = False) -> dict[st
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_loss_and_gradients_keep_every_bit(name: str, dropout: float, path: str) -> None:
+def test_loss_and_gradients_keep_every_bit(name: str, path: str) -> None:
+    same_bits(name, dropout=0.0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_with_dropout_too(name: str) -> None:
     """And so does the random state after it: a step with recomputation draws what one without draws."""
+    same_bits(name, dropout=0.2)
+
+
+def same_bits(name: str, *, dropout: float) -> None:
     plain = step(laid_out(name, "none", dropout=dropout))
     assert len(plain) == 2 + len(list(model(name).parameters()))
     for recompute in ("selective", "full"):
@@ -77,10 +85,10 @@ def memory(name: str, recompute: str, *, length: int, dropout: float = 0.0, **op
     return kept, alive.peak_bytes
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_each_policy_keeps_less_than_the_one_before(name: str, dropout: float, path: str) -> None:
-    none, selective, full = (memory(name, policy, length=64, dropout=dropout) for policy in POLICIES)
+    none, selective, full = (memory(name, policy, length=48, dropout=dropout) for policy in POLICIES)
     assert none[0] > 1.15 * selective[0] and selective[0] > 1.5 * full[0], (none, selective, full)
     assert none[1] > selective[1] > full[1], (none, selective, full)
 
@@ -90,8 +98,12 @@ def test_selective_never_keeps_anything_square(path: str) -> None:
     for dropout in (0.0, 0.2):
         short, long = (memory("llama-3.1-8b", "selective", length=length, dropout=dropout)[0] for length in (64, 128))
         assert long < 2.1 * short
+
+
+def test_without_recomputation_dropout_keeps_squares() -> None:
+    """The case that the test before means."""
     none = [memory("llama-3.1-8b", "none", length=length, dropout=0.2)[0] for length in (64, 128)]
-    assert none[1] > 2.3 * none[0], "the case that is meant"
+    assert none[1] > 2.3 * none[0]
 
 
 def test_full_keeps_the_input_of_each_layer() -> None:
@@ -140,21 +152,26 @@ def test_the_policies_are_those_of_the_layout() -> None:
 def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own cut between forward and backward pass obeys the policy; checked without code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    kept = [compiled("llama-3.1-8b", recompute, graphs=1) for recompute in POLICIES]
+    assert kept[0] > 1.2 * kept[1] and kept[1] > 1.5 * kept[2], kept
+    compiled("mixtral-8x7b", "full", graphs=4)
+
+
+def compiled(name: str, recompute: str, *, graphs: int) -> int:
+    """What the compiled parts of a forward pass keep; gradients are right, and generation compiles nothing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain = model("llama-3.1-8b")
+    plain = model(name)
     plain.hidden(tokens(2, 20))[0].sum().backward()
-    kept = []
-    for recompute in POLICIES:
-        found = parallelize(model("llama-3.1-8b"), Layout(recompute=recompute, compile="on"), torch.device("cpu"))
-        x, _ = found.hidden(tokens(2, 20))
-        kept.append(graph_bytes(found, x))
-        x.sum().backward()
-        for one, other in zip(found.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    assert kept[0] > 1.2 * kept[1] and kept[1] > 1.5 * kept[2], kept
-    assert len(generate(found, [1, 2, 3], max_new_tokens=4).ids) == 4
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3, "one a policy, for all blocks; none for tokens"
+    found = parallelize(model(name), Layout(recompute=recompute, compile="on"), torch.device("cpu"))  # type: ignore[arg-type]
+    x, _ = found.hidden(tokens(2, 20))
+    kept = graph_bytes(found, x)
+    x.sum().backward()
+    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert len(generate(found, [1, 2, 3], max_new_tokens=3).ids) == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "for all blocks of a kind together"
+    return kept
 
 
 def graph_bytes(found: Transformer, end: Tensor) -> int:

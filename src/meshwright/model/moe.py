@@ -57,12 +57,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels = kernels
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D).
 
-        The only place where the host learns the counts (one wait a layer). Not compiled: their values would become
-        constants of the code, and every step would compile anew.
+        The only place where the host learns the counts (one wait a layer).
         """
         product, runs = self.kernels.expert_linear, counts.tolist()
         inner = self.kernels.swiglu(product(rows, self.gate, runs), product(rows, self.up, runs))

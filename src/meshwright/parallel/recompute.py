@@ -31,22 +31,23 @@ def _call(
     sight: Sight,
     cache: LayerCache | None,
     *,
+    inner: BlockCall,
     contexts: Callable[[], tuple[Any, Any]] | None,
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.is_grad_enabled() or cache is not None:
-        return call_block(block, x, sight, cache)
+        return inner(block, x, sight, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     keep_random_state = bool(block.dropout) and block.training
     result: tuple[Tensor, Tensor | None] = checkpoint(
-        block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
+        inner, block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
     )
     return result
 
 
-def block_call(recompute: str) -> BlockCall:
-    """The function that runs a block under a policy: none, selective or full."""
+def block_call(recompute: str, inner: BlockCall = call_block) -> BlockCall:
+    """The function that runs a block under a policy: none, selective or full; `inner` is what is made again."""
     if recompute == "none":
-        return call_block
+        return inner
     if recompute == "full":
-        return partial(_call, contexts=None)
-    return partial(_call, contexts=partial(create_selective_checkpoint_contexts, _policy))
+        return partial(_call, inner=inner, contexts=None)
+    return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, _policy))
