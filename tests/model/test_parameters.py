@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.model import build
-from meshwright.model.init import STD, generator_for
+from meshwright.model.init import generator_for, width_deviation
 from meshwright.spec import ModelShape, num_parameters, parameters, presets
 from tests.model.shrunk import KINDS, shrink
 
@@ -85,8 +85,9 @@ def test_tables_stay_fp32_and_are_made_even_where_weights_are_not(dtype: torch.d
 
 
 def test_distributions() -> None:
-    """Matrices N(0, 0.02^2), those into the residual stream narrower by sqrt(2 L); norms 1, biases 0."""
+    """Matrices N(0, 2 / (5 D)), those into the residual stream narrower by sqrt(2 L); norms 1, biases 0."""
     shape = replace(shrink("gpt2-124m"), hidden=96, heads=4, head_dim=24, ffn=384)
+    wide = math.sqrt(2 / (5 * 96))
     for name, value in build(shape).named_parameters():
         if name.endswith(".bias"):
             assert not value.any(), name
@@ -94,7 +95,7 @@ def test_distributions() -> None:
             assert (value == 1).all(), name
         else:
             narrow = name.endswith(("attention.o.weight", "mlp.down.weight"))
-            expected = STD / math.sqrt(2 * shape.layers) if narrow else STD
+            expected = wide / math.sqrt(2 * shape.layers) if narrow else wide
             assert abs(value.std().item() / expected - 1) < 5 / math.sqrt(2 * value.numel()), name
             assert abs(value.mean().item()) < 5 * expected / math.sqrt(value.numel()), name
 
@@ -102,7 +103,8 @@ def test_distributions() -> None:
 def test_experts_are_drawn_as_matrices() -> None:
     shape = shrink("mixtral-8x7b")
     model = build(shape)
-    for part, expected in (("gate", STD), ("up", STD), ("down", STD / math.sqrt(6))):
+    wide = width_deviation(shape.hidden)
+    for part, expected in (("gate", wide), ("up", wide), ("down", wide / math.sqrt(2 * shape.layers))):
         value = model.get_parameter(f"layers.1.mlp.experts.{part}")
         assert abs(value.std().item() / expected - 1) < 5 / math.sqrt(2 * value.numel())
         assert not torch.equal(value[0], value[1])

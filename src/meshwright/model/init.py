@@ -9,16 +9,25 @@ from torch import Tensor
 
 from meshwright.spec.shape import ModelShape
 
-STD = 0.02
-"""GPT-2's; the two matrices that write into the residual stream are scaled by 1/sqrt(2 L) as there."""
+
+def width_deviation(hidden: int) -> float:
+    """sqrt(2 / (5 D)), "small init" (Nguyen and Salazar 2019, arXiv:1910.05895): 0.02 at D = 1000, 0.056 at D = 128.
+
+    GPT-2's fixed 0.02 is the same at its width, and far too small for a narrow model, which then learns late.
+    """
+    return math.sqrt(2 / (5 * hidden))
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float | None:
-    """Standard deviation of a parameter's normal distribution; None = ones or zeros (norms, biases)."""
+    """Standard deviation of a parameter's normal distribution; None = ones or zeros (norms, biases).
+
+    The two matrices that write into the residual stream are scaled by 1/sqrt(2 L), as in GPT-2.
+    """
     if name.endswith(".bias") or "norm.weight" in name:
         return None
     into_residual = name.endswith((".o.weight", ".down.weight", ".experts.down"))
-    return STD / math.sqrt(2 * shape.layers) if into_residual else STD
+    deviation = width_deviation(shape.hidden)
+    return deviation / math.sqrt(2 * shape.layers) if into_residual else deviation
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
