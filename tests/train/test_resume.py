@@ -1,0 +1,84 @@
+"""A run that was ended and resumed is the run that was not: metrics and every bit of the state."""
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.spec import BatchStage
+from meshwright.train import loop
+from tests.train import running, saving
+from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
+
+RAMP = (BatchStage(tokens=192, global_batch=4), BatchStage(tokens=300, global_batch=8))
+KINDS: dict[str, dict[str, Any]] = {
+    "dropout and epochs": {"dropout": 0.2, "global_batch": 32, "micro_batch": 16},
+    "bf16": {"precision": "bf16", "dropout": 0.1},
+    "fp16": {"precision": "fp16"},
+    "experts": {"shape": MOE, "dropout": 0.1},
+    "ramp and noise scale": {"global_batch": 2, "micro_batch": 1, "batch_ramp": RAMP, "noise_scale_every": 2},
+}
+"""32 sequences a step are an epoch in about eight steps; the ramp's stages begin at steps 9 and 12 of 14."""
+OPTIONS: dict[str, Any] = {"steps": 14, "eval_every": 3, "checkpoint_every": 4}
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return running.write_texts(tmp_path_factory.mktemp("resume") / "texts")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture, which costs a second a run (one test wants it), and no waiting for the disk: the machine lives on."""
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ended_twice_it_is_as_if_it_never_was(texts: Path, tmp_path: Path, kind: str) -> None:
+    """By SIGTERM after step 6, which saves, and by a power cut after step 11, three steps behind a checkpoint."""
+    whole, broken = (running.plan(texts, tmp_path / name, **OPTIONS, **KINDS[kind]) for name in ("whole", "broken"))
+    loop.run(whole)
+    assert loop.run(broken, watchers=[Terminated(6)]).stopped == "terminated"
+    with pytest.raises(PowerCut):
+        loop.run(broken, watchers=[Crashed(11)], resume="auto")
+    assert lines(tmp_path / "broken" / "metrics.jsonl") > 11
+    assert loop.run(broken, resume="auto").stopped == "done"
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+def test_an_earlier_checkpoint_by_its_path(texts: Path, tmp_path: Path) -> None:
+    """Back to step 4 of 14: what came after is forgotten and comes again."""
+    plan = running.plan(texts, tmp_path / "run", **OPTIONS, keep_last=9)
+    loop.run(plan)
+    loop.run(plan, resume=str(tmp_path / "run" / "checkpoints" / "step-000004"))
+    whole = running.plan(texts, tmp_path / "whole", **OPTIONS, keep_last=9)
+    loop.run(whole)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_is_as_if_it_never_was(texts: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of steps, saves and starts; whatever was under way."""
+    options = {"steps": 40, "eval_every": 7, "checkpoint_every": 2, "dropout": 0.1}
+    rng = random.Random(time.time_ns())
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    seen, kills = 0, 0
+    for _ in range(3):
+        process = saving.start(running.train_in_child, str(texts), str(tmp_path / "broken"), options)
+        end = time.monotonic() + 60
+        while process.is_alive() and lines(metrics) < seen + 6 and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.06))
+        alive = process.is_alive()
+        process.kill()
+        assert saving.finish(process) == [-9] or not alive
+        kills += alive
+        seen = lines(metrics)
+    assert kills >= 2, "the run was over before it could be killed"
+    loop.run(running.plan(texts, tmp_path / "broken", **options), resume="auto")
+    loop.run(running.plan(texts, tmp_path / "whole", **options))
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
