@@ -1,5 +1,7 @@
 """silu(gate) * up against fp64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,3 +44,50 @@ def test_the_activation_is_not_kept() -> None:
     pair = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50))]
     assert saved_bytes(lambda: fast().swiglu(*pair), without=pair)[1] == 0
     assert saved_bytes(lambda: reference().swiglu(*pair), without=pair)[1] == 30 * 50 * 4
+
+
+def exact_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return exact(gate, up) @ weight.T + bias
+
+
+def without_bias(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return fast().swiglu_linear(gate, up, weight) + bias
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (6,), (2, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("form", [fast().swiglu_linear, reference().swiglu_linear, without_bias])
+def test_the_second_half_of_a_gated_mlp(lead: tuple[int, ...], form: Callable[..., Tensor]) -> None:
+    assert_single(form, exact_linear, tensors((*lead, 9), (*lead, 9), (5, 9), (5,)))
+
+
+def test_its_first_derivatives_in_fp64() -> None:
+    given = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 7), (2, 3, 7), (4, 7), (4,))]
+    assert torch.autograd.gradcheck(fast().swiglu_linear, given)
+    assert torch.autograd.gradcheck(fast().swiglu_linear, given[:3])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_in_16_bit_it_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
+    given = tensors((40, 64), (40, 64), (32, 64), (32,), dtype=dtype)
+    assert_not_worse(fast().swiglu_linear, reference().swiglu_linear, exact_linear, given)
+
+
+@pytest.mark.parametrize("frozen", [2, 3])
+def test_a_frozen_weight_gets_no_gradient(frozen: int) -> None:
+    given = [t.requires_grad_(i != frozen) for i, t in enumerate(tensors((6, 9), (6, 9), (5, 9), (5,)))]
+    fast().swiglu_linear(*given).sum().backward()
+    assert [tensor.grad is None for tensor in given] == [index == frozen for index in range(4)]
+
+
+def test_its_inputs_may_be_views() -> None:
+    def halves(both: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return *both.transpose(0, 1).chunk(2, dim=-1), weight, bias
+
+    given = tensors((3, 4, 18), (5, 9), (5,))
+    assert_single(lambda *x: fast().swiglu_linear(*halves(*x)), lambda *x: exact_linear(*halves(*x)), given)
+
+
+def test_the_product_in_between_is_not_kept() -> None:
+    given = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,))]
+    assert saved_bytes(lambda: fast().swiglu_linear(*given), without=given)[1] == 0
+    assert saved_bytes(lambda: reference().swiglu_linear(*given), without=given)[1] == 2 * 30 * 50 * 4
