@@ -119,6 +119,10 @@ def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int
     torch.set_num_threads(os.cpu_count() or 1)
     if contestant.startswith("transformers"):
         import transformers.models.llama.modeling_llama  # noqa: F401
+    else:
+        import meshwright.parallel
+        import meshwright.spec.presets
+        import meshwright.train.step  # noqa: F401
     base = resident_peak_bytes()
     make = make_ours if contestant.startswith("ours") else make_theirs
     step = make(shape, precision, rows, sequence, contestant.endswith("compiled"))

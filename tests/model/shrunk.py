@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model import Transformer, build
+from meshwright.model.init import width_deviation
 from meshwright.spec import MLAShape, ModelShape, presets
 
 KINDS = (
@@ -45,8 +46,9 @@ def shrink(name: str) -> ModelShape:
 
 
 def model(name: str, *, seed: int = 0, louder: float = 8.0, **options: object) -> Transformer:
-    """A small model whose weights are large enough that every part matters to its output."""
+    """A small model whose weights, `louder` times 0.02, are large enough that every part matters to its output."""
     found = build(shrink(name), seed=seed, **options)  # type: ignore[arg-type]
+    louder *= 0.02 / width_deviation(found.shape.hidden)
     with torch.no_grad():
         for key, parameter in found.named_parameters():
             if parameter.dim() > 1:

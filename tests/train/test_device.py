@@ -82,7 +82,6 @@ def test_memory_of_the_process() -> None:
         after = device.memory(CPU)
     assert after.allocated_bytes - before.allocated_bytes > 32 * 2**20
     assert after.reserved_bytes >= after.allocated_bytes
-    assert device.memory(CPU).reserved_bytes >= after.reserved_bytes, "a peak never falls"
 
 
 def test_titles(monkeypatch: pytest.MonkeyPatch) -> None:
