@@ -167,10 +167,26 @@ def test_signals_end_it_after_the_step_with_a_checkpoint(
     assert signal.getsignal(number) == before
 
 
+def test_every_step_is_given_what_the_recipe_says(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    real = trainer.train_step
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        given.append(options)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "train_step", watch)
+    plan = make(clip=0.7, balance_loss=0.3, noise_scale_every=4, micro_batch=1)
+    loop.run(plan)
+    assert [options["rate"] for options in given] == [learning_rate(plan.recipe, step) for step in range(1, 13)]
+    assert {(options["clip"], options["balance_loss"], options["scaler"]) for options in given} == {(0.7, 0.3, None)}
+    assert [options["measure_noise"] for options in given] == [step % 4 == 0 for step in range(1, 13)]
+
+
 def test_a_ramp_changes_the_accumulation_at_its_token(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 96 tokens on 4 sequences, from 240 on 6: after two steps of 4 x 12, three of ... whatever was seen then."""
+    """From 48 tokens on 4 sequences, from 200 on 6, always two at a time."""
     micro_batches: list[list[int]] = []
     real = trainer.train_step
 
