@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.data import Sampler, prepare
 from meshwright.spec import BatchStage, Data, Plan, num_parameters
 from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, NonFiniteLoss, PlanError
 from meshwright.train import checkpoint, loop, trainer
@@ -168,12 +169,15 @@ def test_signals_end_it_after_the_step_with_a_checkpoint(
 
 
 def test_every_step_is_given_what_the_recipe_says(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next sequences of the run's order, none left out and none twice."""
     given: list[dict[str, Any]] = []
+    read: list[torch.Tensor] = []
     real = trainer.train_step
 
-    def watch(*arguments: Any, **options: Any) -> Any:
+    def watch(model: Any, optimizer: Any, batches: Any, **options: Any) -> Any:
         given.append(options)
-        return real(*arguments, **options)
+        read.extend(batch.tokens for batch in batches)
+        return real(model, optimizer, batches, **options)
 
     monkeypatch.setattr(trainer, "train_step", watch)
     plan = make(clip=0.7, balance_loss=0.3, noise_scale_every=4, micro_batch=1)
@@ -181,12 +185,14 @@ def test_every_step_is_given_what_the_recipe_says(make: Make, monkeypatch: pytes
     assert [options["rate"] for options in given] == [learning_rate(plan.recipe, step) for step in range(1, 13)]
     assert {(options["clip"], options["balance_loss"], options["scaler"]) for options in given} == {(0.7, 0.3, None)}
     assert [options["measure_noise"] for options in given] == [step % 4 == 0 for step in range(1, 13)]
+    order = Sampler(prepare(plan.data).train, sequence=12, tokenizer_separator=True, seed=plan.recipe.seed)
+    assert torch.equal(torch.cat(read), torch.from_numpy(order.take(0, 48).tokens))
 
 
 def test_a_ramp_changes_the_accumulation_at_its_token(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 48 tokens on 4 sequences, from 200 on 6, always two at a time."""
+    """From 48 tokens on 4 sequences, from 193 on 6, always two at a time."""
     micro_batches: list[list[int]] = []
     real = trainer.train_step
 
@@ -195,12 +201,12 @@ def test_a_ramp_changes_the_accumulation_at_its_token(
         return real(model, optimizer, batches, **options)
 
     monkeypatch.setattr(trainer, "train_step", watch)
-    stages = (BatchStage(tokens=48, global_batch=4), BatchStage(tokens=200, global_batch=6))
+    stages = (BatchStage(tokens=48, global_batch=4), BatchStage(tokens=193, global_batch=6))
     loop.run(make(global_batch=2, batch_ramp=stages, steps=8))
     rows = [row for row in metrics(tmp_path / "run") if "kind" not in row]
     seen, sizes = 0, []
     for row in rows:
-        sizes.append(2 if seen < 48 else 4 if seen < 200 else 6)
+        sizes.append(2 if seen < 48 else 4 if seen < 193 else 6)
         seen += sizes[-1] * 12
         assert (row["global_batch"], row["tokens"]) == (sizes[-1], seen)
     assert sizes == [2, 2, 4, 4, 4, 4, 6, 6]
