@@ -240,7 +240,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, how: Callable[[Any], None
 
 def make_nan(model: Any) -> None:
     with torch.no_grad():
-        model.layers[0].mlp.up.weight[0, 0] = torch.nan
+        model.layers["0"].mlp.up.weight[0, 0] = torch.nan
 
 
 def spoil_gradient(model: Any) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
-from meshwright.kernels.attention import causal_mask
+from meshwright.kernels.attention import Mask, causal_mask
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.cache import Cache, LayerCache
 from meshwright.model.init import initial_value
@@ -31,6 +31,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(shape, kernels)
         self.attention = (LatentAttention if shape.mla else Attention)(shape, kernels, dropout)
         self.mlp_norm = make_norm(shape, kernels)
+        self.window = shape.window_of(layer)
         self.routed = shape.is_moe_layer(layer)
         self.mlp = MoE(shape, kernels) if self.routed else make_mlp(shape, kernels, shape.ffn, shape.mlp_bias)
         self.dropout = dropout
@@ -47,6 +48,8 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+MaskMaker = Callable[..., Mask]
+"""As kernels.attention.causal_mask; context parallelism puts another in its place."""
 BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
 
 
@@ -75,11 +78,12 @@ class Transformer(nn.Module):
             self.positions = nn.Embedding(shape.max_positions, shape.hidden)
         else:
             self.register_buffer("inverse", frequencies(shape), persistent=False)
-        self.layers = nn.ModuleList(Block(shape, layer, kernels, dropout) for layer in range(shape.layers))
+        self.layers = nn.ModuleDict({str(layer): Block(shape, layer, kernels, dropout) for layer in range(shape.layers)})
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
             self.head = Linear(shape.hidden, shape.vocab, kernels)
         self.call_block: BlockCall = call_block
+        self.make_mask: MaskMaker = causal_mask
 
     @property
     def head_weight(self) -> Tensor:
@@ -129,29 +133,39 @@ class Transformer(nn.Module):
         past = cache.length if cache else 0
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        sights = self.sights(positions, past + tokens.shape[1], documents)
+        x, balance = self.run_layers(self.enter(tokens, positions), sights, cache)
+        return self.norm(x), balance
+
+    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer reads (B, S, D)."""
         x = self.embed(tokens)
         if self.shape.positions == "learned":
             x = x + self.positions(positions)
-        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        sights = self._sights(positions, past + tokens.shape[1], documents)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def run_layers(
+        self, x: Tensor, sights: dict[int, Sight], cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, S, D) through all layers that this model holds; the balance loss (B,) is a mean over all of the shape's
+        routed layers, so that those of pipeline stages add up to it."""
         balances: list[Tensor] = []
-        for index, block in enumerate(self.layers):
-            sight = sights[self.shape.window_of(index)]
-            x, balance = self.call_block(block, x, sight, cache.layers[index] if cache else None)
+        for index, block in enumerate(self.layers.values()):
+            x, balance = self.call_block(block, x, sights[block.window], cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
-        return self.norm(x), torch.stack(balances).mean(0) if balances else None
+        return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
-    def _sights(self, positions: Tensor, keys: int, documents: Tensor | None) -> dict[int, Sight]:
-        """What each kind of layer sees, by window size; made once a pass."""
+    def sights(self, positions: Tensor, keys: int, documents: Tensor | None) -> dict[int, Sight]:
+        """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
         queries = positions.shape[1]
-        windows = {self.shape.window_of(layer) for layer in range(self.shape.layers)}
+        windows = {block.window for block in self.layers.values()}
         device = positions.device
         return {
-            window: Sight(causal_mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
+            window: Sight(self.make_mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
             for window in windows
         }
 

@@ -31,6 +31,10 @@ class Layout:
     """ZeRO stage over dp_shard: 1 shards optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
     sp: bool = False
     """Sequence-sharded norms and dropout between TP blocks."""
+    context: Literal["ring", "all-gather"] = "ring"
+    """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
+    zigzag: bool = True
+    """Context parallel: give each rank a chunk from the front and one from the back, so that causal work is even."""
     schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
     """Order of the pipeline's forward and backward passes."""
     micro_batch: int = 0

@@ -225,6 +225,11 @@ class ModelShape:
         """Whether this layer's MLP is a mixture of experts."""
         return self.moe is not None and layer >= self.moe.first_dense
 
+    @property
+    def routed_layers(self) -> int:
+        """How many layers are mixtures of experts."""
+        return sum(self.is_moe_layer(layer) for layer in range(self.layers))
+
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 = none."""
         return self.window if layer >= self.window_from_layer else 0

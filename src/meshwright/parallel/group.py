@@ -1,0 +1,101 @@
+"""A group of ranks along one mesh axis, and the collectives it has.
+
+A group of one rank computes what a collective would give and touches no network, so that code above asks for no degree.
+Every collective that the engine calls goes through here: `count`, where given, is told of each (traffic ledger).
+Bytes are those that this rank sends: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather and reduce-scatter
+(n-1)/n of the whole one, as rings do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Count = Callable[[str, str, int], None]
+"""Told (axis, collective, bytes sent by this rank) before each collective."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """`ranks` are numbers in the world, in the order of the axis; `index` is this rank's place among them."""
+
+    axis: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    process_group: dist.ProcessGroup | None = None
+    count: Count | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: the degree of the axis."""
+        return len(self.ranks)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Sum or maximum over the ranks, in place; gives x."""
+        if self.size > 1:
+            self._tell("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
+            dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.process_group)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The ranks' tensors of equal shape, one after another along `dim`."""
+        if self.size == 1:
+            return x
+        self._tell("all_gather", (self.size - 1) * _bytes(x))
+        x = x.contiguous()
+        whole = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(whole.view(-1), x.view(-1), group=self.process_group)
+        return whole.flatten(0, 1) if dim == 0 else torch.cat(whole.unbind(0), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
+        if self.size == 1:
+            return x
+        self._tell("reduce_scatter", (self.size - 1) * _bytes(x) // self.size)
+        pieces = torch.stack(x.chunk(self.size, dim)) if dim else x.contiguous().unflatten(0, (self.size, -1))
+        part = pieces.new_empty(pieces.shape[1:])
+        dist.reduce_scatter_tensor(part.view(-1), pieces.view(-1), group=self.process_group)
+        return part
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
+        if self.size == 1:
+            return rows
+        self._tell("all_to_all", _bytes(rows[:1]) * (sum(sent) - sent[self.index]) if len(rows) else 0)
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self.process_group)
+        return found
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """The tensor of the rank at place `source`, in place; gives x."""
+        if self.size > 1:
+            self._tell("broadcast", _bytes(x) if self.index == source else 0)
+            dist.broadcast(x, self.ranks[source], group=self.process_group)
+        return x
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
+        """Start to send tensors to places and to receive from places of the group; wait() on what it gives.
+
+        A tensor must stay alive and unchanged until its work is waited for. Between two ranks, sends and receives meet
+        in the order in which they are given.
+        """
+        for tensor, _ in sends:
+            self._tell("send", _bytes(tensor))
+        work = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.process_group) for tensor, place in sends]
+        work += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.process_group) for tensor, place in receives]
+        return dist.batch_isend_irecv(work) if work else []
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+
+    def _tell(self, collective: str, sent_bytes: int) -> None:
+        if self.count is not None:
+            self.count(self.axis, collective, sent_bytes)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,130 @@
+"""Layout -> ranks and their groups, all made before the first step.
+
+Ranks are numbered with tp innermost: rank = (((pp * R + dp_replicate) * S + dp_shard) * C + cp) * T + tp. Neighbours in
+number are neighbours in a node, where the collectives of tensor parallelism need the fast links; pipeline stages lie
+farthest apart, since they send least (Narayanan et al. 2021, arXiv:2104.04473, section 3.2).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.parallel.group import Count, Group
+from meshwright.spec.layout import AXES, Layout
+
+PRODUCTS = {
+    "shard": ("dp_shard", "cp"),
+    "data": ("dp_replicate", "dp_shard", "cp"),
+    "model": ("pp", "dp_shard", "cp", "tp"),
+    "world": AXES,
+}
+"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Mesh:
+    """The groups of one rank by name: each axis, each product in PRODUCTS, `ep` and `expert_shard`."""
+
+    layout: Layout
+    rank: int
+    groups: dict[str, Group]
+
+    def __getitem__(self, name: str) -> Group:
+        return self.groups[name]
+
+    @property
+    def places(self) -> dict[str, int]:
+        """This rank's place on each axis."""
+        return {axis: self.groups[axis].index for axis in AXES}
+
+
+def place_of(layout: Layout, rank: int) -> dict[str, int]:
+    """A rank's place on each axis."""
+    found = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, getattr(layout, axis))
+    return found
+
+
+def rank_of(layout: Layout, place: dict[str, int]) -> int:
+    """The rank at a place."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * int(getattr(layout, axis)) + place[axis]
+    return rank
+
+
+def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+    """Ranks that differ from `rank` on `axes` only, in the order of the axes in AXES."""
+    place = place_of(layout, rank)
+    ordered = [axis for axis in AXES if axis in axes]
+    ranges = [range(getattr(layout, axis)) for axis in ordered]
+    return tuple(rank_of(layout, {**place, **dict(zip(ordered, at, strict=True))}) for at in product(*ranges))
+
+
+def expert_ranks(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ranks that share the experts, ranks that hold the same ones) among dp_shard x cp x tp: ep is the inner part."""
+    ranks = ranks_along(layout, ("dp_shard", "cp", "tp"), rank)
+    at = ranks.index(rank)
+    start = at - at % layout.ep
+    return ranks[start : start + layout.ep], ranks[at % layout.ep :: layout.ep]
+
+
+def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = None) -> Mesh:
+    """All groups of a layout for this rank (default: that of the process group that is initialised).
+
+    Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups
+    of a rank, not of the world.
+    """
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = {axis: ranks_along(layout, (axis,), rank) for axis in AXES}
+    ranks |= {name: ranks_along(layout, axes, rank) for name, axes in PRODUCTS.items()}
+    ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    groups = {}
+    for name, members in ranks.items():
+        if members not in made:
+            made[members] = _process_group(members, layout.world)
+        groups[name] = Group(name, members, members.index(rank), made[members], count)
+    return Mesh(layout=layout, rank=rank, groups=groups)
+
+
+def counted(mesh: Mesh, count: Count | None) -> Mesh:
+    """The same mesh whose collectives are told to `count`."""
+    return replace(mesh, groups={name: replace(group, count=count) for name, group in mesh.groups.items()})
+
+
+def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == world:
+        return dist.group.WORLD
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
+
+
+def device_mesh(outer: Group, inner: Group, device_type: str) -> DeviceMesh:
+    """What fully_shard takes: (replicate, shard), from groups that exist already."""
+    inner_ranks = len(inner.ranks)
+    ranks = sorted(_combined(outer, inner))
+    table = [ranks[i : i + inner_ranks] for i in range(0, len(ranks), inner_ranks)]
+    assert math.prod((len(outer.ranks), inner_ranks)) == len(ranks)
+    groups = [_real(outer), _real(inner)]
+    return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+
+
+def _combined(outer: Group, inner: Group) -> list[int]:
+    """Ranks of the product of two groups of one rank: each outer rank with this rank's inner offsets."""
+    here = inner.ranks[inner.index]
+    return [rank + other - here for rank in outer.ranks for other in inner.ranks]
+
+
+def _real(group: Group) -> dist.ProcessGroup:
+    if group.process_group is None:
+        return dist.new_group(list(group.ranks), use_local_synchronization=True)
+    return group.process_group

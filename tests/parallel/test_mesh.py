@@ -1,0 +1,66 @@
+"""Ranks and groups against their definitions, and the collectives against sums by hand."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.mesh import expert_ranks, make_mesh, place_of, rank_of, ranks_along
+from meshwright.spec import Layout
+from tests.parallel.processes import on_ranks
+
+LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
+
+
+def test_places_and_ranks_are_inverse_with_tp_innermost() -> None:
+    assert [rank_of(LAYOUT, place_of(LAYOUT, rank)) for rank in range(32)] == list(range(32))
+    assert place_of(LAYOUT, 1) == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert place_of(LAYOUT, 16)["pp"] == 1
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("cp", "tp"), ("pp",), ("dp_shard", "cp"), ("pp", "tp")])
+def test_groups_of_any_axes_part_the_world(axes: tuple[str, ...]) -> None:
+    groups = {ranks_along(LAYOUT, axes, rank) for rank in range(32)}
+    assert sorted(itertools.chain(*groups)) == list(range(32))
+
+
+def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
+    for rank in range(32):
+        share, same = expert_ranks(LAYOUT, rank)
+        assert len(share) == 4 and len(same) == 2 and rank in share and rank in same
+        assert set(share) | set(same) <= set(ranks_along(LAYOUT, ("dp_shard", "cp", "tp"), rank))
+
+
+def _collectives() -> dict[str, Any]:
+    told: list[tuple[str, str, int]] = []
+    mesh = make_mesh(Layout(dp_shard=2, tp=2), count=lambda *what: told.append(what))
+    tp, world = mesh["tp"], mesh["world"]
+    mine = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
+    theirs = torch.arange(6.0).view(2, 3) + 10 * (mesh.rank ^ 1)
+    pair = [mine, theirs] if tp.index == 0 else [theirs, mine]
+    assert torch.equal(tp.all_reduce(mine.clone()), mine + theirs)
+    assert torch.equal(tp.all_reduce(mine.clone(), "max"), torch.maximum(mine, theirs))
+    assert torch.equal(tp.all_gather(mine), torch.cat(pair))
+    assert torch.equal(tp.all_gather(mine, 1), torch.cat(pair, 1))
+    assert torch.equal(tp.reduce_scatter(mine), (mine + theirs)[tp.index : tp.index + 1])
+    wide = torch.cat((mine, mine), 1)
+    assert torch.equal(tp.reduce_scatter(wide, 1), mine + theirs)
+    sent = [[1, 0], [0, 2]][tp.index]
+    rows = tp.all_to_all(torch.full((sum(sent), 3), float(tp.index)), sent, sent)
+    assert rows.shape[0] == sum(sent) and (rows == tp.index).all()
+    assert mesh["cp"].all_reduce(mine) is mine and mesh["cp"].all_gather(mine) is mine
+    assert world.broadcast(torch.full((2,), float(mesh.rank)), 3).tolist() == [3.0, 3.0]
+    received = torch.empty(2)
+    work = tp.exchange([(torch.full((2,), float(mesh.rank)), 1 - tp.index)], [(received, 1 - tp.index)])
+    for one in work:
+        one.wait()
+    assert received.tolist() == [float(mesh.rank ^ 1)] * 2
+    return {"told": told, "ranks": tp.ranks}
+
+
+def test_collectives_on_four_processes() -> None:
+    results = on_ranks(4, _collectives)
+    assert [result["ranks"] for result in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert results[0]["told"][0] == ("tp", "all_reduce", 24)
+    assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["broadcast"]
