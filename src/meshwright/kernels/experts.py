@@ -1,22 +1,81 @@
-"""The matrix product of a mixture of experts: rows sorted by expert, each run of rows times its expert's matrix."""
+"""The matrix product of a mixture of experts: rows sorted by expert, each run of rows times its expert's matrix.
+
+On a GPU with grouped products one kernel takes all runs and reads their lengths from the device; elsewhere the host
+knows the lengths and calls one product for each run.
+"""
+
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.linear import linear, linear_reference
 
+Counts = list[int] | Tensor
+"""Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""
 
-def expert_linear_reference(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+
+def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """rows (N, in) sorted by expert, weights (X, out, in), counts: rows per expert, summing to N -> (N, out)."""
-    parts = rows.split(counts)
+    parts = torch.split(rows, _known(counts))
     return torch.cat([linear_reference(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def expert_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """As the reference; an expert without rows costs nothing and still gets a gradient of zero.
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
-    parts = zip(rows.split(counts), weights.unbind(), strict=True)
+    if isinstance(counts, Tensor) and len(rows) and groups_on_device(rows, weights):
+        return expert_linear_grouped(rows, weights, counts)
+    parts = zip(torch.split(rows, _known(counts)), weights.unbind(), strict=True)
     products = [linear(part, weight) for part, weight in parts if len(part)]
     return torch.cat(products) if products else linear(rows, weights[0])
+
+
+def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
+    """Whether counts may stay on the device: torch's grouped product takes bf16 with rows of a multiple of 16 bytes.
+
+    Before compute capability 9 torch itself falls back to a loop that waits for the counts.
+    """
+    if not (hasattr(F, "grouped_mm") and rows.is_cuda and rows.dtype == weights.dtype == torch.bfloat16):
+        return False
+    aligned = weights.shape[-1] % 8 == 0 and weights.shape[-2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+
+
+def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
+    ends = counts.cumsum(0, dtype=torch.int32)
+    product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    return product
+
+
+def _known(counts: Counts) -> list[int]:
+    return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+class _Spread(torch.autograd.Function):
+    """x (N, D) -> rows (N k, D): row i is x[order[i] // k]. The gradient is gathered and summed over k.
+
+    Left to autograd it would be added row by row into zeros: slower, and on a GPU in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        rows = gradient.index_select(0, inverse)
+        return rows if ctx.k == 1 else rows.view(-1, ctx.k, rows.shape[1]).sum(1), None, None, None
+
+
+def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
+    """x (N, D) -> (N k, D): k copies of each row, in an order (N k,) of the copies whose inverse (N k,) is given."""
+    rows: Tensor = _Spread.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]
+    return rows

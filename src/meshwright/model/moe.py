@@ -3,16 +3,21 @@
 Dropless: every token reaches its top_k experts, however uneven. Letters: N tokens, D hidden, X experts, F expert ffn.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
+from meshwright.kernels.experts import Counts, groups_on_device, spread
 from meshwright.model.mlp import make_mlp
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
 class Router(nn.Module):
     """Scores every expert in fp32 and picks top_k of them a token."""
+
+    correction_bias: Tensor
 
     def __init__(self, shape: ModelShape, moe: MoEShape) -> None:
         super().__init__()
@@ -47,6 +52,16 @@ class Router(nn.Module):
         return choice.topk(moe.top_k, dim=-1).indices
 
 
+def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
+    """Tables of counts (T, X) as lists; the host waits for the device. `rows` is the sum of the first table.
+
+    The only place where the host learns how tokens were routed, once a layer. Where tensors have no values (a dry run)
+    another function of this signature gives the counts.
+    """
+    known: list[list[int]] = counts.tolist()
+    return known
+
+
 class Experts(nn.Module):
     """X feed-forwards as three stacked matrices; the product over runs of rows is a kernel."""
 
@@ -56,15 +71,19 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels = kernels
+        self.counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D).
+        """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
+        if groups_on_device(rows, self.gate):
+            return self.feed_forward(rows, counts)
+        return self.feed_forward(rows, self.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
-        The only place where the host learns the counts (one wait a layer).
-        """
-        product, runs = self.kernels.expert_linear, counts.tolist()
-        inner = self.kernels.swiglu(product(rows, self.gate, runs), product(rows, self.up, runs))
-        out: Tensor = product(inner, self.down, runs)
+    def feed_forward(self, rows: Tensor, counts: Counts) -> Tensor:
+        """The experts that are held here: rows (R, D) sorted by them, counts rows of each -> (R, D)."""
+        product = self.kernels.expert_linear
+        inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
+        out: Tensor = product(inner, self.down, counts)
         return out
 
 
@@ -79,25 +98,34 @@ class MoE(nn.Module):
         self.experts = Experts(shape, shape.moe, kernels)
         if shape.moe.shared_experts:
             self.shared = make_mlp(shape, kernels, shape.moe.shared_experts * shape.moe.ffn, False)
+        self.over_sequence: Callable[[Tensor], Tensor] = _whole
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32."""
         flat = x.flatten(0, 1)
         weights, experts, probabilities = self.router(flat)
-        order = experts.flatten().argsort(stable=True)
-        counts = experts.new_zeros(self.moe.experts).scatter_add_(0, experts.flatten(), torch.ones_like(order))
-        rows = self.experts(flat[order // self.moe.top_k], counts)
-        rows = rows * weights.flatten()[order].unsqueeze(1).to(rows.dtype)
-        out = torch.zeros_like(flat).index_add(0, order // self.moe.top_k, rows)
+        choices = experts.flatten()
+        order = choices.argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
+        rows = self.experts(spread(flat, order, inverse, self.moe.top_k), counts)
+        rows = spread(rows, inverse, order).view(*weights.shape, -1)
+        out = (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1).view_as(x)
         if self.moe.shared_experts:
-            out = out + self.shared(flat)
-        return out.view_as(x), self._balance(experts, probabilities, x.shape[0])
+            out = out + self.shared(x)
+        return out, self._balance(experts, probabilities, x.shape[0])
 
     def _balance(self, experts: Tensor, probabilities: Tensor, sequences: int) -> Tensor:
         """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4).
 
-        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split into micro-batches or ranks changes it.
+        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split into micro-batches or ranks changes it. Where a
+        rank sees a part of each sequence, `over_sequence` makes of its two means (2, B, X) those of whole sequences.
         """
         chosen = torch.zeros_like(probabilities).scatter_(1, experts, 1.0).view(sequences, -1, self.moe.experts)
-        share = chosen.mean(1) / self.moe.top_k
-        return self.moe.experts * (share * probabilities.view_as(chosen).mean(1)).sum(-1)
+        means = torch.stack((chosen.mean(1) / self.moe.top_k, probabilities.view_as(chosen).mean(1)))
+        share, probability = self.over_sequence(means).unbind()
+        return self.moe.experts * (share * probability).sum(-1)
+
+
+def _whole(means: Tensor) -> Tensor:
+    return means
