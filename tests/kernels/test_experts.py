@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import fast, reference
+from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 
@@ -34,6 +35,51 @@ def test_value_and_gradients(counts: list[int], name: str) -> None:
 def test_first_derivatives_in_fp64(counts: list[int]) -> None:
     given = [tensor.double().requires_grad_() for tensor in tensors((8, 3), (4, 2, 3))]
     assert torch.autograd.gradcheck(partial(fast().expert_linear, counts=counts), given)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_counts_may_be_a_tensor(counts: list[int]) -> None:
+    """And the grouped product that takes them on a GPU equals the loop; here by torch's own plain version of it."""
+    given = tensors((8, 6), (4, 5, 6))
+    for product in (fast().expert_linear, reference().expert_linear):
+        assert_single(partial(product, counts=torch.tensor(counts)), partial(loop, counts=counts), given)
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        given = tensors((8, 8), (4, 16, 8))  # torch wants rows of a multiple of 16 bytes
+        grouped = partial(expert_linear_grouped, counts=torch.tensor(counts))
+        assert_single(grouped, partial(loop, counts=counts), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[11, 0, 40, 13], [0, 0, 64, 0], [64, 0, 0, 0]])
+def test_on_a_gpu_the_host_does_not_wait_for_counts(counts: list[int]) -> None:
+    rows, weights = (tensor.cuda().bfloat16() for tensor in tensors((64, 48), (4, 32, 48)))
+    if not groups_on_device(rows, weights):
+        pytest.skip("no grouped product on this device")
+    given = torch.tensor(counts, device="cuda")
+    found = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    wanted = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = fast().expert_linear(*found, given)
+        out.backward(torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = reference().expert_linear(*wanted, counts)
+    expected.backward(torch.ones_like(expected))
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_spread_rows_and_their_way_back(k: int) -> None:
+    """As indexing, whose gradient autograd adds up row by row."""
+    order = torch.randperm(5 * k, generator=torch.Generator().manual_seed(0))
+    inverse = order.argsort()
+    assert_single(lambda x: spread(x, order, inverse, k), lambda x: x[order // k], tensors((5, 4)))
+    x = tensors((5 * k, 4))[0]
+    assert torch.equal(spread(spread(x, order, inverse), inverse, order), x)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

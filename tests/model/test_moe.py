@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.kernels import choose
 from meshwright.model.moe import MoE
@@ -171,7 +172,7 @@ def test_balance_loss_is_the_mean_over_routed_layers_only() -> None:
     found = model("deepseek-v3")
     assert [found.shape.is_moe_layer(i) for i in range(3)] == [False, True, True]
     seen: list[Tensor] = []
-    for block in list(found.layers)[1:]:
+    for block in list(found.layers.values())[1:]:
         block.mlp.register_forward_hook(lambda module, given, out: seen.append(out[1]))
     balance = found.loss(tokens(2, 9), tokens(2, 9)).balance
     assert balance is not None and len(seen) == 2
@@ -204,3 +205,23 @@ def test_the_router_stays_fp32_in_a_16_bit_model() -> None:
     assert weights.dtype == probabilities.dtype == torch.float32
     torch.testing.assert_close(probabilities.sum(1), torch.ones(18), rtol=1e-6, atol=1e-6)
     assert found(states().bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_asks_for_the_counts_once_and_for_nothing_else(name: str) -> None:
+    """Tensors without values can then be routed by counts that are given: shapes, and with them memory, are known."""
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def given(counts: Tensor, rows: int) -> list[list[int]]:
+        asked.append((tuple(counts.shape), rows))
+        return [[rows // 8] * 8]
+
+    with FakeTensorMode():
+        found = MoE(shrink(name), choose("auto"))
+        found.experts.counts_on_host = given
+        x = torch.empty(2, 8, 24, requires_grad=True)
+        out, balance = found(x)
+        (out.sum() + balance.sum()).backward()
+        assert out.shape == x.shape and x.grad is not None and balance.shape == (2,)
+        assert all(parameter.grad is not None for parameter in found.parameters())
+    assert asked == [((1, 8), 16 * found.moe.top_k)]
