@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model import build
-from meshwright.parallel import parallelize
+from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
 from meshwright.train.batches import Batch, split
 from meshwright.train.optimizer import AdamW
@@ -43,11 +43,11 @@ def batch() -> Batch:
 def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tensor]:
     """Loss and every gradient of one step."""
     model = build(shape, seed=1)
-    parallelize(model, Layout(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
+    engine = on_one_device(model, Layout(recompute=recompute))  # type: ignore[arg-type]
     optimizer = AdamW(model.train().named_parameters(), Recipe())
     whole = batch()
     micro_batches = [replace(part, valid=int((part.targets >= 0).sum())) for part in split(whole, micro_batch)]
-    result = train_step(model, optimizer, micro_batches, rate=0.0, clip=0.0, balance_loss=0.01)
+    result = train_step(engine, optimizer, micro_batches, rate=0.0, clip=0.0, balance_loss=0.01)
     moments = {name: t.clone() for name, t in optimizer.tensors().items() if name.startswith("moment1.")}
     return {"loss": result.loss, **moments}
 

@@ -47,8 +47,7 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     """A step of Meshwright's own training function."""
     import torch
 
-    from meshwright.model import build
-    from meshwright.parallel import parallelize
+    from meshwright.parallel import build_engine
     from meshwright.spec import Layout, Recipe
     from meshwright.spec.presets import model as preset
     from meshwright.train import device
@@ -60,16 +59,15 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     target = torch.device("cpu")
     device.prepare(target, precision)
     shape = preset(f"llama-{shape_name}")
-    model = parallelize(
-        build(shape, dtype=DTYPES[precision]), Layout(compile="on" if compiled else "off"), target
-    ).train()
-    optimizer = AdamW(model.named_parameters(), Recipe())
+    engine = build_engine(shape, Layout(compile="on" if compiled else "off"), dtype=DTYPES[precision])
+    engine.train()
+    optimizer = AdamW(engine.parameters.items(), Recipe())
     generator = torch.Generator().manual_seed(0)
 
     def step() -> float:
         tokens = torch.randint(0, shape.vocab, (rows, sequence + 1), generator=generator)
         batch = Batch(tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=rows * sequence)
-        return train_step(model, optimizer, [batch], rate=1e-4, clip=1.0, balance_loss=0.0).loss.item()
+        return train_step(engine, optimizer, [batch], rate=1e-4, clip=1.0, balance_loss=0.0).loss.item()
 
     return step
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels import attention
 from meshwright.model import Transformer, generate
-from meshwright.parallel import parallelize
+from meshwright.parallel import on_one_device
 from meshwright.spec import Layout
 from tests.counting import Alive, Operations
 from tests.model.shrunk import KINDS, model, packed, tokens
@@ -27,7 +27,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def laid_out(name: str, recompute: str, **options: object) -> Transformer:
-    return parallelize(model(name, **options), Layout(recompute=recompute), torch.device("cpu"))  # type: ignore[arg-type]
+    return on_one_device(model(name, **options), Layout(recompute=recompute)).model  # type: ignore[arg-type]
 
 
 def step(found: Transformer, *, length: int = 20, mask: bool = False) -> dict[str, Tensor]:
@@ -163,7 +163,7 @@ def compiled(name: str, recompute: str, *, graphs: int) -> int:
     torch._dynamo.utils.counters.clear()
     plain = model(name)
     plain.hidden(tokens(2, 20))[0].sum().backward()
-    found = parallelize(model(name), Layout(recompute=recompute, compile="on"), torch.device("cpu"))  # type: ignore[arg-type]
+    found = on_one_device(model(name), Layout(recompute=recompute, compile="on")).model  # type: ignore[arg-type]
     x, _ = found.hidden(tokens(2, 20))
     kept = graph_bytes(found, x)
     x.sum().backward()

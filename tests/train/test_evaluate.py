@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.train.batches import Batch
+from meshwright.parallel import on_one_device
 from meshwright.train.evaluate import evaluate
 from tests.counting import Operations
 from tests.model.shrunk import VOCAB
@@ -23,7 +24,7 @@ def test_figures_by_hand() -> None:
             for row, place in (one.targets >= 0).nonzero().tolist():
                 nats -= logs[row, place, one.targets[row, place]].item()
                 count += 1
-    metrics = evaluate(found, iter(batches), step=7, tokens_per_byte=0.31)
+    metrics = evaluate(on_one_device(found), iter(batches), step=7, tokens_per_byte=0.31)
     assert (metrics.step, metrics.tokens) == (7, 21) and count == 21
     assert metrics.loss == pytest.approx(nats / 21, rel=1e-6)
     assert metrics.perplexity == pytest.approx(math.exp(nats / 21), rel=1e-5)
@@ -36,7 +37,7 @@ def test_a_model_that_knows_nothing_needs_log2_of_the_vocabulary() -> None:
     found = small()
     with torch.no_grad():
         found.head.weight.zero_()
-    metrics = evaluate(found, [batch(2, 9)], step=0, tokens_per_byte=1.0)
+    metrics = evaluate(on_one_device(found), [batch(2, 9)], step=0, tokens_per_byte=1.0)
     assert metrics.bits_per_byte == pytest.approx(math.log2(VOCAB), rel=1e-6)
     assert metrics.perplexity == pytest.approx(VOCAB, rel=1e-5)
 
@@ -46,8 +47,8 @@ def test_without_dropout_or_gradients_and_the_mode_is_put_back(training: bool) -
     found = small(dropout=0.5).train(training)
     state = torch.get_rng_state()
     with Operations() as made:
-        first = evaluate(found, [batch(2, 9)], step=0, tokens_per_byte=1.0)
-    assert first.loss == evaluate(small(), [batch(2, 9)], step=0, tokens_per_byte=1.0).loss
+        first = evaluate(on_one_device(found), [batch(2, 9)], step=0, tokens_per_byte=1.0)
+    assert first.loss == evaluate(on_one_device(small()), [batch(2, 9)], step=0, tokens_per_byte=1.0).loss
     assert torch.equal(state, torch.get_rng_state()), "what training draws next is not moved"
     assert found.training == training and all(parameter.grad is None for parameter in found.parameters())
     assert made.counts["mm"] == 3 * 7 + 1, "seven products a layer and the head"
@@ -57,7 +58,7 @@ def test_the_mode_is_put_back_after_an_error() -> None:
     found = small()
     broken = Batch(tokens=torch.full((1, 3), VOCAB), targets=torch.zeros(1, 3, dtype=torch.int64), valid=3)
     with pytest.raises((IndexError, RuntimeError)):
-        evaluate(found, [broken], step=0, tokens_per_byte=1.0)
+        evaluate(on_one_device(found), [broken], step=0, tokens_per_byte=1.0)
     assert found.training
 
 
@@ -68,7 +69,7 @@ def test_the_mean_does_not_depend_on_the_batches() -> None:
         Batch(tokens=whole.tokens[i : i + 1], targets=whole.targets[i : i + 1], valid=v)
         for i, v in enumerate([10, 2, 5, 9])
     ]
-    one, four = (evaluate(found, given, step=0, tokens_per_byte=1.0) for given in ([whole], parts))
+    one, four = (evaluate(on_one_device(found), given, step=0, tokens_per_byte=1.0) for given in ([whole], parts))
     assert one.loss == pytest.approx(four.loss, rel=1e-6) and one.tokens == four.tokens == 26
 
 
@@ -76,13 +77,13 @@ def test_extreme_losses_stay_numbers_where_they_can() -> None:
     found = small()
     with torch.no_grad():
         found.head.weight.mul_(1e4)
-    metrics = evaluate(found, [batch(2, 9)], step=0, tokens_per_byte=1.0)
+    metrics = evaluate(on_one_device(found), [batch(2, 9)], step=0, tokens_per_byte=1.0)
     assert metrics.loss > 1000 and math.isfinite(metrics.perplexity)
     with torch.no_grad():
         found.head.weight[0, 0] = torch.nan
-    assert math.isnan(evaluate(found, [batch(2, 9)], step=0, tokens_per_byte=1.0).loss)
+    assert math.isnan(evaluate(on_one_device(found), [batch(2, 9)], step=0, tokens_per_byte=1.0).loss)
 
 
 def test_nothing_to_score() -> None:
-    metrics = evaluate(small(), [], step=0, tokens_per_byte=1.0)
+    metrics = evaluate(on_one_device(small()), [], step=0, tokens_per_byte=1.0)
     assert (metrics.tokens, metrics.loss) == (0, 0.0)

@@ -230,10 +230,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, how: Callable[[Any], None
     """Do something to the model before a step of the next run."""
     real, calls = trainer.train_step, iter(range(1, 10_000))
 
-    def disturbed(model: Any, *given: Any, **options: Any) -> Any:
+    def disturbed(engine: Any, *given: Any, **options: Any) -> Any:
         if next(calls) == step:
-            how(model)
-        return real(model, *given, **options)
+            how(engine.model)
+        return real(engine, *given, **options)
 
     monkeypatch.setattr(trainer, "train_step", disturbed)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.parallel import on_one_device
 from meshwright.spec import parameters
 from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.optimizer import AdamW
@@ -21,12 +22,12 @@ CPU = torch.device("cpu")
 def state(name: str = "deepseek-v3", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> TrainState:
     found = small(name, dtype=dtype, seed=seed)
     scaler = LossScaler(CPU, initial=1024.0) if dtype == torch.float16 else None
-    return TrainState(found, AdamW(found.named_parameters(), RECIPE), scaler, Progress())
+    return TrainState(on_one_device(found), AdamW(found.named_parameters(), RECIPE), scaler, Progress())
 
 
 def step(found: TrainState, seed: int) -> None:
     train_step(
-        found.model, found.optimizer, [batch(2, 8, seed=seed)],
+        found.engine, found.optimizer, [batch(2, 8, seed=seed)],
         rate=1e-3, clip=1.0, balance_loss=0.01, scaler=found.scaler,
     )  # fmt: skip
 
@@ -34,7 +35,7 @@ def step(found: TrainState, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_names(dtype: torch.dtype) -> None:
     found = state(dtype=dtype)
-    weights = [parameter.name for parameter in parameters(found.model.shape)]
+    weights = [parameter.name for parameter in parameters(found.engine.model.shape)]
     kept = [f"layers.{layer}.mlp.router.correction_bias" for layer in (1, 2)]
     kinds = ["moment1.", "moment2.", "step."] + ([] if dtype == torch.float32 else ["master."])
     expected = {f"model.{name}" for name in (*weights, *kept)} | {f"optimizer.{k}{n}" for k in kinds for n in weights}
@@ -50,7 +51,7 @@ def test_names(dtype: torch.dtype) -> None:
 
 def test_the_tensors_are_those_in_use() -> None:
     found = state()
-    assert found.tensors()["model.embed.weight"].data_ptr() == found.model.embed.weight.data_ptr()
+    assert found.tensors()["model.embed.weight"].data_ptr() == found.engine.model.embed.weight.data_ptr()
     assert not any(tensor.requires_grad for name, tensor in found.tensors().items() if name.startswith("model."))
 
 

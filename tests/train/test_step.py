@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.train.batches import split
 from meshwright.train.precision import LossScaler
-from meshwright.train.step import gradient_norm, train_step
+from meshwright.parallel import on_one_device
+from meshwright.parallel.engine import euclidean_norm
+from meshwright.train.step import train_step
 from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, weights
 
 
@@ -99,13 +101,13 @@ def test_a_gradient_that_is_no_number_leaves_every_bit(dtype: torch.dtype) -> No
     optimizer = Watched(found.named_parameters(), RECIPE)
     given = [batch(4, 10)]
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.0}
-    train_step(found, optimizer, given, **options)
+    train_step(on_one_device(found), optimizer, given, **options)
     poisoned = "layers.1.attention.o.weight"
     with torch.no_grad():
         found.get_parameter(poisoned)[0, 0] = torch.nan
         optimizer.masters[poisoned][0, 0] = torch.nan
     before = {name: tensor.clone() for name, tensor in {**found.state_dict(), **optimizer.tensors()}.items()}
-    result = train_step(found, optimizer, given, **options)
+    result = train_step(on_one_device(found), optimizer, given, **options)
     assert result.skipped == 1 and not torch.isfinite(result.grad_norm) and not torch.isfinite(result.loss)
     for name, tensor in {**found.state_dict(), **optimizer.tensors()}.items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
@@ -136,7 +138,7 @@ def test_an_fp16_overflow_skips_the_step_halves_the_scale_and_the_next_one_goes_
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.0, "scaler": scaler}
     before, skipped = weights(found), 0
     while True:
-        result = train_step(found, optimizer, [batch(4, 10)], **options)
+        result = train_step(on_one_device(found), optimizer, [batch(4, 10)], **options)
         if not result.skipped:
             break
         skipped += 1
@@ -159,15 +161,15 @@ def test_measuring_noise_changes_no_bit_and_gives_each_micro_batchs_mean_gradien
     for part, squared in zip(split(whole, 1), noisy.micro_squared, strict=True):
         alone = small("mixtral-8x7b")
         (alone.loss(part.tokens, part.targets).cross_entropy / part.valid).backward()
-        expected = gradient_norm([p.grad for p in alone.parameters() if p.grad is not None]) ** 2
+        expected = euclidean_norm([p.grad for p in alone.parameters() if p.grad is not None]) ** 2
         assert squared.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_the_norm_is_taken_in_fp32_whatever_the_dtype() -> None:
     """65504 is the largest fp16, and the squares of these gradients are far above it."""
     parts = [torch.full((1000,), 300.0, dtype=torch.float16), torch.full((10,), -4.0, dtype=torch.float32)]
-    assert gradient_norm(parts).item() == pytest.approx(math.sqrt(1000 * 300.0**2 + 160), rel=1e-6)
-    assert gradient_norm(parts).dtype == torch.float32
+    assert euclidean_norm(parts).item() == pytest.approx(math.sqrt(1000 * 300.0**2 + 160), rel=1e-6)
+    assert euclidean_norm(parts).dtype == torch.float32
 
 
 def test_dropout_is_drawn_anew_in_each_micro_batch() -> None:

@@ -11,6 +11,7 @@ from meshwright.model import Transformer
 from meshwright.spec import Recipe
 from meshwright.train.batches import Batch, split
 from meshwright.train.optimizer import AdamW
+from meshwright.parallel import on_one_device
 from meshwright.train.step import StepResult, train_step
 from tests.model.shrunk import VOCAB, model
 
@@ -51,7 +52,7 @@ def trained(found: Transformer, whole: Batch, size: int, **changes: Any) -> tupl
     """One step over micro-batches of `size` sequences."""
     optimizer = Watched(found.named_parameters(), replace(RECIPE, **changes.pop("recipe", {})))
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.01, **changes}
-    return train_step(found, optimizer, split(whole, size), **options), optimizer
+    return train_step(on_one_device(found), optimizer, split(whole, size), **options), optimizer
 
 
 def weights(found: Transformer) -> dict[str, Tensor]:

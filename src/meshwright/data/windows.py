@@ -33,6 +33,16 @@ class Sequences:
     packed: bool
     """Whether any row holds a document's border."""
 
+    def rows(self, which: slice) -> "Sequences":
+        """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
+        return Sequences(
+            tokens=self.tokens[which],
+            targets=self.targets[which],
+            documents=self.documents[which],
+            positions=self.positions[which],
+            packed=self.packed,
+        )
+
 
 @final
 class Sampler:

@@ -12,10 +12,17 @@ class Linear(nn.Linear):
     def __init__(self, size_in: int, size_out: int, kernels: Kernels, bias: bool = False) -> None:
         super().__init__(size_in, size_out, bias)
         self.kernels = kernels
+        self.adds_bias = True
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """The bias, where it is added here: of ranks that share a sum, one adds it (parallel/tensor.py)."""
+        bias: Tensor | None = self.bias
+        return bias if self.adds_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
-        product: Tensor = self.kernels.linear(x, self.weight, self.bias)
+        product: Tensor = self.kernels.linear(x, self.weight, self.local_bias)
         return product
 
 
@@ -31,6 +38,6 @@ def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
     found: tuple[Tensor, ...] = plain[0].kernels.linears(
-        x, [layer.weight for layer in plain], [layer.bias for layer in plain]
+        x, [layer.weight for layer in plain], [layer.local_bias for layer in plain]
     )
     return found

@@ -22,7 +22,7 @@ class GatedMLP(nn.Module):
         """x (..., D) -> (..., D)."""
         gate, up = apply_all(x, self.gate, self.up)
         if is_plain(self.down):
-            down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.bias)
+            down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias)
         else:
             down = self.down(self.kernels.swiglu(gate, up))
         return down

@@ -3,7 +3,7 @@
 Letters: B batch, S sequence, D hidden, V vocab.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,10 @@ from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.spec.shape import ModelShape
+
+
+MaskMaker = Callable[..., Mask]
+"""As kernels.attention.causal_mask; context parallelism puts another in its place."""
 
 
 class Block(nn.Module):
@@ -48,17 +52,6 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-MaskMaker = Callable[..., Mask]
-"""As kernels.attention.causal_mask; context parallelism puts another in its place."""
-BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
-
-
-def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
-    """Run a block plainly; recomputation puts another function of this signature in its place."""
-    result: tuple[Tensor, Tensor | None] = block(x, sight, cache)
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What a forward pass adds up: both are sums, already divided by what the caller gave."""
@@ -68,7 +61,11 @@ class Loss:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model whose variants are data in its shape."""
+    """A decoder-only language model whose variants are data in its shape.
+
+    It may hold a part of the layers only (a pipeline stage): `first` says whether it embeds tokens, `last` whether it
+    ends in norm, head and loss. A tied head's matrix is `embed.weight` on a last stage too.
+    """
 
     def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0) -> None:
         super().__init__()
@@ -78,11 +75,13 @@ class Transformer(nn.Module):
             self.positions = nn.Embedding(shape.max_positions, shape.hidden)
         else:
             self.register_buffer("inverse", frequencies(shape), persistent=False)
-        self.layers = nn.ModuleDict({str(layer): Block(shape, layer, kernels, dropout) for layer in range(shape.layers)})
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(shape, layer, kernels, dropout) for layer in range(shape.layers)}
+        )
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
             self.head = Linear(shape.hidden, shape.vocab, kernels)
-        self.call_block: BlockCall = call_block
+        self.first = self.last = True
         self.make_mask: MaskMaker = causal_mask
 
     @property
@@ -113,9 +112,28 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Loss:
         """Summed cross-entropy over targets (B, S) that are not -100, in nats, times scale; the balance loss (B,)."""
-        x, balance = self.hidden(tokens, positions=positions, documents=documents)
-        flat = x.flatten(0, 1)
-        return Loss(self.kernels.linear_cross_entropy(flat, self.head_weight, targets.flatten(), scale), balance)
+        return self.stage(None, tokens, targets, scale=scale, positions=positions, documents=documents)[1]
+
+    def stage(
+        self,
+        x: Tensor | None,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        scale: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, Loss]:
+        """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
+        the loss: see `loss`. The cross-entropy is zero on all but the last."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        x = self.enter(tokens, positions) if x is None else x
+        x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents))
+        if not self.last:
+            return x, Loss(torch.zeros((), device=x.device), balance)
+        flat = self.norm(x).flatten(0, 1)
+        return x, Loss(self.kernels.linear_cross_entropy(flat, self.head_weight, targets.flatten(), scale), balance)
 
     def hidden(
         self,
@@ -151,7 +169,7 @@ class Transformer(nn.Module):
         routed layers, so that those of pipeline stages add up to it."""
         balances: list[Tensor] = []
         for index, block in enumerate(self.layers.values()):
-            x, balance = self.call_block(block, x, sights[block.window], cache.layers[index] if cache else None)
+            x, balance = block(x, sights[block.window], cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
@@ -170,6 +188,30 @@ class Transformer(nn.Module):
         }
 
 
+def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto") -> Transformer:
+    """The whole model without memory: every parameter on the meta device."""
+    with torch.device("meta"):
+        return Transformer(shape, kernels=choose(kernels), dropout=dropout)
+
+
+def materialize(
+    model: Transformer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Give a skeleton memory: parameters unset, of the given sizes where a rank holds a part of them."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
+            setattr(module, name, nn.Parameter(torch.empty(tuple(size), dtype=dtype, device=device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+    if model.shape.positions == "rope":
+        model.inverse = frequencies(model.shape).to(device)
+
+
 def build(
     shape: ModelShape,
     *,
@@ -181,15 +223,8 @@ def build(
     initialize: bool = True,
 ) -> Transformer:
     """A model with initial weights of (seed, parameter name); `initialize=False` leaves them unset for a loader."""
-    with torch.device("meta"):
-        model = Transformer(shape, kernels=choose(kernels), dropout=dropout)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-    if shape.positions == "rope":
-        model.inverse = frequencies(shape).to(device)
+    model = skeleton(shape, dropout=dropout, kernels=kernels)
+    materialize(model, dtype=dtype, device=device)
     if initialize:
         initialize_weights(model, seed)
     return model

@@ -1,4 +1,6 @@
-"""How a layout is put onto a model: one screen, in a stated order."""
+"""How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -6,20 +8,91 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
+from meshwright.model.init import initial_value
 from meshwright.model.moe import Experts
-from meshwright.model.transformer import Block, BlockCall, call_block
-from meshwright.parallel.recompute import block_call
+from meshwright.model.transformer import Block, materialize, skeleton
+from meshwright.parallel import data
+from meshwright.parallel.boxes import Box, boxes
+from meshwright.parallel.engine import Engine
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
 
 
-def parallelize(model: Transformer, layout: Layout, device: torch.device) -> Transformer:
-    """Apply a layout to a built model, in this order: recomputation around each block, then compilation of both."""
+def build_engine(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    mesh: Mesh | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    dropout: float = 0.0,
+    initialize: bool = True,
+) -> Engine:
+    """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name)."""
+    device = torch.device(device)
+    mesh = mesh or make_mesh(layout)
+    model = skeleton(shape, dropout=dropout, kernels=layout.kernels)
+    held = boxes(shape, mesh)
+    materialize(model, dtype=dtype, device=device, sizes={name: box.sizes for name, box in held.items()})
+    if initialize:
+        initialize_boxes(model, held, seed)
+    return parallelize(model, mesh, held, device)
+
+
+def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
+    """An engine around a whole model that exists already, with the layout's recomputation and compilation."""
+    layout = layout or Layout(compile="off")
+    mesh = make_mesh(layout, rank=0)
+    return parallelize(model, mesh, boxes(model.shape, mesh), next(model.parameters()).device)
+
+
+def initialize_boxes(model: Transformer, held: dict[str, Box], seed: int) -> None:
+    """Give every parameter its part of the initial value of (seed, name), one whole tensor alive at a time."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = initial_value(name, torch.Size(held[name].whole), model.shape, seed)
+            parameter.copy_(whole[held[name].slices])
+
+
+def parallelize(model: Transformer, mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
+    """Lay a model whose parameters are this rank's boxes over the mesh."""
+    layout = mesh.layout
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
+    apply_block_call(model, layout, device)
+    if data.is_needed(mesh):
+        data.apply_data_parallel(model, mesh, device)
+    return Engine(stages=(model,), mesh=mesh, boxes=held, same_heads=_same_heads(model.shape, mesh))
+
+
+def _same_heads(shape: ModelShape, mesh: Mesh) -> Group:
+    """tp ranks that hold the same key head."""
+    tp = mesh["tp"]
+    copies = max(1, tp.size // shape.kv_heads) if shape.mla is None else 1
+    start = tp.index - tp.index % copies
+    return make_group("tp", tp.ranks[start : start + copies], mesh)
+
+
+def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
+    """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
     if layout.compile == "on" or (layout.compile == "auto" and device.type == "cuda"):
         _keep_from_compiler(model)
-        model.call_block = _compiled(layout.recompute)
+        call = _compiled(layout.recompute)
     else:
-        model.call_block = block_call(layout.recompute)
-    return model
+        call = block_call(layout.recompute)
+    for block in model.layers.values():
+        block.forward = partial(_forward, call, block)
+
+
+def _forward(
+    call: BlockCall, block: Block, x: Tensor, sight: Sight, cache: LayerCache | None = None
+) -> tuple[Tensor, Tensor | None]:
+    return call(block, x, sight, cache)
 
 
 def _compiled(recompute: str) -> BlockCall:

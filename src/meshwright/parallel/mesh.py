@@ -5,7 +5,6 @@ number are neighbours in a node, where the collectives of tensor parallelism nee
 farthest apart, since they send least (Narayanan et al. 2021, arXiv:2104.04473, section 3.2).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,6 +16,7 @@ from meshwright.parallel.group import Count, Group
 from meshwright.spec.layout import AXES, Layout
 
 PRODUCTS = {
+    "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
     "data": ("dp_replicate", "dp_shard", "cp"),
     "model": ("pp", "dp_shard", "cp", "tp"),
@@ -27,7 +27,8 @@ PRODUCTS = {
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: each axis, each product in PRODUCTS, `ep` and `expert_shard`."""
+    """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in one
+    replica) and `expert_data` (in all) hold the same ones."""
 
     layout: Layout
     rank: int
@@ -74,6 +75,12 @@ def expert_ranks(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int,
     return ranks[start : start + layout.ep], ranks[at % layout.ep :: layout.ep]
 
 
+def _expert_data(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Ranks of all replicas that hold the same experts."""
+    replicas = ranks_along(layout, ("dp_replicate",), rank)
+    return tuple(member for replica in replicas for member in expert_ranks(layout, replica)[1])
+
+
 def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = None) -> Mesh:
     """All groups of a layout for this rank (default: that of the process group that is initialised).
 
@@ -85,6 +92,7 @@ def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = Non
     ranks = {axis: ranks_along(layout, (axis,), rank) for axis in AXES}
     ranks |= {name: ranks_along(layout, axes, rank) for name, axes in PRODUCTS.items()}
     ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
+    ranks["expert_data"] = _expert_data(layout, rank)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups = {}
     for name, members in ranks.items():
@@ -92,6 +100,12 @@ def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = Non
             made[members] = _process_group(members, layout.world)
         groups[name] = Group(name, members, members.index(rank), made[members], count)
     return Mesh(layout=layout, rank=rank, groups=groups)
+
+
+def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:
+    """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
+    process_group = _process_group(ranks, mesh.layout.world)
+    return Group(axis, ranks, ranks.index(mesh.rank), process_group, mesh["world"].count)
 
 
 def counted(mesh: Mesh, count: Count | None) -> Mesh:
@@ -109,19 +123,13 @@ def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | No
 
 
 def device_mesh(outer: Group, inner: Group, device_type: str) -> DeviceMesh:
-    """What fully_shard takes: (replicate, shard), from groups that exist already."""
-    inner_ranks = len(inner.ranks)
-    ranks = sorted(_combined(outer, inner))
-    table = [ranks[i : i + inner_ranks] for i in range(0, len(ranks), inner_ranks)]
-    assert math.prod((len(outer.ranks), inner_ranks)) == len(ranks)
+    """What fully_shard takes, from groups that exist already: (replicate, shard), or (shard,) without replicas."""
+    if outer.size == 1:
+        return DeviceMesh.from_group(_real(inner), device_type, mesh_dim_names=("shard",))
+    here = inner.ranks[inner.index]
+    table = [[rank + other - here for other in inner.ranks] for rank in outer.ranks]
     groups = [_real(outer), _real(inner)]
     return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
-
-
-def _combined(outer: Group, inner: Group) -> list[int]:
-    """Ranks of the product of two groups of one rank: each outer rank with this rank's inner offsets."""
-    here = inner.ranks[inner.index]
-    return [rank + other - here for rank in outer.ranks for other in inner.ranks]
 
 
 def _real(group: Group) -> dist.ProcessGroup:

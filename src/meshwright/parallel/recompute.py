@@ -15,7 +15,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
-from meshwright.model.transformer import Block, BlockCall, call_block
+from meshwright.model.transformer import Block
+
+BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
+
+
+def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
+    """A block's own arithmetic, without what hooks add to the call: those stay outside of what is made again."""
+    return Block.forward(block, x, sight, cache)
+
 
 MATRIX_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "linear"))
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""

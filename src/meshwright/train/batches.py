@@ -5,10 +5,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from meshwright.data import Sampler, Sequences
 
 
@@ -27,21 +30,66 @@ class Batch:
     """The same for each row, so that splitting needs no look at the device."""
 
 
-def to_batch(sequences: "Sequences", device: torch.device, *, document_mask: bool) -> Batch:
-    """Torch tensors of the windows; without a document mask rows are plain text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Which part of a step's sequences a rank reads: run `index` of `parts` equal ones, and of each the `columns`
+    (positions in the sequence; None = all)."""
+
+    index: int = 0
+    parts: int = 1
+    columns: tuple[int, ...] | None = None
+
+
+WHOLE = Share()
+
+
+def to_batch(
+    sequences: "Sequences", device: torch.device, *, document_mask: bool, share: Share = WHOLE, rows: int = 0
+) -> Batch:
+    """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled up
+    with rows that have no target, so that every rank makes the same passes over the same shapes."""
     packed = document_mask and sequences.packed
+    positions = sequences.positions if packed else None
+    targets = sequences.targets
+    if positions is None and share.columns is not None:
+        positions = np.broadcast_to(np.arange(targets.shape[1]), targets.shape)
 
-    def put(array: object) -> Tensor:
-        return torch.as_tensor(array).to(device, non_blocking=True)
+    def put(array: "NDArray[np.int64]", filling: int) -> Tensor:
+        if share.columns is not None:
+            array = array[:, list(share.columns)]
+        if len(array) < rows:
+            array = np.concatenate((array, np.full((rows - len(array), array.shape[1]), filling, array.dtype)))
+        return torch.as_tensor(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    valid_of_rows = (sequences.targets >= 0).sum(axis=1).tolist()
+    kept = targets if share.columns is None else targets[:, list(share.columns)]
+    valid_of_rows = [*(kept >= 0).sum(axis=1).tolist(), *[0] * (rows - len(kept))]
     return Batch(
-        tokens=put(sequences.tokens),
-        targets=put(sequences.targets),
-        documents=put(sequences.documents) if packed else None,
-        positions=put(sequences.positions) if packed else None,
+        tokens=put(sequences.tokens, 0),
+        targets=put(targets, -100),
+        documents=put(sequences.documents, 0) if packed else None,
+        positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
+    )
+
+
+def select(batch: Batch, share: Share = WHOLE) -> Batch:
+    """A rank's part of a batch that is there already, with its targets counted."""
+    rows = len(batch.tokens) // share.parts
+    here = slice(share.index * rows, (share.index + 1) * rows)
+    columns = slice(None) if share.columns is None else list(share.columns)
+    positions = batch.positions
+    if positions is None and share.columns is not None:
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand(batch.tokens.shape)
+    targets = batch.targets[here][:, columns]
+    valid_of_rows = tuple((targets >= 0).sum(1).tolist())
+    return Batch(
+        tokens=batch.tokens[here][:, columns],
+        targets=targets,
+        documents=None if batch.documents is None else batch.documents[here][:, columns],
+        positions=None if positions is None else positions[here][:, columns],
+        valid=sum(valid_of_rows),
+        valid_of_rows=valid_of_rows,
     )
 
 
@@ -67,16 +115,19 @@ def split(batch: Batch, size: int) -> list[Batch]:
 class Feed:
     """Reads the batch after the current one in a thread, so that a step does not wait for the disk."""
 
-    def __init__(self, sampler: "Sampler", device: torch.device, *, document_mask: bool) -> None:
-        self.sampler, self.device, self.document_mask = sampler, device, document_mask
+    def __init__(self, sampler: "Sampler", device: torch.device, *, document_mask: bool, share: Share = WHOLE) -> None:
+        self.sampler, self.device, self.document_mask, self.share = sampler, device, document_mask, share
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def _read(self, cursor: int, count: int) -> Batch:
-        return to_batch(self.sampler.take(cursor, count), self.device, document_mask=self.document_mask)
+        """This rank's part of samples cursor .. cursor + count - 1."""
+        own = count // self.share.parts
+        taken = self.sampler.take(cursor + own * self.share.index, own)
+        return to_batch(taken, self.device, document_mask=self.document_mask, share=self.share)
 
     def take(self, cursor: int, count: int, following: int = 0) -> Batch:
-        """Samples cursor .. cursor + count - 1; then begins to read the next `following` ones."""
+        """This rank's part of samples cursor .. cursor + count - 1; then begins to read the next `following` ones."""
         if self._next is not None and self._next[0] == (cursor, count):
             batch = self._next[1].result()
         else:
@@ -93,11 +144,21 @@ class Feed:
 
 
 def held_out(
-    sampler: "Sampler", device: torch.device, *, rows: int, limit: int, document_mask: bool
+    sampler: "Sampler",
+    device: torch.device,
+    *,
+    rows: int,
+    limit: int,
+    document_mask: bool,
+    share: Share = WHOLE,
 ) -> Iterator[Batch]:
-    """Held-out windows, `rows` at a time: all in order, or `limit` > 0 of them spread evenly; none twice."""
-    for sequences in sampler.windows_in_order(rows, limit=limit):
-        yield to_batch(sequences, device, document_mask=document_mask)
+    """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
+
+    Every rank is given equally many batches; the last ones are filled up with rows that do not count.
+    """
+    for sequences in sampler.windows_in_order(rows * share.parts, limit=limit):
+        own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
+        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows)
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

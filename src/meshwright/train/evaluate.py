@@ -6,28 +6,31 @@ from collections.abc import Iterable
 
 import torch
 
-from meshwright.model import Transformer
+from meshwright.parallel import Engine
 from meshwright.train.batches import Batch
 from meshwright.train.watch import EvalMetrics
 
 
-def evaluate(model: Transformer, batches: Iterable[Batch], *, step: int, tokens_per_byte: float) -> EvalMetrics:
+def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_byte: float) -> EvalMetrics:
     """Mean loss a token over all valid targets; bits per byte = loss / ln 2 x tokens per byte of the held-out text.
 
     Bits per byte compare models with different tokenizers; nats per token do not.
     """
     started = time.perf_counter()
-    training = model.training
+    training = engine.model.training
     total, tokens = 0.0, 0
     try:
-        model.eval()
+        engine.eval()
         with torch.no_grad():
             for batch in batches:
-                found = model.loss(batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents)
-                total += found.cross_entropy.double().item()
-                tokens += batch.valid
+                found = engine.model.loss(
+                    batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents
+                )
+                total += engine.sum_loss(found.cross_entropy.double()).item()
+                tokens += int(engine.total(batch.valid, batch.tokens.device).item())
     finally:
-        model.train(training)
+        if training:
+            engine.train()
     loss = total / max(1, tokens)
     return EvalMetrics(
         step=step,

@@ -1,17 +1,19 @@
 """A run from its plan to its end: prepare the data and the folder, build or resume the state, train."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
-from meshwright.model import build
-from meshwright.parallel import parallelize
+from meshwright.parallel import Mesh, build_engine, make_mesh
+from meshwright.parallel.agree import FirstRank
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
+from meshwright.train.batches import Share
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler
@@ -33,17 +35,41 @@ def run(
     `progress` is told of the encoding of the text: bytes done, bytes in all. Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
-    _check_resume(plan, resume)
+    mesh = make_mesh(plan.layout)
+    first = FirstRank(mesh["world"])
+    first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
-    corpus = prepare_data(plan.data, progress=progress)
+    corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    with RunFolder.create(Path(plan.run), plan, corpus.tokenizer, resume=resume != "no") as folder, Interrupt() as stop:
-        state = _new_state(plan, target)
+    with _folder(plan, corpus, resume, first) as folder, Interrupt() as stop:
+        state = _new_state(plan, mesh, target)
         _resume(state, plan, corpus, folder, resume)
-        folder.keep_plan()
-        trainer = Trainer(plan=plan, state=state, corpus=corpus, folder=folder, device=target, watchers=tuple(watchers))
+        first.alone(folder.keep_plan)
+        trainer = Trainer(
+            plan=plan,
+            state=state,
+            corpus=corpus,
+            folder=folder,
+            share=Share(index=_data_index(mesh), parts=plan.layout.dp),
+            device=target,
+            watchers=tuple(watchers) if first.here else (),
+        )
         return trainer.train(stop)
+
+
+def _data_index(mesh: Mesh) -> int:
+    """Which of the data-parallel readers this rank is."""
+    return mesh["dp_replicate"].index * mesh["dp_shard"].size + mesh["dp_shard"].index
+
+
+@contextmanager
+def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterator[RunFolder]:
+    """The run folder, made and locked by the first rank, looked at by the others."""
+    path = Path(plan.run)
+    with ExitStack() as stack:
+        made = first.alone(lambda: RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no"))
+        yield stack.enter_context(made) if made is not None else RunFolder(path=path, plan=plan)
 
 
 def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
@@ -61,20 +87,20 @@ def _check_resume(plan: Plan, resume: str) -> None:
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
-def _new_state(plan: Plan, target: torch.device) -> TrainState:
+def _new_state(plan: Plan, mesh: Mesh, target: torch.device) -> TrainState:
     recipe = plan.recipe
-    seed_everything(recipe.seed)
-    model = build(
+    seed_everything(recipe.seed + _data_index(mesh))
+    engine = build_engine(
         plan.model,
-        seed=recipe.seed,
-        dtype=DTYPES[recipe.precision],
+        plan.layout,
+        mesh=mesh,
         device=target,
+        dtype=DTYPES[recipe.precision],
+        seed=recipe.seed,
         dropout=recipe.dropout,
-        kernels=plan.layout.kernels,
     )
-    parallelize(model, plan.layout, target)
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
-    return TrainState(model, AdamW(model.named_parameters(), recipe), scaler, Progress())
+    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
 
 
 def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, resume: str) -> None:
@@ -97,7 +123,8 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, re
     tensors = state.tensors()
     checkpoint.load(found, tensors)
     state.restore(tensors, values)
-    MetricsLog(folder.metrics).truncate_to(state.progress.step)
+    if state.engine.mesh.rank == 0:
+        MetricsLog(folder.metrics).truncate_to(state.progress.step)
 
 
 def _other_place(found: Path, there: str, here: str) -> CheckpointError:

@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
 
 The update itself is torch's fused AdamW. Below fp32 it runs on fp32 master weights, bucket by bucket, so that only one
-bucket of gradients is ever widened: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more.
+bucket of gradients is ever widened: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters it
+updates this rank's part, as plain tensors that share the part's memory.
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 
 BUCKET_BYTES = 64 * 2**20
@@ -19,15 +21,13 @@ class AdamW:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
         self.parameters = dict(parameters)
-        self.masters = {
-            name: parameter.detach().float() if parameter.dtype != torch.float32 else parameter
-            for name, parameter in self.parameters.items()
-        }
+        self.masters = {name: local(parameter.detach()).float() for name, parameter in self.parameters.items()}
+        self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         self.buckets = [(names, self._torch_optimizer(names, recipe)) for names in self._split()]
 
     def _split(self) -> list[list[str]]:
         """Names in buckets of BUCKET_BYTES fp32 gradients; one bucket where nothing is widened."""
-        if all(master is self.parameters[name] for name, master in self.masters.items()):
+        if not self.widened:
             return [list(self.masters)]
         buckets: list[list[str]] = [[]]
         filled = 0
@@ -65,16 +65,15 @@ class AdamW:
 
     def _widen(self, names: list[str]) -> None:
         for name in names:
-            master, parameter = self.masters[name], self.parameters[name]
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
+            gradient = self.parameters[name].grad
+            self.masters[name].grad = None if gradient is None else local(gradient).float()
 
     def _narrow(self, names: list[str]) -> None:
         for name in names:
-            master, parameter = self.masters[name], self.parameters[name]
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+            master = self.masters[name]
+            master.grad = None
+            if self.widened:
+                local(self.parameters[name].detach()).copy_(master)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -87,7 +86,7 @@ class AdamW:
         for names, inner in self.buckets:
             for name in names:
                 master = self.masters[name]
-                if master is not self.parameters[name]:
+                if self.widened:
                     found["master." + name] = master
                 state = inner.state[master]
                 if not state:
@@ -102,5 +101,5 @@ class AdamW:
         """Take the master weights from the parameters anew (after weights were loaded without optimizer state)."""
         with torch.no_grad():
             for name, master in self.masters.items():
-                if master is not self.parameters[name]:
-                    master.copy_(self.parameters[name])
+                if self.widened:
+                    master.copy_(local(self.parameters[name].detach()))

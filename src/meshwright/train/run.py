@@ -141,14 +141,19 @@ class RunFolder:
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl: one JSON object a line, each handed to the system at once."""
+    """Appends records to metrics.jsonl: one JSON object a line, each handed to the system at once.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `silent`: write nothing, on all ranks but the first.
+    """
+
+    def __init__(self, path: Path, *, silent: bool = False) -> None:
+        self.path, self.silent = path, silent
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; NaN and infinities become strings, since JSON has no such numbers. RunError: disk full."""
+        if self.silent:
+            return
         line = json.dumps(_speakable(record), allow_nan=False) + "\n"
         with _one_line(self.path):
             if self._file is None:

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model import Transformer
+from meshwright.parallel import Engine
+from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 from meshwright.train.checkpoint import rng_state, set_rng_state
 from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.optimizer import AdamW
+from meshwright.train.piece import piece
 from meshwright.train.precision import LossScaler
 
 
@@ -31,24 +33,31 @@ class Progress:
 
 @dataclass(slots=True)
 class TrainState:
-    """Model, optimizer, scaler and progress."""
+    """The laid-out model, optimizer, scaler and progress."""
 
-    model: Transformer
+    engine: Engine
     optimizer: AdamW
     scaler: LossScaler | None
     progress: Progress
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Weights and kept buffers by parameter name (`model.NAME`)."""
-        return {"model." + name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole."""
+        engine = self.engine
+        found = {f"model.{name}": self._piece(name, local(p.detach())) for name, p in engine.parameters.items()}
+        return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
+
+    def _piece(self, name: str, held: Tensor) -> Tensor:
+        """`held` belongs to a parameter: of its sizes, or one number for all of it."""
+        return piece(held, self.engine.box_of(name)) if held.dim() else held
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""
         found = self.model_tensors()
-        found |= {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
+        for name, tensor in self.optimizer.tensors().items():
+            found["optimizer." + name] = self._piece(name.partition(".")[2], tensor)
         if self.scaler:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
-        return found | rng_state()[0]
+        return found | rng_state(self.engine.mesh.rank)[0]
 
     def values(self, recipe: Recipe, data: str) -> dict[str, Any]:
         """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in."""
@@ -80,7 +89,7 @@ class TrainState:
             best_eval_loss=values["best_eval_loss"],
             best_step=values["best_step"],
         )
-        set_rng_state(tensors, values["random"])
+        set_rng_state(tensors, values["random"], self.engine.mesh.rank)
 
 
 def seed_everything(seed: int) -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from meshwright.model import Transformer
+from meshwright.parallel import Engine
+from meshwright.parallel.engine import euclidean_norm
 from meshwright.train.batches import Batch, valid_tokens
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import LossScaler
@@ -29,14 +31,8 @@ class StepResult:
     micro_tokens: tuple[int, ...] = ()
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients, in fp32 whatever their dtype."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
 def train_step(
-    model: Transformer,
+    engine: Engine,
     optimizer: AdamW,
     micro_batches: Sequence[Batch],
     *,
@@ -46,74 +42,95 @@ def train_step(
     scaler: LossScaler | None = None,
     measure_noise: bool = False,
 ) -> StepResult:
-    """Forward and backward over the micro-batches, clip, update.
+    """Forward and backward over this rank's micro-batches, clip, update.
 
-    Loss = sum over valid targets of all micro-batches / their number, so that no split changes it; the balance loss is
-    the mean over sequences, times `balance_loss`.
+    Loss = sum over valid targets of all micro-batches and ranks / their number, so that no split changes it; the
+    balance loss is the mean over sequences, times `balance_loss`.
     """
     device = micro_batches[0].tokens.device
-    sequences = sum(len(batch.tokens) for batch in micro_batches)
-    factor = torch.full((), 1.0 / max(1, valid_tokens(micro_batches)), dtype=torch.float32, device=device)
-    loss_scale = scaler.scale if scaler else torch.ones((), device=device)
+    weights = _Weights(engine, micro_batches, balance_loss, scaler)
     gradients = _Gradients(optimizer, measure_noise)
     loss = torch.zeros((), device=device)
     balance: Tensor | None = None
-    for batch in micro_batches:
-        found = model.loss(
-            batch.tokens,
-            batch.targets,
-            scale=factor * loss_scale,
-            positions=batch.positions,
-            documents=batch.documents,
-        )
-        total = found.cross_entropy
-        if found.balance is not None:
-            mean = found.balance.sum() / sequences
-            total = total + mean * balance_loss * loss_scale
-            balance = mean.detach() if balance is None else balance + mean.detach()
-        total.backward()
-        loss += found.cross_entropy.detach()
-        gradients.collect(batch.valid * factor * loss_scale)
-    norm = gradient_norm(gradients.finish()) / loss_scale
+    for index, batch in enumerate(micro_batches):
+        engine.before_micro_batch(last=index == len(micro_batches) - 1)
+        found, even = forward_backward(engine.model, batch, weights)
+        loss += found
+        if even is not None:
+            balance = even if balance is None else balance + even
+        gradients.collect(batch.valid * weights.token)
+    loss = engine.sum_loss(loss) / weights.scale
+    engine.finish_gradients()
+    norm = engine.gradient_norm(gradients.finish()) / weights.scale
     skipped = (~torch.isfinite(norm)).float()
     shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones((), device=device)
-    optimizer.step(rate, divide_by=loss_scale / shrink, skip=skipped)
+    optimizer.step(rate, divide_by=weights.scale / shrink, skip=skipped)
     optimizer.zero_grad()
-    loss = loss / loss_scale
     if scaler:
         scaler.update(skipped.bool())
     return StepResult(
         loss=loss,
         grad_norm=norm,
-        balance=balance,
+        balance=None if balance is None else engine.sum_loss(balance),
         skipped=skipped,
         micro_squared=tuple(gradients.squared),
         micro_tokens=tuple(batch.valid for batch in micro_batches) if measure_noise else (),
     )
 
 
+class _Weights:
+    """What a token's and a sequence's loss count in the step, as tensors () fp32."""
+
+    def __init__(
+        self, engine: Engine, micro_batches: Sequence[Batch], balance_loss: float, scaler: LossScaler | None
+    ) -> None:
+        device = micro_batches[0].tokens.device
+        tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
+        sequences = engine.total(sum(len(batch.tokens) for batch in micro_batches), device)
+        self.scale = scaler.scale if scaler else torch.ones((), device=device)
+        self.token = (1.0 / tokens).float() * self.scale
+        self.sequence = (1.0 / sequences).float()
+        self.balance = balance_loss / engine.mesh["tp"].size * self.scale
+        """Every tp rank goes through all of a router's loss, and their gradients are summed."""
+
+
+def forward_backward(model: Transformer, batch: Batch, weights: _Weights) -> tuple[Tensor, Tensor | None]:
+    """One micro-batch through a whole model: its part of the step's loss (times the loss scale) and of the balance."""
+    found = model.loss(
+        batch.tokens, batch.targets, scale=weights.token, positions=batch.positions, documents=batch.documents
+    )
+    total, mean = found.cross_entropy, None
+    if found.balance is not None:
+        mean = found.balance.sum() * weights.sequence
+        total = total + mean * weights.balance
+    total.backward()
+    return found.cross_entropy.detach(), None if mean is None else mean.detach()
+
+
 class _Gradients:
     """Plain accumulation in `.grad`; or, to measure noise, each micro-batch alone and then summed (one more copy)."""
 
     def __init__(self, optimizer: AdamW, apart: bool) -> None:
-        self.parameters = list(optimizer.parameters.values())
+        self.parameters = optimizer.parameters
         self.apart = apart
-        self.sums: list[Tensor] | None = None
+        self.sums: dict[str, Tensor] = {}
         self.squared: list[Tensor] = []
 
     def collect(self, share: Tensor) -> None:
         """After a micro-batch whose loss was multiplied by share / its tokens."""
         if not self.apart:
             return
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        self.squared.append((gradient_norm(grads) / share) ** 2)
-        self.sums = grads if self.sums is None else [a.add_(b) for a, b in zip(self.sums, grads, strict=True)]
-        for parameter in self.parameters:
-            parameter.grad = None
+        grads = self._present()
+        self.squared.append((euclidean_norm(grads.values()) / share) ** 2)
+        for name, grad in grads.items():
+            self.sums[name] = self.sums[name].add_(grad) if name in self.sums else grad
+            self.parameters[name].grad = None
 
-    def finish(self) -> list[Tensor]:
-        """The gradients of the step, back in `.grad`."""
-        if self.sums is not None:
-            for parameter, total in zip(self.parameters, self.sums, strict=True):
-                parameter.grad = total
-        return [p.grad for p in self.parameters if p.grad is not None]
+    def finish(self) -> dict[str, Tensor]:
+        """The gradients of the step by name, back in `.grad`."""
+        for name, total in self.sums.items():
+            self.parameters[name].grad = total
+        return self._present()
+
+    def _present(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

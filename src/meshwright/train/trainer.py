@@ -13,7 +13,7 @@ from meshwright.spec import Plan, num_parameters
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.flop import TokenFlop, token_flop
 from meshwright.train import checkpoint, device
-from meshwright.train.batches import Feed, held_out, split
+from meshwright.train.batches import Feed, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.rate import learning_rate
@@ -22,6 +22,8 @@ from meshwright.train.state import TrainState
 from meshwright.train.step import StepResult, train_step
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
+SIGNALS = (None, "SIGTERM", "SIGINT")
+"""What may have asked a run to end, as ranks tell each other."""
 SMALLEST_LOSS_SCALE = 1.0
 """fp16: below this scale the overflow is not the scale's fault any more."""
 
@@ -34,6 +36,9 @@ class Trainer:
     state: TrainState
     corpus: Corpus
     folder: RunFolder
+    """Written by the first rank alone, read by all."""
+    share: Share
+    """What this rank reads of every step."""
     device: torch.device
     watchers: tuple[Watcher, ...]
 
@@ -41,14 +46,14 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = self._sampler(self.corpus.train, shuffle=True)
-        feed = Feed(sampler, self.device, document_mask=recipe.document_mask)
-        log = MetricsLog(self.folder.metrics)
+        feed = Feed(sampler, self.device, document_mask=recipe.document_mask, share=self.share)
+        log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         self._tell("started", self._info())
-        self.state.model.train()
+        self.state.engine.train()
         begun, first_tokens, loss, saved = time.perf_counter(), progress.tokens, math.nan, progress.step
         score: float | None = None
         try:
-            while progress.step < recipe.steps and not stop.requested:
+            while progress.step < recipe.steps and not self._stops(stop):
                 metrics = self._step(feed)
                 loss = metrics.loss
                 log.append(_record(metrics))
@@ -64,6 +69,20 @@ class Trainer:
             feed.close()
             log.close()
         return self._finish(loss, time.perf_counter() - begun, progress.tokens - first_tokens, stop)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and speaks for all."""
+        return self.state.engine.mesh.rank == 0
+
+    def _stops(self, stop: Interrupt) -> bool:
+        """Whether any rank was asked to stop: all end after the same step."""
+        world = self.state.engine.mesh["world"]
+        if world.size == 1:
+            return stop.requested is not None
+        flag = torch.full((), SIGNALS.index(stop.requested), dtype=torch.int32, device=self.device)
+        stop.requested = SIGNALS[int(world.all_reduce(flag, "max").item())]
+        return stop.requested is not None
 
     def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
         return Sampler(
@@ -84,7 +103,7 @@ class Trainer:
         step = progress.step + 1
         measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
         result = train_step(
-            self.state.model,
+            self.state.engine,
             self.state.optimizer,
             split(batch, layout.micro_batch_of(count)),
             rate=learning_rate(recipe, step),
@@ -127,6 +146,7 @@ class Trainer:
         use = device.memory(self.device)
         rate = count * plan.recipe.sequence / elapsed
         peak = device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device)
+        peak = peak * plan.layout.world if peak else None
         causal, full = self._flop(causal=True), self._flop(causal=False)
         return StepMetrics(
             step=progress.step,
@@ -163,9 +183,10 @@ class Trainer:
             rows=self.plan.layout.micro_batch_of(recipe.global_batch),
             limit=recipe.eval_sequences,
             document_mask=recipe.document_mask,
+            share=self.share,
         )
         metrics = evaluate(
-            self.state.model, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
+            self.state.engine, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
         )
         if not metrics.tokens:
             return None
@@ -229,7 +250,7 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        records = MetricsLog.read(self.folder.metrics)
+        records = MetricsLog.read(self.folder.metrics) if self.is_first else []
         if records:
             loss_plot(records, self.folder.loss_plot)
         progress, validation = self.state.progress, self.corpus.validation

@@ -1,0 +1,1 @@
+"""What a run did: its layouts beside one device."""

@@ -1,0 +1,64 @@
+"""What one rank does for all, so that what fails on one ends all with the same sentence and none waits for it."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from meshwright.parallel.group import Group
+from meshwright.spec.errors import MeshwrightError
+
+T = TypeVar("T")
+
+
+class FirstRank:
+    """The first rank of the world, which owns the run folder and speaks to people."""
+
+    def __init__(self, world: Group) -> None:
+        self.world = world
+        self.here = world.index == 0
+
+    def alone(self, do: Callable[[], T]) -> T | None:
+        """Done by the first rank only; the others wait, and are given None. Its errors are raised on every rank."""
+        found, failure = None, None
+        if self.here:
+            try:
+                found = do()
+            except MeshwrightError as error:
+                failure = error
+        self._raise_together(failure)
+        return found
+
+    def before_others(self, do: Callable[[], T]) -> T:
+        """Done by the first rank, then by all the others, who find what it left (a cache) ready."""
+        found = self.alone(do)
+        return do() if found is None else found
+
+    def _raise_together(self, failure: MeshwrightError | None) -> None:
+        if self.world.size > 1:
+            told: list[MeshwrightError | None] = [failure]
+            dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
+            failure = told[0]
+        if failure is not None:
+            raise failure
+
+
+def same_everywhere(world: Group, what: str, mine: str) -> None:
+    """MeshwrightError on every rank where the ranks were started with different things (a plan, a version)."""
+    if world.size == 1:
+        return
+    found: list[str] = [""] * world.size
+    dist.all_gather_object(found, mine, group=world.process_group)
+    if len(set(found)) > 1:
+        other = next(rank for rank, value in enumerate(found) if value != found[0])
+        raise MeshwrightError(
+            f"rank 0 and rank {other} were started with different {what}: {_difference(found[0], found[other])}; "
+            "start every rank with the same command and the same version"
+        )
+
+
+def _difference(one: str, other: str) -> str:
+    """The first line in which two texts differ."""
+    lines = zip((one + "\n").splitlines(), (other + "\n").splitlines(), strict=False)
+    first = next(((a, b) for a, b in lines if a != b), (one[-60:], other[-60:]))
+    return f"{first[0].strip()[:80]!r} and {first[1].strip()[:80]!r}"

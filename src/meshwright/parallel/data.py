@@ -1,0 +1,98 @@
+"""Data parallelism and ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as settings of torch's fully_shard.
+
+    zero  parameters           gradients                                optimizer states
+    0     whole                whole; all-reduced once a step           whole
+    1     whole in the step    whole until the last micro-batch         1 / n
+    2     whole in the step    1 / n after every micro-batch            1 / n
+    3     1 / n, a block at a time whole                                1 / n
+
+n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate, and with zero=0
+all of them) sum gradients once a step. Gradients are buckets of one block each, reduced while the backward pass goes on with
+the blocks before. They are summed, never averaged: the loss was divided by the tokens of the whole step.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from meshwright.model import Transformer
+from meshwright.parallel.boxes import Box
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Mesh, device_mesh
+
+
+def is_needed(mesh: Mesh) -> bool:
+    """Whether any parameter of this rank has another rank's gradient to be summed with."""
+    return mesh["data"].size > 1
+
+
+def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+    """Shard (or replicate) each block and what is outside of the blocks, in the order of the forward pass."""
+    zero = mesh.layout.zero
+    dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
+    for block in model.layers.values():
+        if expert is not None and block.routed:
+            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=zero == 3)
+        fully_shard(block, mesh=dense, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=dense, reshard_after_forward=False)
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for method in ("loss", "stage", "forward"):
+        register_fsdp_forward_method(model, method)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules under fully_shard."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(for all parameters, for expert stacks where those are spread over ep)."""
+    if mesh.layout.zero == 0:
+        outer, inner = mesh["data"], _alone(mesh)
+    else:
+        outer, inner = mesh["replicate"], mesh["shard"]
+    dense = device_mesh(outer, inner, device.type)
+    if mesh["ep"].size == 1 or not experts:
+        return dense, None
+    if mesh.layout.zero == 0:
+        return dense, device_mesh(mesh["expert_data"], _alone(mesh), device.type)
+    return dense, device_mesh(mesh["replicate"], mesh["expert_shard"], device.type)
+
+
+def _alone(mesh: Mesh) -> Group:
+    return Group("alone", (mesh.rank,), 0)
+
+
+def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
+    """What is communicated in the passes of one micro-batch; `last` = the last of the step."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(zero >= 2 or last)
+    model.set_requires_all_reduce(last)
+    if zero < 3:
+        model.set_reshard_after_backward(last)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(parameter: Tensor, box: Box) -> Box:
+    """The box of `local(parameter)`: fully_shard gives each rank ceil(n / ranks) rows of what the rank held."""
+    if not isinstance(parameter, DTensor):
+        return box
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    parts, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    start = min(rows, -(-rows // parts) * index)
+    held = parameter.to_local().shape
+    return Box(
+        whole=box.whole,
+        offsets=(box.offsets[0] + start, *box.offsets[1:]),
+        sizes=tuple(held),
+        owner=box.owner,
+    )

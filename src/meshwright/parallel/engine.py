@@ -1,0 +1,139 @@
+"""A model laid over the mesh, and what a step asks of all ranks together."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model import Transformer
+from meshwright.parallel import data
+from meshwright.parallel.boxes import Box
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.tensor import is_partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Engine:
+    """What `parallelize` gives: this rank's stages of the model, with everything that must be agreed on.
+
+    Sums over ranks follow one rule: a rank's loss is its part of the step's loss, gradients are summed. On one device
+    every method computes what it says and communicates nothing.
+    """
+
+    stages: tuple[Transformer, ...]
+    mesh: Mesh
+    boxes: dict[str, Box]
+    """What tensor and expert parallelism leave of each parameter here."""
+    same_heads: Group
+    """tp ranks that hold the same key head (fewer key heads than ranks)."""
+
+    @property
+    def model(self) -> Transformer:
+        """The only stage of a rank without a pipeline."""
+        return self.stages[0]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model; a tied head's matrix on both ends of a pipeline has one name."""
+        return dict(chain.from_iterable(stage.named_parameters() for stage in self.stages))
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Kept buffers (a router's correction), by name."""
+        known = self.parameters
+        return {n: t for stage in self.stages for n, t in stage.state_dict().items() if n not in known}
+
+    def box_of(self, name: str) -> Box:
+        """The box of what this rank holds of a parameter, ZeRO's cut included."""
+        return data.local_box(self.parameters[name], self.boxes[name])
+
+    def columns(self, sequence: int) -> tuple[int, ...] | None:
+        """The positions of a sequence that this rank reads; None = all."""
+        return None
+
+    def total(self, number: int, device: torch.device) -> Tensor:
+        """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""
+        return self.mesh["data"].all_reduce(torch.full((), float(number), dtype=torch.float64, device=device))
+
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """Each rank's part of a loss () -> the step's loss, on every rank. Ranks of one tp group have the same part."""
+        found = self.mesh["data"].all_reduce(loss.detach().clone())
+        return self.mesh["pp"].all_reduce(found)
+
+    def train(self) -> None:
+        """As nn.Module.train."""
+        for stage in self.stages:
+            stage.train()
+
+    def eval(self) -> None:
+        """As nn.Module.eval."""
+        for stage in self.stages:
+            stage.eval()
+
+    def before_micro_batch(self, *, last: bool) -> None:
+        """Tell data parallelism which micro-batch comes."""
+        for stage in self.stages:
+            data.before_micro_batch(stage, self.mesh.layout.zero, last=last)
+
+    def finish_gradients(self) -> None:
+        """Sum what is only a part on this rank: parameters that tp ranks hold in common."""
+        tp, sp = self.mesh["tp"], self.mesh.layout.sp
+        if tp.size == 1:
+            return
+        named = self.parameters
+        whole = [n for n in named if self._is_whole(n) and is_partial(n, sp=sp)]
+        _sum_gradients([named[n] for n in whole], tp)
+        if self.same_heads.size > 1:
+            _sum_gradients([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+
+    def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Euclidean norm () fp32 over the gradients of the whole model, each element counted once."""
+        counted = [data.local(gradient) for name, gradient in gradients.items() if self._counts(name)]
+        if self.mesh["world"].size == 1:
+            return euclidean_norm(counted)
+        device = next(iter(gradients.values())).device
+        square = euclidean_norm(counted) ** 2 if counted else torch.zeros((), device=device)
+        return self.mesh["world"].all_reduce(square).sqrt()
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's piece is the one that counts: equal pieces lie on replicas and common parameters."""
+        layout, places = self.mesh.layout, self.mesh.places
+        spread = ".experts." in name and layout.ep > 1
+        replicas = ["dp_replicate"] if layout.zero else ["dp_replicate", "dp_shard", "cp"]
+        if spread:
+            first = not places["dp_replicate"] and (bool(layout.zero) or self.mesh["expert_shard"].index == 0)
+        else:
+            first = not any(places[axis] for axis in replicas)
+        return first and self.boxes[name].owner and not self._is_second_embedding(name)
+
+    def _is_second_embedding(self, name: str) -> bool:
+        return name == "embed.weight" and not any(stage.first for stage in self.stages)
+
+    def _is_whole(self, name: str) -> bool:
+        return self.boxes[name].sizes == self.boxes[name].whole
+
+
+def _is_key_or_value(name: str) -> bool:
+    return ".attention.k." in name or ".attention.v." in name
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum."""
+    held: list[nn.Parameter] = list(parameters)
+    for dtype in {p.dtype for p in held}:
+        some = [p for p in held if p.dtype == dtype]
+        for parameter in some:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [data.local(p.grad) for p in some if p.grad is not None]
+        flat = group.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """() fp32, over all elements of all tensors of this rank, whatever their dtype."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))

@@ -1,0 +1,217 @@
+"""Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
+
+Attention is split by heads, the MLP by its inner width, embedding and head by vocabulary. The model's own layers do the
+local products; what communicates hangs on the borders of attention and MLP:
+
+    without sp    f: identity, backward all-reduce          f*: all-reduce, backward identity
+    with sp       g: all-gather along the sequence,         g*: reduce-scatter along the sequence,
+                     backward reduce-scatter                    backward all-gather
+
+so that with sp norms, residuals and dropout work on S / tp positions. Per layer and pass two collectives of B S D
+elements either way (an all-reduce being one reduce-scatter and one all-gather).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels import Kernels
+from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
+from meshwright.kernels.linear import needs_wide
+from meshwright.model import Transformer
+from meshwright.model.linear import Linear
+from meshwright.parallel.boxes import share
+from meshwright.parallel.group import Group
+
+SUMMED = ("o", "down")
+"""Linears whose product is a part of a sum over tp: one rank adds the bias."""
+SEQUENCE = 1
+"""The dim of x (B, S, D) that sp splits."""
+
+
+class _Enter(torch.autograd.Function):
+    """f, or g with sp: (B, S or S/tp, D) -> (B, S, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sp: bool) -> Tensor:
+        ctx.group, ctx.sp = group, sp
+        return group.all_gather(x, SEQUENCE) if sp else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        group = ctx.group
+        found = group.reduce_scatter(gradient, SEQUENCE) if ctx.sp else group.all_reduce(gradient.clone())
+        return found, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """f*, or g* with sp: each rank's part of a sum (B, S, D) -> the sum (B, S or S/tp, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sp: bool) -> Tensor:
+        ctx.group, ctx.sp = group, sp
+        return group.reduce_scatter(x, SEQUENCE) if sp else group.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (ctx.group.all_gather(gradient, SEQUENCE) if ctx.sp else gradient), None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
+    """Before a product whose matrix is split by rows (outputs)."""
+    found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
+    """After a product whose matrix is split by columns (inputs)."""
+    found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]
+    return found
+
+
+def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tokens_in_experts: bool) -> None:
+    """Hang the collectives onto a model whose parameters are this rank's boxes.
+
+    `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
+    """
+    for block in model.layers.values():
+        _surround(block.attention, group, sp)
+        if not (block.routed and own_tokens_in_experts):
+            _surround(block.mlp, group, sp)
+            continue
+        if block.routed and hasattr(block.mlp, "shared"):
+            _surround(block.mlp.shared, group, sp)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
+            module.adds_bias = group.index == 0
+    if model.first:
+        _split_embedding(model, group, sp)
+    if model.last:
+        model.norm.register_forward_hook(lambda module, inputs, out: enter(out, group, sp))
+        loss = VocabularyParallelLoss(group, model.shape.vocab)
+        model.kernels = replace(model.kernels, linear_cross_entropy=loss)
+
+
+def _surround(module: nn.Module, group: Group, sp: bool) -> None:
+    """Enter before, leave after; a mixture of experts gives (out, balance loss) and only the first is a sum."""
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (enter(inputs[0], group, sp), *inputs[1:])
+
+    def after(module: nn.Module, inputs: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return leave(out[0], group, sp), *out[1:]
+        return leave(out, group, sp)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def _split_embedding(model: Transformer, group: Group, sp: bool) -> None:
+    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding. With learned positions and sp
+    a rank adds those of its slice."""
+    first, number = share(model.shape.vocab, group.size, group.index)
+    model.embed.forward = partial(_look_up, model.embed, first, number)  # type: ignore[method-assign]
+    model.embed.register_forward_hook(lambda module, inputs, out: leave(out, group, sp))
+    if sp and model.shape.positions == "learned":
+        model.positions.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(group.size, 1)[group.index],))
+
+
+def _look_up(embed: nn.Embedding, first: int, number: int, tokens: Tensor) -> Tensor:
+    local = tokens - first
+    outside = (local < 0) | (local >= number)
+    rows = nn.functional.embedding(local.masked_fill(outside, 0), embed.weight)
+    return rows.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+class VocabularyParallelLoss:
+    """Head and loss in one (kernels/cross_entropy.py) where each rank holds some rows of the head.
+
+    Per chunk of rows three small collectives (maximum, sum of exponentials and the target's logit, (R,) each); no rank
+    ever sees another's logits. The gradient of x is a rank's part; `enter` before the head sums it.
+    """
+
+    def __init__(self, group: Group, vocab: int) -> None:
+        self.group = group
+        self.first, self.number = share(vocab, group.size, group.index)
+        self.most = share(vocab, group.size, 0)[1]
+
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """x (N, D) whole, weight (V/tp, D), targets (N,) -> summed loss (), the same on every rank."""
+        if not torch.is_grad_enabled():
+            x, weight = x.detach(), weight.detach()
+        loss: Tensor = _SplitCrossEntropy.apply(x, weight, targets, scale, self)  # type: ignore[no-untyped-call]
+        return loss
+
+    def chunk(self, logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
+        """Loss of a chunk; `logits` (R, V/tp) fp32 becomes its gradient in place."""
+        valid = targets != IGNORED
+        local = targets - self.first
+        mine = valid & (local >= 0) & (local < self.number)
+        index = local.clamp(0, self.number - 1).unsqueeze(1)
+        peak = self.group.all_reduce(logits.amax(1), "max").unsqueeze(1)
+        chosen = (logits.gather(1, index) - peak).squeeze(1) * mine
+        logits.sub_(peak).exp_()
+        total, chosen = self.group.all_reduce(torch.stack((logits.sum(1), chosen))).unbind(0)
+        loss = ((total.log() - chosen) * valid).sum()
+        if want_gradient:
+            factor = valid.to(logits.dtype) if scale is None else valid * scale
+            logits.mul_((factor / total).unsqueeze(1))
+            logits.scatter_add_(1, index, -(factor * mine).unsqueeze(1))
+        return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """As kernels.cross_entropy's, chunk by chunk, both gradients made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: VocabularyParallelLoss
+    ) -> Tensor:
+        want_x, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        weights = weight.float() if needs_wide(x) else weight
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        ctx.x_gradient = torch.empty_like(x) if want_x else None
+        ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        ctx.dtype = weight.dtype
+        rows = chunk_rows(len(x), head.most, x.device.type)  # equally many chunks on every rank
+        for start in range(0, len(x), rows):
+            part = x[start : start + rows].to(weights.dtype)
+            logits = torch.mm(part, weights.t()).float()
+            loss += head.chunk(logits, targets[start : start + rows], scale, want_x or want_weight)
+            logits = logits.to(part.dtype)
+            if want_x:
+                ctx.x_gradient[start : start + rows] = logits @ weights
+            if want_weight:
+                ctx.weight_gradient += logits.t() @ part
+        return loss if scale is None else loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x_gradient = None if ctx.x_gradient is None else ctx.x_gradient.mul_(gradient)
+        weight_gradient = None if ctx.weight_gradient is None else ctx.weight_gradient.mul_(gradient).to(ctx.dtype)
+        ctx.x_gradient = ctx.weight_gradient = None
+        return x_gradient, weight_gradient, None, None, None
+
+
+def is_partial(name: str, *, sp: bool) -> bool:
+    """Whether the gradient of a parameter that every tp rank holds whole is only a rank's part of the sum.
+
+    Inside attention and MLP every rank goes through its own heads or columns only (or, experts spread over tp, its own
+    tokens); biases after a split product are added by the first rank alone. Norms between the blocks and learned
+    positions see a slice of the sequence with sp, and all of it without.
+    """
+    return sp or ".attention." in name or ".mlp." in name
+
+
+def replace_kernels(model: nn.Module, change: Callable[[Kernels], Kernels]) -> None:
+    """Give every module that has kernels changed ones."""
+    for module in model.modules():
+        if isinstance(getattr(module, "kernels", None), Kernels):
+            module.kernels = change(module.kernels)  # type: ignore[assignment]
