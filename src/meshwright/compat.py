@@ -57,3 +57,50 @@ def keep_freed_memory() -> bool:
         return bool(libc.mallopt(-3, 2**30)) and bool(libc.mallopt(-1, 2**31 - 1))
     except (OSError, AttributeError):
         return False
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp of each row (B, H, S).
+
+    The public scaled_dot_product_attention calls the same operations, but keeps the log-sum-exp to itself, and without
+    it results over parts of the keys cannot be put together.
+    """
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v by these keys, given the result and the log-sum-exp over all keys; see flash_attention.
+
+    Without dropout the random state is never read, and without packed lengths neither are the sums of lengths.
+    """
+    if q.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = backward(gradient, q, k, v, out, lse, 0.0, causal, scale=scale)
+    else:
+        unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        found = backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, unread, unread[0], scale=scale)
+    return found[0], found[1], found[2]
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether this torch has both of the above for a device."""
+    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device.type == "cpu" else "")
+    return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")

@@ -1,0 +1,176 @@
+"""Attention over a part of the keys at a time, when not all of them are here at once.
+
+Each part gives a result and the log-sum-exp of its scores; from both, in fp32, follows the softmax over all parts
+(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889). The backward pass makes the weights
+of a part again from the log-sum-exp over all, so parts come in any order and none is kept.
+
+Letters: B batch, S queries, T keys of a part, H query heads, K key heads, E and V widths. Heads come before positions
+here, so that keys arrive as the products want them: q (B, H, S, E), k (B, K, T, E), v (B, K, T, V).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.attention import prefers_blockwise
+from meshwright.kernels.linear import needs_wide
+
+ROWS = 64
+"""Queries of a tile of the plain form; see kernels/blockwise.py."""
+LOWEST = -1e30
+"""Stands for the maximum of a row that sees nothing: exp(-inf - LOWEST) is 0 where exp(-inf + inf) is not a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Queries that see keys: all of them but `hidden`, pairs of a stretch of the tile's keys and a mask over it, bool
+    (R, C) or (B or 1, R, C). `causal`: as many keys as queries, of which query i sees the first i + 1."""
+
+    queries: slice
+    keys: slice
+    hidden: tuple[tuple[slice, Tensor], ...] = ()
+    causal: bool = False
+
+
+def can_fuse(q: Tensor, k: Tensor) -> bool:
+    """Whether a fused kernel takes q (B, S, H, E) and k (B, T, K, E) and is the faster form; it knows no masks but the
+    causal one. On a GPU those are 16-bit tensors of up to 256 wide heads."""
+    if not compat.has_flash_attention(q.device):
+        return False
+    if q.device.type == "cpu":
+        return not prefers_blockwise(q) and not needs_wide(q)
+    if q.device.type != "cuda":
+        return False
+    q, k = (_padded(x.detach().transpose(1, 2), _fused_width(x.shape[-1])) for x in (q, k))
+    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(params)
+
+
+class PartialAttention:
+    """softmax(q k^T * scale) v over keys that are added part by part."""
+
+    def __init__(self, q: Tensor, value_width: int, *, scale: float, fused: bool) -> None:
+        """q (B, S, H, E)."""
+        self.dtype, self.fused, self.scale, self.value_width = q.dtype, fused, scale, value_width
+        self.q = _queries(q, scale, fused)
+        self.out = q.new_zeros(*self.q.shape[:3], value_width, dtype=torch.float32)
+        self.lse = q.new_full(self.q.shape[:3], float("-inf"), dtype=torch.float32)
+
+    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
+        """What the queries see of k (B, K, T, E) and v (B, K, T, V)."""
+        k, v = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
+        for tile in tiles:
+            keys, values = k[:, :, tile.keys], v[:, :, tile.keys]
+            q, out, lse = self.q[:, :, tile.queries], self.out[:, :, tile.queries], self.lse[:, :, tile.queries]
+            if self.fused:
+                part, own = compat.flash_attention(q, keys, values, causal=tile.causal, scale=self.scale)
+                _merge(out, lse, part[..., : self.value_width], own, own)
+            else:
+                _merge(out, lse, *_part(q, keys, values, tile))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(B, S, H, V) in the dtype of q, and the log-sum-exp (B, H, S) fp32."""
+        return self.out.to(self.dtype).transpose(1, 2).contiguous(), self.lse
+
+
+class PartialGradients:
+    """The backward pass of PartialAttention: the parts again, in any order."""
+
+    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, *, scale: float, fused: bool) -> None:
+        """q (B, S, H, E), out and its gradient (B, S, H, V), lse (B, H, S)."""
+        self.dtype, self.width, self.fused, self.scale, self.lse = q.dtype, q.shape[-1], fused, scale, lse
+        self.q = _queries(q, scale, fused)
+        self.gradient = _keys(gradient.transpose(1, 2), self.q, fused).contiguous()
+        self.q_gradient = torch.zeros_like(self.q, dtype=torch.float32)
+        if fused:
+            self.out = _keys(out.transpose(1, 2), self.q, fused).contiguous()
+        else:
+            self.inner = (gradient.float() * out.float()).sum(-1).transpose(1, 2)
+
+    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], k_gradient: Tensor, v_gradient: Tensor) -> None:
+        """Adds to the fp32 gradients of k (B, K, T, E) and v (B, K, T, V), in place, and to that of q."""
+        keys, values = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
+        for tile in tiles:
+            part = self._fused_tile if self.fused else self._plain_tile
+            part(keys[:, :, tile.keys], values[:, :, tile.keys], tile, k_gradient, v_gradient)
+
+    def result(self) -> Tensor:
+        """The gradient of q (B, S, H, E)."""
+        return self.q_gradient[..., : self.width].transpose(1, 2).to(self.dtype)
+
+    def _fused_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
+        q, out, gradient = (x[:, :, tile.queries] for x in (self.q, self.out, self.gradient))
+        lse = self.lse[:, :, tile.queries].contiguous()
+        found = compat.flash_attention_backward(gradient, q, k, v, out, lse, causal=tile.causal, scale=self.scale)
+        self.q_gradient[:, :, tile.queries] += found[0]
+        k_gradient[:, :, tile.keys] += found[1][..., : k_gradient.shape[-1]]
+        v_gradient[:, :, tile.keys] += found[2][..., : v_gradient.shape[-1]]
+
+    def _plain_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
+        heads = k.shape[1]
+        q, gradient = (_flat(x[:, :, tile.queries], heads) for x in (self.q, self.gradient))
+        lse, inner = (_flat(x[:, :, tile.queries].unsqueeze(-1), heads) for x in (self.lse, self.inner))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        weights = _scores(q, k, self.q.shape[:2], tile).sub_(lse).exp_()
+        v_gradient[:, :, tile.keys] += torch.bmm(weights.mT, gradient).view_as(v_gradient[:, :, tile.keys])
+        score_gradient = torch.bmm(gradient, v.mT).sub_(inner).mul_(weights)
+        k_gradient[:, :, tile.keys] += torch.bmm(score_gradient.mT, q).view_as(k_gradient[:, :, tile.keys])
+        q_gradient = self.q_gradient[:, :, tile.queries]
+        q_gradient.add_(torch.bmm(score_gradient, k).view(q_gradient.shape), alpha=self.scale)
+
+
+def _queries(q: Tensor, scale: float, fused: bool) -> Tensor:
+    """(B, S, H, E) -> (B, H, S, E): as it is for the fused form, scaled and in fp32 for the plain one."""
+    q = q.transpose(1, 2)
+    return _padded(q, _fused_width(q.shape[-1])).contiguous() if fused else (q.float() * scale).contiguous()
+
+
+def _keys(x: Tensor, q: Tensor, fused: bool) -> Tensor:
+    """Keys, values or gradients as wide as the fused form wants them, or in fp32."""
+    return _padded(x, q.shape[-1]) if fused else x.float()
+
+
+def _fused_width(width: int) -> int:
+    """GPU kernels read rows of 16 bytes."""
+    return -(-width // 8) * 8
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _flat(x: Tensor, heads: int) -> Tensor:
+    """(B, H, R, E) -> (B K, H / K R, E): query heads that share a key head are one product."""
+    return x.reshape(x.shape[0] * heads, -1, x.shape[-1])
+
+
+def _scores(q: Tensor, k: Tensor, outer: torch.Size, tile: Tile) -> Tensor:
+    """q (B K, G R, E) k^T, -inf where hidden; `outer` = (B, H)."""
+    scores = torch.bmm(q, k.mT)
+    view = scores.view(*outer, -1, k.shape[1])
+    for columns, hidden in tile.hidden:
+        hidden = hidden if hidden.dim() == 2 else hidden.unsqueeze(1)
+        view[..., columns].masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q (B, H, R, E): sum of exp(scores - shift) v (B, H, R, V), the log-sum-exp and the shift (B, H, R)."""
+    scores = _scores(_flat(q, k.shape[1]), k.flatten(0, 1), q.shape[:2], tile)
+    shift = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
+    weights = scores.sub_(shift).exp_()
+    lse = weights.sum(-1, keepdim=True).log_().add_(shift)
+    part = torch.bmm(weights, v.flatten(0, 1))
+    return part.view(*q.shape[:3], -1), lse.view(q.shape[:3]), shift.view(q.shape[:3])
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tensor) -> None:
+    """Takes a part into the result so far, in place; the part is to be divided by exp(part_lse - shift) for its own
+    softmax, and that is left to the one factor that merging needs anyway."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(part, (shift - both).exp_().unsqueeze(-1))
+    lse.copy_(both)

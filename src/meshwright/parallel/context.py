@@ -1,0 +1,198 @@
+"""Context parallelism, first half: who holds which positions, and who sees whom.
+
+Of every sequence each rank holds S / c positions. Causal attention gives late positions more to do than early ones, so
+the sequence is cut in 2 c chunks of which rank i holds number i and number 2 c - 1 - i (zig-zag: Llama 3 report,
+arXiv:2407.21783, section 3.3.2): then each rank has the same work with the keys of each other rank. How keys get to the
+queries that see them is the second half, `ring.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.attention import Mask
+from meshwright.kernels.partial import ROWS, Tile
+from meshwright.parallel.group import Group
+from meshwright.spec.errors import IllegalLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Positions of the sequence: `length` from each of `starts`, which ascend."""
+
+    starts: tuple[int, ...]
+    length: int
+
+    def upto(self, position: int) -> int:
+        """How many of these places are at `position` or before it."""
+        return sum(min(max(position + 1 - start, 0), self.length) for start in self.starts)
+
+    def pieces(self, rows: int) -> Iterator[tuple[slice, int]]:
+        """(which places, position of the first): runs of at most `rows` neighbours in the sequence."""
+        for chunk, start in enumerate(self.starts):
+            for at in range(0, self.length, rows):
+                first = chunk * self.length + at
+                yield slice(first, first + min(rows, self.length - at)), start + at
+
+    def positions(self, begin: int, end: int, device: torch.device | None = None) -> Tensor:
+        """Those of places `begin` to `end` (end - begin,) int64."""
+        parts = []
+        for chunk, start in enumerate(self.starts):
+            low, high = max(begin - chunk * self.length, 0), min(end - chunk * self.length, self.length)
+            if low < high:
+                parts.append(torch.arange(start + low, start + high, device=device))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def places(sequence: int, size: int, index: int, zigzag: bool) -> Places:
+    """What rank `index` of `size` holds of `sequence` positions."""
+    chunks = 2 * size if zigzag else size
+    if sequence % chunks:
+        way = f"2 x layout.cp={size} chunks (zig-zag)" if zigzag else f"layout.cp={size} chunks"
+        nearest = max(1, round(sequence / chunks)) * chunks
+        raise IllegalLayout(f"recipe.sequence={sequence} cannot be cut into {way}: take recipe.sequence={nearest}")
+    length = sequence // chunks
+    return Places((index * length, (chunks - 1 - index) * length) if zigzag else (index * length,), length)
+
+
+def local_positions(sequence: int, size: int, index: int, zigzag: bool, device: torch.device | None = None) -> Tensor:
+    """Positions (S / c,) that rank `index` of `size` holds, ascending."""
+    return places(sequence, size, index, zigzag).positions(0, sequence // size, device)
+
+
+def take(x: Tensor, group: Group, zigzag: bool) -> Tensor:
+    """This rank's positions of x (B, S, ...) -> (B, S / c, ...)."""
+    return take_at(x, places(x.shape[1], group.size, group.index, zigzag), 1) if group.size > 1 else x
+
+
+def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
+    """These places of a whole sequence that lies along `dim`."""
+    return torch.cat([x.narrow(dim, start, at.length) for start in at.starts], dim)
+
+
+def in_order(parts: Sequence[Tensor], zigzag: bool, dim: int) -> Tensor:
+    """The ranks' parts, each (..., S / c, ...), as the whole sequence (..., S, ...) along `dim`."""
+    size, count = len(parts), parts[0].shape[dim]
+    held = [places(size * count, size, index, zigzag) for index in range(size)]
+    chunks = [
+        (start, part.narrow(dim, place * at.length, at.length))
+        for part, at in zip(parts, held, strict=True)
+        for place, start in enumerate(at.starts)
+    ]
+    return torch.cat([chunk for _, chunk in sorted(chunks, key=lambda found: found[0])], dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMask(Mask):
+    """What this rank's queries see of any keys, told as tiles. A position sees those from its `first` to itself, so
+    neither window nor documents need more than one number a query; masks are made a tile at a time, at its edges only.
+
+    `first` (B or 1, S / c), None = the start of the sequence; `lowest` and `highest`: over the batch, on the host.
+    """
+
+    queries: Places = Places((0,), 0)
+    sequence: int = 0
+    zigzag: bool = True
+    device: torch.device | None = None
+    first: Tensor | None = None
+    lowest: tuple[int, ...] = ()
+    highest: tuple[int, ...] = ()
+
+    def keys_of(self, size: int, index: int) -> Places:
+        """Where the keys of a rank lie."""
+        return places(self.sequence, size, index, self.zigzag)
+
+    def blocks(self, keys: Places, rows: int = ROWS) -> Iterator[Tile]:
+        """Tiles of at most `rows` queries with the keys that any of them sees; queries that see none are left out."""
+        for queries, start in self.queries.pieces(rows):
+            begin = keys.upto(self.lowest[queries.start] - 1) if self.lowest else 0
+            end = keys.upto(start + queries.stop - queries.start - 1)
+            if begin < end:
+                hidden = (
+                    *self._too_early(keys, queries, begin, end),
+                    *self._too_late(keys, queries, start, begin, end),
+                )
+                yield Tile(queries=queries, keys=slice(begin, end), hidden=hidden)
+
+    def chunks(self, keys: Places) -> Iterator[Tile]:
+        """Tiles without masks, where causality is all: a chunk sees the chunks before it whole, and itself causally."""
+        for queries, start in self.queries.pieces(self.queries.length):
+            before, end = keys.upto(start - 1), keys.upto(start + self.queries.length - 1)
+            if before:
+                yield Tile(queries=queries, keys=slice(0, before))
+            if before < end:
+                yield Tile(queries=queries, keys=slice(before, end), causal=True)
+
+    def _too_early(self, keys: Places, queries: slice, begin: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        """Window and documents hide, from some of the queries, keys before the last one's first."""
+        if self.first is None:
+            return
+        common = min(keys.upto(self.highest[queries.stop - 1] - 1), end)
+        if begin < common:
+            positions = keys.positions(begin, common, self.device)
+            yield slice(0, common - begin), positions < self.first[:, queries, None]
+
+    def _too_late(
+        self, keys: Places, queries: slice, start: int, begin: int, end: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Causality hides, from some of the queries, keys after the first one, which is at position `start`."""
+        past = max(keys.upto(start), begin)
+        if past < end:
+            here = torch.arange(start, start + queries.stop - queries.start, device=self.device)
+            yield slice(past - begin, end - begin), keys.positions(past, end, self.device) > here[:, None]
+
+
+def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
+    """What takes the place of kernels.attention.causal_mask, with its signature; sequences are c times the queries.
+
+    Documents (B, S / c) are those of this rank's positions, neighbours with equal numbers being one document. Their
+    numbers are gathered from all ranks, once a pass and kind of layer: it is a collective.
+    """
+
+    def make(
+        queries: int,
+        keys: int,
+        *,
+        window: int = 0,
+        documents: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Mask:
+        if keys != queries:
+            raise IllegalLayout(
+                f"{queries} queries of {keys} positions: layout.cp={group.size} cuts whole sequences and keeps no "
+                "past keys; generate with layout.cp=1"
+            )
+        sequence = queries * group.size
+        mine = places(sequence, group.size, group.index, zigzag)
+        first = _first_seen(group, mine, zigzag, window if window < sequence else 0, documents)
+        lowest: list[int] = [] if first is None else first.amin(0).tolist()
+        highest: list[int] = [] if first is None else first.amax(0).tolist()
+        return ContextMask(
+            queries=mine,
+            sequence=sequence,
+            zigzag=zigzag,
+            device=device,
+            first=None if first is None else first.to(device),
+            lowest=tuple(lowest),
+            highest=tuple(highest),
+        )
+
+    return make
+
+
+def _first_seen(group: Group, mine: Places, zigzag: bool, window: int, documents: Tensor | None) -> Tensor | None:
+    """The first position that each of this rank's positions sees (B or 1, S / c); None = that of the sequence."""
+    count = len(mine.starts) * mine.length
+    first = None
+    if documents is not None:
+        whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), zigzag, 1)
+        begins = torch.ones_like(whole, dtype=torch.bool)
+        begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
+        starts = torch.arange(whole.shape[1], device=whole.device).where(begins, 0).cummax(1).values
+        first = take_at(starts, mine, 1)
+    if window:
+        near = (mine.positions(0, count) - (window - 1)).clamp(min=0)
+        first = near[None] if first is None else torch.maximum(first, near.to(first.device))
+    return first

@@ -1,0 +1,199 @@
+"""Context parallelism, second half: how the keys of all ranks get to the queries of each.
+
+ring: every rank passes keys and values on to its neighbour while it computes with those it has; after c - 1 hops each
+has met all (Ring attention, Liu et al. 2023, arXiv:2310.01889). The backward pass sends them round once more, and with
+them their gradients, to which each rank adds its part until they are home. gather: all keys and values are gathered
+before and their gradients reduced and scattered after (Llama 3 report, arXiv:2407.21783, section 3.3.2).
+
+Both keep for the backward pass what one device keeps of 1 / c of the sequence: queries, keys, values, result and
+log-sum-exp of this rank's positions, never the keys of others. Both send, with n bytes of keys and values a rank,
+(c - 1) n forward and (c - 1) (n + their gradients in fp32) backward; the ring holds the keys of two ranks, not of all.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.kernels.attention import Mask
+from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile, can_fuse
+from meshwright.parallel.context import ContextMask, Places, in_order, take_at
+from meshwright.parallel.group import Group
+from meshwright.spec.errors import IllegalLayout
+
+Attend = Callable[..., Tensor]
+"""As kernels.attention.attend."""
+
+
+def ring_attend(group: Group) -> Attend:
+    """Attention of this rank's queries over all ranks' keys, passed round; a collective, forward and backward."""
+    return _attend(group, _Ring)
+
+
+def gather_attend(group: Group) -> Attend:
+    """The same with all keys gathered before; a collective, forward and backward."""
+    return _attend(group, _Gather)
+
+
+class _Packed:
+    """Keys (B, K, T, E) and values (B, K, T, V) of one rank in one buffer, so that a hop is one message."""
+
+    def __init__(self, shapes: tuple[torch.Size, torch.Size], buffer: Tensor) -> None:
+        cut = shapes[0].numel()
+        self.shapes, self.buffer = shapes, buffer
+        self.keys, self.values = buffer[:cut].view(shapes[0]), buffer[cut:].view(shapes[1])
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> "_Packed":
+        """A copy of tensors (B, K, T, .) of any strides."""
+        packed = cls((keys.shape, values.shape), keys.new_empty(keys.numel() + values.numel()))
+        packed.keys.copy_(keys)
+        packed.values.copy_(values)
+        return packed
+
+    def like(self, buffer: Tensor) -> "_Packed":
+        """Another buffer in the same shapes."""
+        return _Packed(self.shapes, buffer)
+
+    def zeros(self) -> "_Packed":
+        """Where fp32 gradients are added up."""
+        return self.like(torch.zeros_like(self.buffer, dtype=torch.float32))
+
+
+class _Travelling:
+    """A buffer on its way to the next rank, and that of the rank before on its way here."""
+
+    def __init__(self, group: Group, buffer: Tensor) -> None:
+        self.sent, self.received = buffer, torch.empty_like(buffer)
+        following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
+        self.work: list[dist.Work] = group.exchange([(buffer, following)], [(self.received, previous)])
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        for work in self.work:
+            work.wait()
+        return self.received
+
+
+class _Ring:
+    """Keys and values hop from rank to rank; so do the sums of their gradients, one hop behind."""
+
+    def __init__(self, group: Group, mask: ContextMask, own: _Packed) -> None:
+        self.group, self.mask, self.own = group, mask, own
+        self.home: _Packed | None = None
+        self.sums: _Travelling | None = None
+
+    def parts(self) -> Iterator[tuple[_Packed, Places]]:
+        """This rank's keys, then those of the ranks before it: the next travel while the present are used."""
+        size, index, buffer = self.group.size, self.group.index, self.own.buffer
+        for step in range(size):
+            hop = _Travelling(self.group, buffer) if step < size - 1 else None
+            yield self.own.like(buffer), self.mask.keys_of(size, (index - step) % size)
+            if hop is not None:
+                buffer = hop.wait()
+
+    def give_back(self, gradients: _Packed) -> None:
+        """Gradients of the present part join those that the ranks before have added up, and go on to the next rank;
+        this rank's own wait here for theirs."""
+        if self.home is None:
+            self.home = gradients
+            return
+        if self.sums is not None:
+            gradients.buffer.add_(self.sums.wait())
+        self.sums = _Travelling(self.group, gradients.buffer)
+
+    def returned(self) -> _Packed:
+        """All ranks' gradients of this rank's keys and values, fp32."""
+        assert self.home is not None
+        if self.sums is not None:
+            self.home.buffer.add_(self.sums.wait())
+        return self.home
+
+
+class _Gather:
+    """One part: the keys and values of the whole sequence, in its order."""
+
+    def __init__(self, group: Group, mask: ContextMask, own: _Packed) -> None:
+        self.group, self.mask, self.own = group, mask, own
+        self.sum: Tensor | None = None
+
+    def parts(self) -> Iterator[tuple[_Packed, Places]]:
+        """All keys at once."""
+        buffers = self.group.all_gather(self.own.buffer.unsqueeze(0))
+        ranks = [self.own.like(buffer) for buffer in buffers]
+        keys = in_order([rank.keys for rank in ranks], self.mask.zigzag, 2)
+        values = in_order([rank.values for rank in ranks], self.mask.zigzag, 2)
+        yield _Packed.of(keys, values), Places((0,), self.mask.sequence)
+
+    def give_back(self, gradients: _Packed) -> None:
+        """The sum over the ranks of what each made of the whole sequence; every rank gets its positions."""
+        size = self.group.size
+        ranks = [self.mask.keys_of(size, index) for index in range(size)]
+        pieces = [_Packed.of(take_at(gradients.keys, at, 2), take_at(gradients.values, at, 2)).buffer for at in ranks]
+        self.sum = self.group.reduce_scatter(torch.cat(pieces))
+
+    def returned(self) -> _Packed:
+        """All ranks' gradients of this rank's keys and values, fp32."""
+        assert self.sum is not None
+        return self.own.like(self.sum)
+
+
+class _ContextAttention(torch.autograd.Function):
+    """q (B, S/c, H, E), k (B, S/c, K, E), v (B, S/c, K, V) -> (B, S/c, H, V)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Group, route: Any
+    ) -> Tensor:
+        fused = mask.first is None and can_fuse(q, k)
+        attention = PartialAttention(q, v.shape[-1], scale=scale, fused=fused)
+        for part, places in route(group, mask, _pack(k, v)).parts():
+            attention.add(part.keys, part.values, _tiles(mask, places, fused))
+        out, lse = attention.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = mask, scale, group, route, fused
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        mask, scale, group, make_route, fused = ctx.settings
+        gradients = PartialGradients(q, out, lse, gradient, scale=scale, fused=fused)
+        route = make_route(group, mask, _pack(k, v))
+        for part, places in route.parts():
+            sums = part.zeros()
+            tiles = _tiles(mask, places, fused)
+            gradients.add(part.keys, part.values, tiles, sums.keys, sums.values)
+            route.give_back(sums)
+        home = route.returned()
+        k_gradient, v_gradient = home.keys.transpose(1, 2).to(k.dtype), home.values.transpose(1, 2).to(v.dtype)
+        return gradients.result(), k_gradient, v_gradient, None, None, None, None
+
+
+def _attend(group: Group, route: type[_Ring] | type[_Gather]) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+        if dropout:
+            raise IllegalLayout(
+                f"recipe.dropout={dropout} of attention weights cannot be repeated over layout.cp={group.size} ranks: "
+                "take recipe.dropout=0 or layout.cp=1"
+            )
+        if not isinstance(mask, ContextMask):
+            raise IllegalLayout(
+                f"attention over layout.cp={group.size} ranks was given a mask of one device: "
+                "put parallel.context.mask_maker in the place of model.make_mask"
+            )
+        result: Tensor = _ContextAttention.apply(q, k, v, mask, scale, group, route)  # type: ignore[no-untyped-call]
+        return result
+
+    return attend
+
+
+def _pack(k: Tensor, v: Tensor) -> _Packed:
+    """(B, T, K, E) and (B, T, K, V)."""
+    return _Packed.of(k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _tiles(mask: ContextMask, keys: Places, fused: bool) -> Iterator[Tile]:
+    return mask.chunks(keys) if fused else mask.blocks(keys)

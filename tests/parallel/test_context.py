@@ -1,0 +1,334 @@
+"""Context parallelism against one device that holds the whole sequence: places, masks, attention, models, bytes kept
+and sent."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import partial
+from meshwright.kernels.attention import Mask, attend_reference, causal_mask
+from meshwright.model import Transformer, build
+from meshwright.parallel.context import ContextMask, local_positions, mask_maker, places, take
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.recompute import block_call
+from meshwright.parallel.ring import gather_attend, ring_attend
+from meshwright.spec import Layout, MLAShape, ModelShape
+from meshwright.spec.errors import IllegalLayout
+from tests.parallel.processes import on_ranks
+
+ATTEND = {"ring": ring_attend, "gather": gather_attend}
+BATCH, SEQUENCE, SCALE = 2, 144, 0.3
+"""Chunks of 36 or 18 positions on 2 and 4 ranks: no whole number of tiles."""
+
+
+def alone(size: int, index: int) -> Group:
+    """A place among ranks that never talk."""
+    return Group("cp", tuple(range(size)), index)
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_part_the_sequence(size: int, zigzag: bool) -> None:
+    held = [local_positions(16, size, index, zigzag) for index in range(size)]
+    assert sorted(torch.cat(held).tolist()) == list(range(16))
+    assert all(positions.diff().gt(0).all() for positions in held)
+    x = torch.arange(32).view(2, 16)
+    for index, positions in enumerate(held):
+        assert torch.equal(take(x, alone(size, index), zigzag), x[:, positions])
+
+
+def test_zigzag_gives_a_chunk_from_each_end() -> None:
+    assert local_positions(16, 4, 1, True).tolist() == [2, 3, 12, 13]
+    assert local_positions(16, 4, 1, False).tolist() == [4, 5, 6, 7]
+
+
+def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
+    with pytest.raises(IllegalLayout, match=r"recipe.sequence=20 .* 2 x layout.cp=4 chunks .*take recipe.sequence=16"):
+        local_positions(20, 4, 0, True)
+    with pytest.raises(IllegalLayout, match=r"recipe.sequence=21 .* layout.cp=4 chunks: take recipe.sequence=20"):
+        local_positions(21, 4, 0, False)
+    assert local_positions(20, 4, 0, False).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_past_keys_are_refused() -> None:
+    with pytest.raises(IllegalLayout, match=r"1 queries of 9 positions: layout.cp=2 .*layout.cp=1"):
+        mask_maker(alone(2, 0), True)(1, 9)
+
+
+def context_mask(size: int, index: int, zigzag: bool, **options: Any) -> ContextMask:
+    mask = mask_maker(alone(size, index), zigzag)(SEQUENCE // size, SEQUENCE // size, **options)
+    assert isinstance(mask, ContextMask)
+    return mask
+
+
+def seen(tiles: Any, queries: int, keys: int) -> Tensor:
+    """(queries, keys): how often a pair is computed and counts."""
+    found = torch.zeros(queries, keys, dtype=torch.int64)
+    for tile in tiles:
+        part = torch.ones(tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start, dtype=torch.int64)
+        for columns, hidden in tile.hidden:
+            part[:, columns] *= ~hidden.view(len(part), -1)
+        found[tile.queries, tile.keys] += part.tril() if tile.causal else part
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 40, 100])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tiles_are_the_mask_of_one_device(size: int, zigzag: bool, window: int) -> None:
+    allowed = causal_mask(SEQUENCE, SEQUENCE, window=window).allowed
+    whole = torch.ones(SEQUENCE, SEQUENCE).tril().bool() if allowed is None else allowed[0, 0]
+    for index, other in itertools.product(range(size), range(size)):
+        mask = context_mask(size, index, zigzag, window=window)
+        mine, theirs = (local_positions(SEQUENCE, size, rank, zigzag) for rank in (index, other))
+        expected = whole[mine][:, theirs].long()
+        for rows in (1, 5, 64):
+            tiles = mask.blocks(mask.keys_of(size, other), rows)
+            assert torch.equal(seen(tiles, len(mine), len(theirs)), expected)
+        if not window:
+            assert torch.equal(seen(mask.chunks(mask.keys_of(size, other)), len(mine), len(theirs)), expected)
+
+
+def work(size: int, index: int, other: int, zigzag: bool) -> int:
+    """Pairs that a rank multiplies with the keys of another, hidden ones included."""
+    mask = context_mask(size, index, zigzag)
+    tiles = mask.blocks(mask.keys_of(size, other), 1)
+    return sum((tile.keys.stop - tile.keys.start) * (tile.queries.stop - tile.queries.start) for tile in tiles)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_zigzag_work_is_even_in_every_step_and_half_of_the_square(size: int) -> None:
+    mine = [[work(size, index, (index - step) % size, True) for index in range(size)] for step in range(size)]
+    assert all(len(set(step)) == 1 for step in mine)
+    assert max(step[0] for step in mine) <= 1.03 * min(step[0] for step in mine)
+    assert sum(map(sum, mine)) == SEQUENCE * (SEQUENCE + 1) // 2
+    plain = [[work(size, index, (index - step) % size, False) for index in range(size)] for step in range(size)]
+    slowest = sum(max(step) for step in plain)
+    assert slowest > 1.4 * sum(step[0] for step in mine)
+
+
+def test_a_window_bounds_the_work() -> None:
+    mask = context_mask(4, 3, False, window=5)
+    assert [sum(1 for _ in mask.blocks(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
+
+
+WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8)}
+"""Query heads, key heads, widths of keys and of values."""
+
+
+def documents() -> Tensor:
+    """Borders inside chunks, at borders of ranks, and documents of one token; rows differ."""
+    lengths = [[36, 18, 1, 50, 39], [100, 2, 42]]
+    rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return torch.stack(rows)
+
+
+def inputs(widths: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """q, k, v and a gradient of the result, of the whole sequence; the same on all ranks."""
+    heads, keys, wide, narrow = widths
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(heads, wide), (keys, wide), (keys, narrow), (heads, narrow)]
+    return tuple(torch.randn(BATCH, SEQUENCE, *shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def with_gradients(attend: Callable[..., Tensor], given: tuple[Tensor, ...], mask: Mask) -> list[Tensor]:
+    """The result and the gradients of q, k, v."""
+    q, k, v = (x.clone().requires_grad_() for x in given[:3])
+    out = attend(q, k, v, mask, scale=SCALE)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@cache
+def on_one_device(widths: str, window: int, packed: bool) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Inputs of the whole sequence, and the reference result and gradients."""
+    given = inputs(WIDTHS[widths])
+    mask = causal_mask(SEQUENCE, SEQUENCE, window=window, documents=documents() if packed else None)
+    return given, with_gradients(attend_reference, given, mask)
+
+
+def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[str, float]:
+    """On a rank: the worst difference of each case (route, zigzag, widths, window, packed) from one device."""
+    cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
+    preferred, partial.prefers_blockwise = partial.prefers_blockwise, lambda q: not fused
+    worst = {}
+    try:
+        for route, zigzag, widths, window, packed in cases:
+            given = inputs(WIDTHS[widths])
+            rows = documents() if packed else None
+            whole = with_gradients(
+                attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=window, documents=rows)
+            )
+            mine = tuple(take(x, cp, zigzag) for x in given)
+            local = None if rows is None else take(rows, cp, zigzag)
+            mask = mask_maker(cp, zigzag)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
+            found = with_gradients(ATTEND[route](cp), mine, mask)
+            name = f"{route} {'zigzag' if zigzag else 'plain'} {widths} window={window} packed={packed}"
+            worst[name] = max(far(a, take(b, cp, zigzag)) for a, b in zip(found, whole, strict=True))
+    finally:
+        partial.prefers_blockwise = preferred
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
+def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> None:
+    sights = [(0, False)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
+    cases = [
+        (route, zigzag, widths, *sight)
+        for route, zigzag, widths, sight in itertools.product(ATTEND, (False, True), WIDTHS, sights)
+    ]
+    for worst in on_ranks(size, compare, cases, fused):
+        assert len(worst) == len(cases)
+        assert not {name: error for name, error in worst.items() if not error < 1e-5}
+
+
+def low_precision() -> list[float]:
+    """On a rank: errors of bf16 against fp32 sums of the same values, ours and those of one device."""
+    cp = make_mesh(Layout(cp=2))["cp"]
+    given = inputs(WIDTHS["gqa"], torch.bfloat16)
+    exact = with_gradients(attend_reference, tuple(x.float() for x in given), Mask())
+    plain = with_gradients(attend_reference, given, Mask())
+    mine = tuple(take(x, cp, True) for x in given)
+    found = with_gradients(ring_attend(cp), mine, mask_maker(cp, True)(72, 72))
+    assert [x.dtype for x in found] == [torch.bfloat16] * 4
+    ours = [far(a.float(), take(b, cp, True)) for a, b in zip(found, exact, strict=True)]
+    return [a / max(far(b.float(), c), 2**-9) for a, b, c in zip(ours, plain, exact, strict=True)]
+
+
+def test_16_bit_is_rounded_once() -> None:
+    for ratios in on_ranks(2, low_precision):
+        assert max(ratios) <= 1.5
+
+
+SMALL = ModelShape(vocab=61, layers=3, hidden=24, heads=4, kv_heads=2, ffn=40, max_positions=SEQUENCE)
+SHAPES = {
+    "gqa": replace(SMALL, qk_norm=True),
+    "window": replace(SMALL, window=50, window_from_layer=1),
+    "learned": replace(SMALL, family="gpt2", kv_heads=4, norm="layernorm", mlp="gelu_tanh", positions="learned"),
+    "mla": replace(SMALL, kv_heads=4, mla=MLAShape(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=5)),
+}
+
+
+def loss_and_gradients(model: Transformer, given: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    found = model.loss(**given, scale=torch.tensor(1 / (BATCH * SEQUENCE)))
+    found.cross_entropy.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": found.cross_entropy.detach(), **gradients}
+
+
+def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, float]:
+    """On a rank: the worst difference of each case (shape, route, zigzag, packed, recompute) from one device."""
+    cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
+    worst = {}
+    for name, route, zigzag, packed, recompute in cases:
+        tokens = torch.randint(61, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+        positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+        if packed:
+            begins = torch.cat((torch.ones(BATCH, 1, dtype=torch.int64), documents().diff(dim=1)), 1)
+            positions = positions - positions.where(begins > 0, 0).cummax(1).values
+        given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
+        given["documents"] = documents() if packed else None
+        expected = loss_and_gradients(build(SHAPES[name], seed=1), given)
+        model = build(SHAPES[name], seed=1)
+        model.call_block = block_call(recompute)
+        model.make_mask = mask_maker(cp, zigzag)
+        for block in model.layers.values():
+            block.attention.kernels = replace(model.kernels, attend=ATTEND[route](cp))
+        found = loss_and_gradients(model, {key: x if x is None else take(x, cp, zigzag) for key, x in given.items()})
+        assert found.keys() == expected.keys()
+        errors = [far(cp.all_reduce(found[key].clone()), expected[key]) for key in expected]
+        worst[f"{name} {route} {zigzag} {packed} {recompute}"] = max(errors)
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_models_equal_one_device(size: int) -> None:
+    cases = [
+        ("gqa", "ring", True, False, "none"),
+        ("gqa", "ring", True, True, "full"),
+        ("gqa", "ring", False, True, "selective"),
+        ("gqa", "gather", True, False, "selective"),
+        ("window", "ring", True, True, "selective"),
+        ("window", "gather", False, False, "full"),
+        ("learned", "ring", True, False, "full"),
+        ("mla", "ring", True, True, "selective"),
+        ("mla", "gather", True, True, "none"),
+    ]
+    for worst in on_ranks(size, train_models, cases):
+        assert len(worst) == len(cases)
+        assert not {name: error for name, error in worst.items() if not error < 1e-5}
+
+
+def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], dict[str, int]]:
+    """On a rank: bytes kept for the backward pass, and bytes sent forward and backward, by collective."""
+    sent: dict[str, int] = {}
+
+    def count(axis: str, collective: str, sent_bytes: int) -> None:
+        sent[collective] = sent.get(collective, 0) + sent_bytes
+
+    cp = make_mesh(Layout(cp=torch.distributed.get_world_size()), count=count)["cp"]
+    q, k, v, gradient = (take(x, cp, True) for x in inputs(WIDTHS["gqa"], dtype))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = ATTEND[route](cp)(q, k, v, mask_maker(cp, True)(q.shape[1], k.shape[1]), scale=SCALE)
+    forward = dict(sent)
+    sent.clear()
+    out.backward(gradient)
+    return sum(kept.values()), forward, sent
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_kept_and_sent(size: int, dtype: torch.dtype) -> None:
+    """Kept: q, k, v, the result and a log-sum-exp of S / c positions. Sent: the closed form of the module."""
+    heads, keys, wide, narrow = WIDTHS["gqa"]
+    positions, width = BATCH * SEQUENCE // size, dtype.itemsize
+    kept = positions * ((heads * wide + keys * wide + keys * narrow + heads * narrow) * width + heads * 4)
+    hops = (size - 1) * positions * keys * (wide + narrow)
+    for found in on_ranks(size, kept_and_sent, "ring", dtype):
+        assert found == (kept, {"send": hops * width}, {"send": hops * (width + 4)})
+    for found in on_ranks(size, kept_and_sent, "gather", dtype):
+        assert found == (kept, {"all_gather": hops * width}, {"all_gather": hops * width, "reduce_scatter": hops * 4})
+
+
+def test_dropout_and_foreign_masks_are_refused() -> None:
+    given = inputs(WIDTHS["gqa"])[:3]
+    attend = ring_attend(alone(2, 0))
+    with pytest.raises(IllegalLayout, match=r"recipe.dropout=0.1 .* layout.cp=2 .*take recipe.dropout=0"):
+        attend(*given, context_mask(2, 0, True), scale=SCALE, dropout=0.1)
+    with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks was given a mask of one device"):
+        attend(*given, Mask(), scale=SCALE)
+
+
+@pytest.mark.parametrize("route", ATTEND)
+def test_a_group_of_one_is_one_device(route: str) -> None:
+    given = inputs(WIDTHS["gqa"])
+    mask = mask_maker(alone(1, 0), True)(SEQUENCE, SEQUENCE, window=9, documents=documents())
+    found = with_gradients(ATTEND[route](alone(1, 0)), given, mask)
+    whole = with_gradients(attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=9, documents=documents()))
+    assert max(far(a, b) for a, b in zip(found, whole, strict=True)) < 1e-5
+
+
+def test_places_count_what_lies_before() -> None:
+    held = places(16, 4, 1, True)
+    assert [held.upto(position) for position in range(-1, 16)] == [0, 0, 0, 1, 2, *[2] * 8, 3, 4, 4, 4]
+    assert held.positions(1, 3).tolist() == [3, 12]
