@@ -125,8 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         line, code = _usage(error, words) if isinstance(error, USAGE_ERROR) else explain(error)
-        print(f"meshwright: {line}", file=sys.stderr)
+        if not _said_by_rank_0(error):
+            print(f"meshwright: {line}", file=sys.stderr)
         return code
+
+
+def _said_by_rank_0(error: BaseException) -> bool:
+    """Whether every process of the run sees this error and the first one speaks: a plan is the same everywhere."""
+    from meshwright.cli.launch import rank
+    from meshwright.spec.errors import PlanError
+
+    return getattr(error, "said_elsewhere", False) or (rank() > 0 and isinstance(error, PlanError))
 
 
 def _share_cores() -> None:

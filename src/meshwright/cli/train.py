@@ -29,12 +29,13 @@ def train(
     resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one.
     """
     from meshwright import planfile
+    from meshwright.cli.launch import joined, rank
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes)
     plan.check()
-    for note in notes:
+    for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
@@ -42,9 +43,13 @@ def train(
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    services = _services(tensorboard, wandb)
-    with choose(console(json=json)) as display:
-        summary = loop.run(plan, watchers=[display, *services], resume=resume, progress=display.encoding)
+    with joined(plan.layout):
+        if rank():
+            loop.run(plan, resume=resume)
+            return
+        services = _services(tensorboard, wandb)
+        with choose(console(json=json)) as display:
+            summary = loop.run(plan, watchers=[display, *services], resume=resume, progress=display.encoding)
     if json:
         print_json(summary)
     elif summary.stopped != "done":

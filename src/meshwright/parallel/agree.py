@@ -39,6 +39,8 @@ class FirstRank:
             told: list[MeshwrightError | None] = [failure]
             dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
             failure = told[0]
+            if failure is not None and not self.here:
+                failure.said_elsewhere = True
         if failure is not None:
             raise failure
 

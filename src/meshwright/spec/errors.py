@@ -19,6 +19,8 @@ class MeshwrightError(Exception):
     """Base of every error a user can cause and mend."""
 
     exit_code = 2
+    said_elsewhere = False
+    """Another rank says it: this one ends with the same exit code and no words."""
 
 
 class PlanError(MeshwrightError):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
+from meshwright.spec.legal import layout_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
@@ -56,28 +57,11 @@ class Plan:
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
-        found = [*self._degrees(), *self._batches(), *self._noise_scale()]
+        found = [*layout_violations(self.model, self.recipe, self.layout), *self._batches(), *self._noise_scale()]
         if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
             found.append(
                 f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "
                 f"of the model: take recipe.sequence={self.model.max_positions}"
-            )
-        return found
-
-    def _degrees(self) -> list[str]:
-        found = []
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):
-            degree = getattr(self.layout, axis)
-            if degree > 1:
-                found.append(f"layout.{axis}={degree}: this version runs on one device; take layout.{axis}=1")
-        if self.layout.zero:
-            found.append(
-                f"layout.zero={self.layout.zero} shards over several devices; "
-                "this version runs on one: take layout.zero=0"
-            )
-        if self.layout.sp:
-            found.append(
-                "layout.sp=true needs layout.tp above 1, and this version runs on one device: take layout.sp=false"
             )
         return found
 

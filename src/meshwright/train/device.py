@@ -28,8 +28,8 @@ class MemoryUse:
 
 
 def pick_device() -> torch.device:
-    """The first GPU, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """The GPU this process uses (the first, if nobody chose), else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def prepare(device: torch.device, precision: str) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
-from meshwright.parallel.agree import FirstRank
+from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
@@ -37,6 +38,7 @@ def run(
     plan.check()
     mesh = make_mesh(plan.layout)
     first = FirstRank(mesh["world"])
+    same_everywhere(mesh["world"], "plans or versions", f"meshwright {__version__}\n{planfile.dump(plan)}")
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)

@@ -1,0 +1,169 @@
+"""Which layouts a model and a recipe allow: every rule once, each refusal a sentence with the rule, the clashing numbers
+and the nearest legal change. The planner's search, the engine and the command line ask here."""
+
+from collections.abc import Iterator
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+SCHEDULES_OF_TWO = ("zb-v", "dualpipe-v")
+"""Each rank holds one stage of the first half and one of the second."""
+
+
+def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[str]:
+    """Why this layout is illegal; empty = legal."""
+    return [
+        *_tensor(shape, recipe, layout),
+        *_context(recipe, layout),
+        *_pipeline(shape, recipe, layout),
+        *_expert(shape, layout),
+        *_data(layout),
+        *_randomness(recipe, layout),
+    ]
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`; of two equally near ones the smaller."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    tp = layout.tp
+    if shape.heads % tp:
+        near = nearest_divisor(shape.heads, tp)
+        yield f"layout.tp={tp} does not divide the {shape.heads} attention heads: take layout.tp={near}"
+    elif shape.mla is None and shape.kv_heads % tp and tp % shape.kv_heads:
+        near = nearest_divisor(shape.kv_heads, tp)
+        yield (
+            f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}"
+        )
+    if tp > shape.ffn or tp > shape.vocab:
+        yield f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}: take a smaller layout.tp"
+    if layout.sp and tp == 1:
+        yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp"
+    local = recipe.sequence // layout.cp
+    if layout.sp and local % tp:
+        yield (
+            f"layout.sp=true cuts a rank's {local} positions into layout.tp={tp} equal parts: "
+            f"take recipe.sequence={_up(recipe.sequence, _unit(layout))} or layout.sp=false"
+        )
+
+
+def _unit(layout: Layout) -> int:
+    """What the sequence must be a multiple of."""
+    chunks = 1 if layout.cp == 1 else layout.cp * (2 if layout.zigzag else 1)
+    return chunks * (layout.tp if layout.sp else 1)
+
+
+def _up(number: int, unit: int) -> int:
+    """The multiple of `unit` nearest to `number`, at least one unit."""
+    return max(1, round(number / unit)) * unit
+
+
+def _context(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    chunks = 1 if layout.cp == 1 else layout.cp * (2 if layout.zigzag else 1)
+    if recipe.sequence % chunks:
+        how = "two chunks for each of" if layout.zigzag else "a chunk for each of"
+        yield (
+            f"recipe.sequence={recipe.sequence} cannot be cut into {how} layout.cp={layout.cp} ranks: "
+            f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}"
+        )
+
+
+def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    stages = layout.pp * layout.vp
+    name = layout.schedule
+    if layout.pp == 1:
+        if layout.vp > 1:
+            yield f"layout.vp={layout.vp} cuts a pipeline rank's layers, and layout.pp=1: take layout.vp=1"
+        return
+    if stages > shape.layers:
+        yield (
+            f"layout.pp={layout.pp} x layout.vp={layout.vp} stages exceed the model's {shape.layers} layers: "
+            f"take layout.pp={max(1, min(layout.pp, shape.layers // layout.vp))}"
+        )
+    if name in SCHEDULES_OF_TWO and layout.vp != 2:
+        yield f"layout.schedule={name} has two stages a rank, and layout.vp={layout.vp}: take layout.vp=2"
+    if name == "interleaved" and layout.vp < 2:
+        yield "layout.schedule=interleaved has several stages a rank, and layout.vp=1: take layout.vp=2"
+    if name in ("afab", "1f1b", "zb-h1") and layout.vp > 1:
+        yield f"layout.schedule={name} has one stage a rank, and layout.vp={layout.vp}: take layout.schedule=interleaved"
+    for batch in {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}:
+        yield from _micro_batches(layout, batch)
+
+
+def _micro_batches(layout: Layout, batch: int) -> Iterator[str]:
+    per_rank = batch // layout.dp
+    size = layout.micro_batch_of(batch)
+    if not size or per_rank % size:
+        return  # said elsewhere
+    count = per_rank // size
+    if layout.schedule == "interleaved" and count % layout.pp:
+        yield (
+            f"layout.schedule=interleaved wants a multiple of layout.pp={layout.pp} micro-batches, and a step of "
+            f"{batch} sequences has {count}: take recipe.global_batch={_up(count, layout.pp) * size * layout.dp}"
+        )
+    if layout.schedule == "dualpipe-v" and count < 2 * layout.pp:
+        yield (
+            f"layout.schedule=dualpipe-v wants at least 2 x layout.pp={2 * layout.pp} micro-batches, and a step of "
+            f"{batch} sequences has {count}: take recipe.global_batch={2 * layout.pp * size * layout.dp}"
+        )
+
+
+def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
+    ep = layout.ep
+    if ep == 1:
+        return
+    if shape.moe is None:
+        yield f"layout.ep={ep} spreads experts, and the model has none: take layout.ep=1"
+        return
+    if shape.moe.experts % ep:
+        near = nearest_divisor(shape.moe.experts, ep)
+        yield f"layout.ep={ep} does not divide the {shape.moe.experts} experts: take layout.ep={near}"
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if ranks % ep:
+        yield (
+            f"layout.ep={ep} is carved out of dp_shard x cp x tp = {ranks} ranks and does not divide them: "
+            f"take layout.ep={nearest_divisor(ranks, ep)}"
+        )
+    if layout.tp > 1 and not layout.sp:
+        yield f"layout.ep={ep} with layout.tp={layout.tp}: each rank needs tokens of its own; take layout.sp=true"
+
+
+def _data(layout: Layout) -> Iterator[str]:
+    if layout.zero and layout.dp_shard * layout.cp == 1:
+        yield (
+            f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: "
+            "take layout.zero=0, or dp_shard instead of dp_replicate"
+        )
+
+
+def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    if recipe.dropout and layout.tp * layout.cp > 1:
+        yield (
+            f"recipe.dropout={recipe.dropout} would draw otherwise with layout.tp={layout.tp} and layout.cp={layout.cp} "
+            "than on one device: take recipe.dropout=0"
+        )
+    if recipe.noise_scale_every and layout.world > 1:
+        yield (
+            f"recipe.noise_scale_every={recipe.noise_scale_every} compares micro-batches on one device, and the layout "
+            f"has {layout.world} ranks: take recipe.noise_scale_every=0"
+        )
+
+
+def world_violation(layout: Layout, processes: int) -> str | None:
+    """A sentence where the number of processes is not the layout's; names the nearest layouts that would be."""
+    if layout.world == processes:
+        return None
+    factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
+    rest = layout.cp * layout.tp * layout.pp * layout.dp_replicate
+    advice = f"start {layout.world} processes (torchrun --nproc_per_node {layout.world})"
+    if processes % rest == 0:
+        advice += f", or take layout.dp_shard={processes // rest}"
+    elif processes == 1:
+        advice += ", or take every degree as 1"
+    else:
+        advice += f", or take layout.dp_shard={processes} and every other degree as 1"
+    return f"the layout has {factors} = {layout.world} ranks and {processes} were started: {advice}"
