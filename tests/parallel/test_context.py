@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import partial
 from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
+from meshwright.parallel import ring
 from meshwright.parallel.context import ContextMask, local_positions, mask_maker, places, take
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
@@ -162,23 +163,17 @@ def on_one_device(widths: str, window: int, packed: bool) -> tuple[tuple[Tensor,
 def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[str, float]:
     """On a rank: the worst difference of each case (route, zigzag, widths, window, packed) from one device."""
     cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
-    preferred, partial.prefers_blockwise = partial.prefers_blockwise, lambda q: not fused
     worst = {}
-    try:
+    with patch.object(ring, "can_fuse", lambda q, k: fused):
         for route, zigzag, widths, window, packed in cases:
-            given = inputs(WIDTHS[widths])
+            given, whole = on_one_device(widths, window, packed)
             rows = documents() if packed else None
-            whole = with_gradients(
-                attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=window, documents=rows)
-            )
             mine = tuple(take(x, cp, zigzag) for x in given)
             local = None if rows is None else take(rows, cp, zigzag)
             mask = mask_maker(cp, zigzag)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
             found = with_gradients(ATTEND[route](cp), mine, mask)
             name = f"{route} {'zigzag' if zigzag else 'plain'} {widths} window={window} packed={packed}"
             worst[name] = max(far(a, take(b, cp, zigzag)) for a, b in zip(found, whole, strict=True))
-    finally:
-        partial.prefers_blockwise = preferred
     return worst
 
 
@@ -195,21 +190,23 @@ def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> Non
         assert not {name: error for name, error in worst.items() if not error < 1e-5}
 
 
-def low_precision() -> list[float]:
+def low_precision(fused: bool) -> list[float]:
     """On a rank: errors of bf16 against fp32 sums of the same values, ours and those of one device."""
     cp = make_mesh(Layout(cp=2))["cp"]
     given = inputs(WIDTHS["gqa"], torch.bfloat16)
     exact = with_gradients(attend_reference, tuple(x.float() for x in given), Mask())
     plain = with_gradients(attend_reference, given, Mask())
     mine = tuple(take(x, cp, True) for x in given)
-    found = with_gradients(ring_attend(cp), mine, mask_maker(cp, True)(72, 72))
+    with patch.object(ring, "can_fuse", lambda q, k: fused):
+        found = with_gradients(ring_attend(cp), mine, mask_maker(cp, True)(72, 72))
     assert [x.dtype for x in found] == [torch.bfloat16] * 4
     ours = [far(a.float(), take(b, cp, True)) for a, b in zip(found, exact, strict=True)]
     return [a / max(far(b.float(), c), 2**-9) for a, b, c in zip(ours, plain, exact, strict=True)]
 
 
-def test_16_bit_is_rounded_once() -> None:
-    for ratios in on_ranks(2, low_precision):
+@pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
+def test_16_bit_is_rounded_once(fused: bool) -> None:
+    for ratios in on_ranks(2, low_precision, fused):
         assert max(ratios) <= 1.5
 
 
@@ -222,7 +219,7 @@ SHAPES = {
 }
 
 
-def loss_and_gradients(model: Transformer, given: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def loss_and_gradients(model: Transformer, given: dict[str, Any]) -> dict[str, Tensor]:
     found = model.loss(**given, scale=torch.tensor(1 / (BATCH * SEQUENCE)))
     found.cross_entropy.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -239,8 +236,8 @@ def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, flo
         if packed:
             begins = torch.cat((torch.ones(BATCH, 1, dtype=torch.int64), documents().diff(dim=1)), 1)
             positions = positions - positions.where(begins > 0, 0).cummax(1).values
-        given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
-        given["documents"] = documents() if packed else None
+        rows = documents() if packed else None
+        given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "documents": rows}
         expected = loss_and_gradients(build(SHAPES[name], seed=1), given)
         model = build(SHAPES[name], seed=1)
         model.call_block = block_call(recompute)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask
-from meshwright.kernels.partial import ROWS, Tile
+from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
 
@@ -104,12 +104,13 @@ class ContextMask(Mask):
         """Where the keys of a rank lie."""
         return places(self.sequence, size, index, self.zigzag)
 
-    def blocks(self, keys: Places, rows: int = ROWS) -> Iterator[Tile]:
-        """Tiles of at most `rows` queries with the keys that any of them sees; queries that see none are left out."""
+    def blocks(self, keys: Places, rows: int = ROWS, columns: int = COLUMNS) -> Iterator[Tile]:
+        """Tiles of at most `rows` queries and `columns` keys; keys that none of the queries sees are left out."""
         for queries, start in self.queries.pieces(rows):
-            begin = keys.upto(self.lowest[queries.start] - 1) if self.lowest else 0
-            end = keys.upto(start + queries.stop - queries.start - 1)
-            if begin < end:
+            first = keys.upto(self.lowest[queries.start] - 1) if self.lowest else 0
+            last = keys.upto(start + queries.stop - queries.start - 1)
+            for begin in range(first, last, columns):
+                end = min(begin + columns, last)
                 hidden = (
                     *self._too_early(keys, queries, begin, end),
                     *self._too_late(keys, queries, start, begin, end),
