@@ -4,13 +4,14 @@ On a GPU with grouped products one kernel takes all runs and reads their lengths
 knows the lengths and calls one product for each run.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.linear import linear, linear_reference
+from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""
@@ -27,7 +28,11 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
-    if isinstance(counts, Tensor) and len(rows) and groups_on_device(rows, weights):
+    grouped = isinstance(counts, Tensor) and len(rows) > 0 and groups_on_device(rows, weights)
+    if splits():
+        found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]
+        return found
+    if isinstance(counts, Tensor) and grouped:
         return expert_linear_grouped(rows, weights, counts)
     parts = zip(torch.split(rows, _known(counts)), weights.unbind(), strict=True)
     products = [linear(part, weight) for part, weight in parts if len(part)]
@@ -50,6 +55,50 @@ def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tens
     ends = counts.cumsum(0, dtype=torch.int32)
     product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     return product
+
+
+class _SplitExperts(torch.autograd.Function):
+    """The same products, with one gradient of the whole stack that may be left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, counts: Counts, grouped: bool) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.leaf = as_leaf(weights)
+        ctx.counts = counts if grouped else _known(counts)
+        if isinstance(ctx.counts, Tensor):
+            return expert_linear_grouped(rows, weights, ctx.counts)
+        parts = zip(torch.split(rows, ctx.counts), weights, strict=True)
+        return torch.cat([linear(part, weight) for part, weight in parts])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows, weights = ctx.saved_tensors
+        rows_gradient = weights_gradient = None
+        if ctx.needs_input_grad[0]:
+            rows_gradient = _rows_gradient(gradient, weights, ctx.counts)
+        if ctx.needs_input_grad[1]:
+            product = partial(_stack_gradient, gradient, rows, ctx.counts, weights.dtype)
+            weights_gradient = None if is_left(ctx.leaf, product) else product()
+        return rows_gradient, weights_gradient, None, None
+
+
+def _rows_gradient(gradient: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+    """gradient (N, out), weights (X, out, in) -> (N, in)."""
+    if isinstance(counts, Tensor):
+        found: Tensor = F.grouped_mm(gradient, weights, offs=counts.cumsum(0, dtype=torch.int32))
+        return found
+    wide = torch.float32 if needs_wide(gradient) else gradient.dtype
+    parts = zip(torch.split(gradient, counts), weights, strict=True)
+    return torch.cat([torch.mm(part.to(wide), weight.to(wide)).to(gradient.dtype) for part, weight in parts])
+
+
+def _stack_gradient(gradient: Tensor, rows: Tensor, counts: Counts, dtype: torch.dtype) -> Tensor:
+    """gradient (N, out), rows (N, in) -> (X, out, in); zero for an expert without rows."""
+    if isinstance(counts, Tensor):
+        found: Tensor = F.grouped_mm(gradient.t(), rows, offs=counts.cumsum(0, dtype=torch.int32))
+        return found
+    parts = zip(torch.split(gradient, counts), torch.split(rows, counts), strict=True)
+    return torch.stack([weight_product(part, run, dtype) for part, run in parts])
 
 
 def _known(counts: Counts) -> list[int]:

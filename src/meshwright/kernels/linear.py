@@ -1,6 +1,13 @@
-"""x W^T + b, alone or several at once from one x. On a CPU without 16-bit matrix units the product is taken in fp32."""
+"""x W^T + b, alone or several at once from one x. On a CPU without 16-bit matrix units the product is taken in fp32.
 
-from collections.abc import Sequence
+Pipelines fill their bubbles with gradients of weights (Qi et al. 2023, arXiv:2401.10241): a backward pass under an open
+`WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +32,107 @@ def needs_wide(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
+@dataclass(slots=True)
+class _Switch:
+    """What all threads see: autograd runs a GPU's backward pass on threads of its own."""
+
+    splits: bool = False
+    queue: "WeightGradients | None" = None
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """Forward passes inside can be split: their backward passes, and what those compute again, belong inside as well.
+
+    Elsewhere `linear` is torch's own, which cannot be asked to leave a product out.
+    """
+    before, _switch.splits = _switch.splits, True
+    try:
+        yield
+    finally:
+        _switch.splits = before
+
+
+def splits() -> bool:
+    """Whether a forward pass must be made so that it can be split. Compiled code never is: its products stay in B."""
+    return not torch.compiler.is_compiling() and _switch.splits
+
+
+class WeightGradients:
+    """The products gradient^T x that a backward pass left out, for later.
+
+        with splitting():
+            loss = forward(x)
+            with WeightGradients() as queue:
+                loss.backward()    # gradients of inputs, norms, biases
+            queue.run()            # gradients of weight matrices
+
+    Until `run` it keeps x and the output's gradient of each product. Only leaves wait: gradients of weights that were
+    computed from others are made at once.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Tensor, list[Callable[[], Tensor]]] = {}
+
+    def __enter__(self) -> "WeightGradients":
+        assert _switch.queue is None, "one backward pass at a time can be split"
+        _switch.queue = self
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        _switch.queue = None
+
+    def __len__(self) -> int:
+        """Products that wait."""
+        return sum(map(len, self._left.values()))
+
+    def run(self) -> None:
+        """Add the products to the weights' `grad`, as autograd would: those of one weight are summed first.
+
+        Hooks on the accumulation of gradients are not called.
+        """
+        with torch.no_grad():
+            while self._left:
+                weight = next(iter(self._left))
+                products = self._left.pop(weight)
+                total = products.pop(0)()
+                while products:
+                    total = total + products.pop(0)()
+                if weight.grad is None:
+                    weight.grad = total
+                else:
+                    weight.grad += total
+
+    def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
+        """Keep what makes a gradient of `weight`, and whatever it holds, until `run`."""
+        self._left.setdefault(weight, []).append(product)
+
+
+def as_leaf(weight: Tensor | None) -> Tensor | None:
+    """The weight, for a forward pass that is made to be split, if its gradient may be left for later.
+
+    A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
+    """
+    return weight if weight is not None and splits() and weight.is_leaf else None
+
+
+def is_left(leaf: Tensor | None, product: Callable[[], Tensor]) -> bool:
+    """Whether an open queue has taken the product that is a gradient of `leaf` (from `as_leaf`)."""
+    if leaf is None or _switch.queue is None:
+        return False
+    _switch.queue.take(leaf, product)
+    return True
+
+
+def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once."""
+    wide = torch.float32 if needs_wide(x) else x.dtype
+    return torch.mm(gradient.to(wide).t(), x.to(wide)).to(dtype)
+
+
 class _Linears(torch.autograd.Function):
     """Arguments after x: n weights, then n biases (or None). Saves x once.
 
@@ -38,6 +146,7 @@ class _Linears(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
+        ctx.leaves = tuple(map(as_leaf, weights))
         wide = x.float() if needs_wide(x) else x
         products = []
         for weight, bias in zip(weights, biases, strict=True):
@@ -51,17 +160,23 @@ class _Linears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         count = len(weights)
         dtype = torch.float32 if needs_wide(x) else x.dtype
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        flat = [gradient.reshape(-1, gradient.shape[-1]).to(dtype) for gradient in gradients]
+        rows = x.reshape(-1, x.shape[-1])
+        narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        flat = [gradient.to(dtype) for gradient in narrow]
         total: Tensor | None = None
         if ctx.needs_input_grad[0]:
             for gradient, weight in zip(flat, weights, strict=True):
                 wide = weight.to(dtype)
                 total = torch.mm(gradient, wide) if total is None else total.addmm_(gradient, wide)
         found: list[Tensor | None] = [None if total is None else total.to(x.dtype).view(x.shape)]
+        wide_rows: Tensor | None = None
         for index, (gradient, weight) in enumerate(zip(flat, weights, strict=True)):
-            wanted = ctx.needs_input_grad[1 + index]
-            found.append(torch.mm(gradient.t(), rows).to(weight.dtype) if wanted else None)
+            later = partial(weight_product, narrow[index], rows, weight.dtype)
+            if not ctx.needs_input_grad[1 + index] or is_left(ctx.leaves[index], later):
+                found.append(None)
+                continue
+            wide_rows = rows.to(dtype) if wide_rows is None else wide_rows
+            found.append(torch.mm(gradient.t(), wide_rows).to(weight.dtype))
         for index, gradient in enumerate(flat):
             wanted = ctx.needs_input_grad[1 + count + index]
             found.append(gradient.sum(0).to(x.dtype) if wanted else None)
@@ -78,6 +193,6 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As the reference."""
-    if needs_wide(x):
+    if needs_wide(x) or splits():
         return linears(x, (weight,), (bias,))[0]
     return F.linear(x, weight, bias)

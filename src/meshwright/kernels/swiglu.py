@@ -1,12 +1,13 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.linear import linear, linear_reference, needs_wide
+from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, weight_product
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.has_bias = bias is not None
+        ctx.leaf, ctx.has_bias = as_leaf(weight), bias is not None
         return F.linear(F.silu(gate).mul_(up), weight, bias)
 
     @staticmethod
@@ -61,7 +62,8 @@ class _SwigluLinear(torch.autograd.Function):
         silu = F.silu(gate)
         weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[2]:
-            weight_gradient = torch.mm(flat.t(), (silu * up).reshape(flat.shape[0], -1))
+            product = partial(weight_product, flat, (silu * up).reshape(flat.shape[0], -1), weight.dtype)
+            weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
         up_gradient = silu.mul_(inner)

@@ -149,7 +149,7 @@ def _peak(own: Sequence[Action]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor from rank to rank, read by `stage`: the output of the stage before (F) or the next one's gradient (B)."""
+    """One tensor from rank to rank, for `stage`: the output of the stage before (F) or the next one's gradient (B)."""
 
     kind: Literal["F", "B"]
     stage: int
@@ -161,9 +161,9 @@ class Transfer:
 def transfers(actions: Actions) -> tuple[Transfer, ...]:
     """All that is sent between ranks, in one order for all of them: by the time at which it is made, in unit times.
 
-    Ranks that start their sends and receives in this order never wait in a circle, whatever the real times are. Take the
-    first transfer that has not ended: all that its sender had to receive before lies earlier in the order and has ended,
-    and its receiver has nothing to wait for before it either. Works for forward passes alone as well.
+    Ranks that start their sends and receives in this order never wait in a circle, whatever the real times are. Take
+    the first transfer that has not ended: all that its sender had to receive before lies earlier in the order and has
+    ended, and its receiver has nothing else to wait for. Forward passes alone are played as well.
     """
     placement = placement_of(actions)
     made: list[tuple[float, int, Transfer]] = []

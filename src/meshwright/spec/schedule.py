@@ -1,7 +1,7 @@
 """Pipeline schedules as data: for each pipeline rank the order of its forward and backward passes.
 
-Letters: p ranks, m micro-batches, v stages of one rank. A pass is F (forward), B (gradient of the input), W (gradients of
-the weights, which B left) or BW (both at once). The planner, the executor and the report read the same lists.
+Letters: p ranks, m micro-batches, v stages of one rank. A pass is F (forward), B (gradient of the input), W (gradients
+of the weights, which B left) or BW (both at once). The planner, the executor and the report read the same lists.
 
     afab         all forward, all backward (GPipe, Huang et al. 2019, arXiv:1811.06965)
     1f1b         one forward, one backward (PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503)
@@ -110,8 +110,8 @@ def _one_forward_one_backward(rank: int, p: int, m: int, v: int, hop: int, split
     """Forward passes until the first gradient is back, then one of each, then what is left.
 
     Micro-batches go in rounds of about p: a round passes all stages of the rank before the next begins. `hop` forward
-    passes more are made for each rank that is nearer to the front. Split: W follows B after `rank` others, so that every
-    rank holds p micro-batches at most and has weight gradients left for its bubble.
+    passes more are made for each rank that is nearer to the front. Split: W follows B after `rank` others, so that
+    every rank holds p micro-batches at most and has weight gradients left for its bubble.
     """
     width = m // max(1, m // p)
     order = [(n // width % v, n // (width * v) * width + n % width) for n in range(v * m)]
@@ -219,8 +219,8 @@ def last_of(actions: Iterable[Action], kinds: Sequence[Kind]) -> dict[int, Actio
 def stage_layers(layers: int, stages: int) -> list[range]:
     """The layers of each stage, as even as can be when embedding and head count as one layer each.
 
-    Both weigh on the stage that has them. What does not divide goes to the ends first, then to the others from the front:
-    a number of layers that divides is simply divided, since no other split has a lighter heaviest stage.
+    Both weigh on the stage that has them. What does not divide goes to the ends first, then to the others from the
+    front: a number of layers that divides is simply divided, since no other split has a lighter heaviest stage.
     """
     if not 1 <= stages <= layers:
         raise IllegalLayout(
