@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 
 CONTESTANTS = ("ours", "ours-compiled", "transformers", "transformers-compiled")
 BATCH = {"10m": (8, 512), "100m": (4, 512)}
-SMALL_BATCH = {"10m": (2, 256), "100m": (1, 256)}
-"""For 16 bit on a CPU without matrix units, where transformers needs minutes a step."""
+SMALL_BATCH = {"10m": (8, 512), "100m": (1, 256)}
+"""For 16 bit on a CPU without matrix units, where transformers' compiled 100M model needs minutes a step."""
+ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int
 
 
 def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float) -> list[Result]:
-    """All contestants, turn by turn, until `seconds` of measured steps each or 8 rounds."""
+    """All contestants, turn by turn, until `seconds` of measured steps each or ROUNDS."""
     processes = {
         name: subprocess.Popen(
             [sys.executable, __file__, "--worker", name, shape, precision, str(rows), str(sequence)],
@@ -158,7 +159,7 @@ def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float
         process.stdout.readline()
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     peaks = dict.fromkeys(CONTESTANTS, 0)
-    for turn in range(2 + 8):
+    for turn in range(2 + ROUNDS):
         for name in CONTESTANTS:
             if turn >= 3 and sum(times[name]) > seconds:
                 continue

@@ -2,8 +2,10 @@
 
 import ctypes
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -104,3 +106,23 @@ def has_flash_attention(device: torch.device) -> bool:
     """Whether this torch has both of the above for a device."""
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device.type == "cpu" else "")
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
+
+
+def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x, group=group)
+
+
+def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    """torch.distributed.reduce_scatter_tensor, likewise."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x, group=group)
+
+
+def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass with a shape but no memory; torch documents this only by its own subclasses."""
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, torch.Size(shape), dtype=like.dtype, device=like.device
+    )
+    return made

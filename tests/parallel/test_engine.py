@@ -6,14 +6,50 @@ from typing import Any
 import pytest
 
 from meshwright.observe.verify import Case, Outcome, first_difference, outcome
-from meshwright.spec import Layout, ModelShape
+from meshwright.observe.tiny import KINDS, shrink
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout
 from tests.parallel.processes import on_ranks
 
-LLAMA = ModelShape(vocab=131, layers=3, hidden=32, heads=4, kv_heads=2, ffn=44, max_positions=64)
-CASES = {
-    "llama": Case(shape=LLAMA),
-    "packed": Case(shape=LLAMA, packed=True),
-}
+CASES = {kind: Case(shape=shrink(kind)) for kind in KINDS}
+CASES["packed"] = Case(shape=shrink("llama-3.1-8b"), packed=True)
+
+TWO: list[dict[str, Any]] = [
+    *({"dp_shard": 2, "zero": zero, "micro_batch": 2} for zero in range(4)),
+    {"dp_replicate": 2},
+    {"dp_shard": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
+    {"dp_shard": 2, "zero": 2, "recompute": "selective"},
+    {"tp": 2},
+    {"tp": 2, "sp": True},
+    {"tp": 2, "sp": True, "recompute": "selective", "micro_batch": 4},
+    {"cp": 2},
+    {"cp": 2, "zigzag": False, "context": "all-gather"},
+    {"cp": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
+]
+TWO_EXPERTS: list[dict[str, Any]] = [
+    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2, "recompute": "full"},
+    {"tp": 2, "sp": True, "ep": 2},
+    {"cp": 2, "ep": 2, "zero": 2},
+]
+FOUR: list[dict[str, Any]] = [
+    {"tp": 4},
+    {"tp": 4, "sp": True},
+    {"tp": 2, "dp_shard": 2, "zero": 3},
+    {"tp": 2, "dp_replicate": 2, "sp": True, "micro_batch": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1},
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 1, "micro_batch": 1},
+    {"cp": 2, "tp": 2, "sp": True, "zero": 1},
+    {"cp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+    {"cp": 4, "context": "all-gather"},
+]
+FOUR_EXPERTS: list[dict[str, Any]] = [
+    {"dp_shard": 4, "ep": 2, "zero": 3},
+    {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "micro_batch": 2},
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 2},
+    {"cp": 2, "tp": 2, "sp": True, "ep": 4},
+]
 
 
 @cache
@@ -22,29 +58,24 @@ def one_device(case: str) -> Outcome:
 
 
 def _run(case: str, options: list[dict[str, Any]]) -> list[Outcome]:
-    return [outcome(CASES[case], Layout(compile="off", **each)) for each in options]
+    made: Made = {}
+    return [outcome(CASES[case], Layout(compile="off", **each), made=made) for each in options]
 
 
-DATA = [
-    *({"dp_shard": 2, "zero": zero, "micro_batch": 2} for zero in range(4)),
-    {"dp_replicate": 2},
-    {"dp_shard": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
-    {"dp_shard": 2, "zero": 2, "recompute": "selective"},
-]
-TENSOR = [{"tp": 2}, {"tp": 2, "sp": True}, {"tp": 2, "sp": True, "recompute": "selective", "micro_batch": 4}]
-FOUR = [
-    {"tp": 4},
-    {"tp": 4, "sp": True},
-    {"tp": 2, "dp_shard": 2, "zero": 3},
-    {"tp": 2, "dp_replicate": 2, "sp": True, "micro_batch": 2},
-    {"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1},
-    {"dp_replicate": 2, "dp_shard": 2, "zero": 1, "micro_batch": 1},
-]
-
-
-@pytest.mark.parametrize("case", ["llama", "packed"])
-@pytest.mark.parametrize("world,layouts", [(2, DATA), (2, TENSOR), (4, FOUR)], ids=["data", "tensor", "four"])
-def test_layouts_train_the_same_model(case: str, world: int, layouts: list[dict[str, Any]]) -> None:
+def check(case: str, world: int, layouts: list[dict[str, Any]]) -> None:
     ranks = on_ranks(world, _run, case, layouts)
-    for index, options in enumerate(layouts):
-        assert first_difference(one_device(case), [rank[index] for rank in ranks]) is None, options
+    found = {
+        str(options): first_difference(one_device(case), [rank[index] for rank in ranks])
+        for index, options in enumerate(layouts)
+    }
+    assert not any(found.values()), "\n".join(f"{options}: {what}" for options, what in found.items() if what)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_the_same_model(case: str) -> None:
+    check(case, 2, TWO + (TWO_EXPERTS if CASES[case].shape.moe else []))
+
+
+@pytest.mark.parametrize("case", ["packed", "gpt2-124m", "qwen3-30b-a3b", "deepseek-v3"])
+def test_four_ranks_train_the_same_model(case: str) -> None:
+    check(case, 4, FOUR + (FOUR_EXPERTS if CASES[case].shape.moe else []))

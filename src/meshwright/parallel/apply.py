@@ -1,5 +1,6 @@
 """How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,11 +14,14 @@ from meshwright.model.moe import Experts
 from meshwright.model.transformer import Block, materialize, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box, boxes
+from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
+from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
-from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.ring import gather_attend, ring_attend
+from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
@@ -64,10 +68,21 @@ def parallelize(model: Transformer, mesh: Mesh, held: dict[str, Box], device: to
     layout = mesh.layout
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
+    if layout.cp > 1:
+        apply_context_parallel(model, mesh["cp"], layout)
+    apply_expert_parallel(model, mesh["ep"])
+    apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
     if data.is_needed(mesh):
         data.apply_data_parallel(model, mesh, device)
     return Engine(stages=(model,), mesh=mesh, boxes=held, same_heads=_same_heads(model.shape, mesh))
+
+
+def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:
+    """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
+    model.make_mask = mask_maker(group, layout.zigzag)
+    attend = ring_attend(group) if layout.context == "ring" else gather_attend(group)
+    replace_kernels(model, lambda kernels: replace(kernels, attend=attend))
 
 
 def _same_heads(shape: ModelShape, mesh: Mesh) -> Group:

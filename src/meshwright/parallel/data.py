@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.model import Transformer
 from meshwright.parallel.boxes import Box
-from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, device_mesh
 
 
@@ -52,19 +51,15 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
     """(for all parameters, for expert stacks where those are spread over ep)."""
     if mesh.layout.zero == 0:
-        outer, inner = mesh["data"], _alone(mesh)
+        outer, inner = mesh["data"], mesh["alone"]
     else:
         outer, inner = mesh["replicate"], mesh["shard"]
-    dense = device_mesh(outer, inner, device.type)
+    dense = device_mesh(mesh, outer, inner, device.type)
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     if mesh.layout.zero == 0:
-        return dense, device_mesh(mesh["expert_data"], _alone(mesh), device.type)
-    return dense, device_mesh(mesh["replicate"], mesh["expert_shard"], device.type)
-
-
-def _alone(mesh: Mesh) -> Group:
-    return Group("alone", (mesh.rank,), 0)
+        return dense, device_mesh(mesh, mesh["expert_data"], mesh["alone"], device.type)
+    return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:

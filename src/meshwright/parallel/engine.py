@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box
+from meshwright.parallel.context import local_positions
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import is_partial
@@ -52,7 +53,10 @@ class Engine:
 
     def columns(self, sequence: int) -> tuple[int, ...] | None:
         """The positions of a sequence that this rank reads; None = all."""
-        return None
+        cp = self.mesh["cp"]
+        if cp.size == 1:
+            return None
+        return tuple(local_positions(sequence, cp.size, cp.index, self.mesh.layout.zigzag).tolist())
 
     def total(self, number: int, device: torch.device) -> Tensor:
         """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""

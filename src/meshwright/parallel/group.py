@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright import compat
+
 Count = Callable[[str, str, int], None]
 """Told (axis, collective, bytes sent by this rank) before each collective."""
 
@@ -46,7 +48,7 @@ class Group:
         self._tell("all_gather", (self.size - 1) * _bytes(x))
         x = x.contiguous()
         whole = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(whole.view(-1), x.view(-1), group=self.process_group)
+        compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group)
         return whole.flatten(0, 1) if dim == 0 else torch.cat(whole.unbind(0), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -56,7 +58,7 @@ class Group:
         self._tell("reduce_scatter", (self.size - 1) * _bytes(x) // self.size)
         pieces = torch.stack(x.chunk(self.size, dim)) if dim else x.contiguous().unflatten(0, (self.size, -1))
         part = pieces.new_empty(pieces.shape[1:])
-        dist.reduce_scatter_tensor(part.view(-1), pieces.view(-1), group=self.process_group)
+        compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group)
         return part
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.group import Count, Group
 from meshwright.spec.layout import AXES, Layout
 
+Made = dict[tuple[int, ...], dist.ProcessGroup | None]
 PRODUCTS = {
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
@@ -28,11 +29,13 @@ PRODUCTS = {
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
     """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in one
-    replica) and `expert_data` (in all) hold the same ones."""
+    replica) and `expert_data` (in all) hold the same ones; `alone` is this rank."""
 
     layout: Layout
     rank: int
     groups: dict[str, Group]
+    made: Made
+    """Process groups by their ranks; another mesh of the same process takes them over."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -81,11 +84,14 @@ def _expert_data(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(member for replica in replicas for member in expert_ranks(layout, replica)[1])
 
 
-def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = None) -> Mesh:
+def make_mesh(
+    layout: Layout, rank: int | None = None, count: Count | None = None, made: Made | None = None
+) -> Mesh:
     """All groups of a layout for this rank (default: that of the process group that is initialised).
 
     Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups
-    of a rank, not of the world.
+    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next: torch names
+    groups by their ranks.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -93,19 +99,18 @@ def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = Non
     ranks |= {name: ranks_along(layout, axes, rank) for name, axes in PRODUCTS.items()}
     ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
     ranks["expert_data"] = _expert_data(layout, rank)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    groups = {}
+    ranks["alone"] = (rank,)
+    mesh = Mesh(layout=layout, rank=rank, groups={}, made={} if made is None else made)
     for name, members in ranks.items():
-        if members not in made:
-            made[members] = _process_group(members, layout.world)
-        groups[name] = Group(name, members, members.index(rank), made[members], count)
-    return Mesh(layout=layout, rank=rank, groups=groups)
+        mesh.groups[name] = make_group(name, members, mesh, count)
+    return mesh
 
 
-def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:
+def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, count: Count | None = None) -> Group:
     """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
-    process_group = _process_group(ranks, mesh.layout.world)
-    return Group(axis, ranks, ranks.index(mesh.rank), process_group, mesh["world"].count)
+    if ranks not in mesh.made:
+        mesh.made[ranks] = _process_group(ranks, mesh.layout.world)
+    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[ranks], count)
 
 
 def counted(mesh: Mesh, count: Count | None) -> Mesh:
@@ -114,7 +119,7 @@ def counted(mesh: Mesh, count: Count | None) -> Mesh:
 
 
 def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
+    if world == 1:
         return None
     if len(ranks) == world:
         return dist.group.WORLD
@@ -122,17 +127,18 @@ def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | No
     return group
 
 
-def device_mesh(outer: Group, inner: Group, device_type: str) -> DeviceMesh:
+def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:
     """What fully_shard takes, from groups that exist already: (replicate, shard), or (shard,) without replicas."""
     if outer.size == 1:
-        return DeviceMesh.from_group(_real(inner), device_type, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(_real(mesh, inner), device_type, mesh_dim_names=("shard",))
     here = inner.ranks[inner.index]
     table = [[rank + other - here for other in inner.ranks] for rank in outer.ranks]
-    groups = [_real(outer), _real(inner)]
+    groups = [_real(mesh, outer), _real(mesh, inner)]
     return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
-def _real(group: Group) -> dist.ProcessGroup:
-    if group.process_group is None:
-        return dist.new_group(list(group.ranks), use_local_synchronization=True)
-    return group.process_group
+def _real(mesh: Mesh, group: Group) -> dist.ProcessGroup:
+    """fully_shard wants a process group for one rank too."""
+    found = group.process_group or mesh["alone"].process_group
+    assert found is not None
+    return found

@@ -53,7 +53,11 @@ def run(
             state=state,
             corpus=corpus,
             folder=folder,
-            share=Share(index=_data_index(mesh), parts=plan.layout.dp),
+            share=Share(
+                index=_data_index(mesh),
+                parts=plan.layout.dp,
+                columns=state.engine.columns(plan.recipe.sequence),
+            ),
             device=target,
             watchers=tuple(watchers) if first.here else (),
         )

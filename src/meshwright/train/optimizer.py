@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 16 * 2**20
 
 
 class AdamW:
@@ -26,12 +26,15 @@ class AdamW:
         self.buckets = [(names, self._torch_optimizer(names, recipe)) for names in self._split()]
 
     def _split(self) -> list[list[str]]:
-        """Names in buckets of BUCKET_BYTES fp32 gradients; one bucket where nothing is widened."""
+        """Names in buckets of BUCKET_BYTES fp32 gradients; one bucket where nothing is widened.
+
+        The largest come last: when they are widened, the gradients of the others are gone.
+        """
         if not self.widened:
             return [list(self.masters)]
         buckets: list[list[str]] = [[]]
         filled = 0
-        for name, master in self.masters.items():
+        for name, master in sorted(self.masters.items(), key=lambda item: item[1].numel()):
             if buckets[-1] and filled + master.numel() * 4 > BUCKET_BYTES:
                 buckets.append([])
                 filled = 0
@@ -53,7 +56,7 @@ class AdamW:
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
-        one); nothing changes where `skip` () is 1.0."""
+        one); nothing changes where `skip` () is 1.0. Below fp32 each gradient is dropped as soon as it is widened."""
         with torch.no_grad():
             for names, inner in self.buckets:
                 for group in inner.param_groups:
@@ -67,6 +70,8 @@ class AdamW:
         for name in names:
             gradient = self.parameters[name].grad
             self.masters[name].grad = None if gradient is None else local(gradient).float()
+            if self.widened:
+                self.parameters[name].grad = None
 
     def _narrow(self, names: list[str]) -> None:
         for name in names:

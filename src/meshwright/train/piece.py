@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from meshwright import compat
 from meshwright.parallel.boxes import Box
 
 
@@ -24,9 +25,8 @@ class Piece(Tensor):
     def __new__(cls, held: Tensor, box: Box) -> "Piece":
         """`held` has the sizes of the box; its memory is shared."""
         assert tuple(held.shape) == box.sizes, (held.shape, box)
-        piece: Piece = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(box.whole), dtype=held.dtype, device=held.device
-        )
+        piece = compat.wrapper(cls, box.whole, held)
+        assert isinstance(piece, Piece)
         piece.held, piece.box = held, box
         return piece
 

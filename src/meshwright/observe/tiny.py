@@ -1,0 +1,39 @@
+"""Every published model with small sizes: all that makes it this model stays."""
+
+from dataclasses import replace
+
+from meshwright.spec import MLAShape, ModelShape, presets
+
+KINDS = (
+    "gpt2-124m",
+    "llama-2-7b",
+    "llama-3.1-8b",
+    "mistral-7b-v0.1",
+    "qwen2.5-0.5b",
+    "qwen3-0.6b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+)
+"""One model of each kind: learned positions, MHA, GQA with scaled rotation, window, biases and a tied head, norms of
+queries and keys, experts, experts with those norms, latent attention with grouped experts."""
+DENSE = KINDS[:6]
+VOCAB = 61
+
+
+def shrink(name: str) -> ModelShape:
+    """The shape of a preset at some ten thousand parameters."""
+    shape = presets.model(name)
+    scaling = shape.rope_scaling and replace(shape.rope_scaling, original_positions=16)
+    moe = shape.moe and replace(
+        shape.moe, experts=8, top_k=min(shape.moe.top_k, 3), ffn=12, groups=min(shape.moe.groups, 4),
+        top_groups=min(shape.moe.top_groups, 2), first_dense=min(shape.moe.first_dense, 1),
+    )  # fmt: skip
+    mla = MLAShape(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=5) if shape.mla else None
+    own_width = shape.head_dim * shape.heads != shape.hidden
+    return replace(
+        shape,
+        vocab=VOCAB, layers=3, hidden=24, heads=4, kv_heads=4 if shape.kv_heads == shape.heads else 2,
+        head_dim=10 if own_width else 6, ffn=40, max_positions=64, window=5 if shape.window else 0,
+        window_from_layer=min(shape.window_from_layer, 1), rope_scaling=scaling, moe=moe, mla=mla,
+    )  # fmt: skip

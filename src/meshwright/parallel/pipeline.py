@@ -1,0 +1,193 @@
+"""One executor for all pipeline schedules (spec/schedule.py): it follows this rank's list, action by action.
+
+    F    the stage's forward pass on what the stage before sent; its output goes to the next stage
+    B    gradients of the stage's input, norms and biases; the input's goes to the stage before
+    W    the gradients of weight matrices that B left in a queue (kernels.linear.WeightGradients)
+    BW   B and W in one backward pass
+
+Between F and B only the graph is kept: an output lives until it is sent, its gradient enters the graph by an edge (as
+Megatron-LM's deallocate_output_tensor, without touching the tensor). Sizes are known beforehand, so nothing but the
+tensors themselves is sent. Stages that lie on one rank (the bottom of a V) hand over without a copy.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.parallel.group import Group
+from meshwright.parallel.mail import Mail
+from meshwright.spec.replay import Transfer, transfers
+from meshwright.spec.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
+
+Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
+"""(output of the stage before or None on the first, micro-batch) -> (output or None on the last, its part of the loss ())."""
+
+Watch = Callable[[Action], None]
+
+
+class Pipeline:
+    """This rank's stages under a schedule.
+
+    `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
+    None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages send
+    for it, the same on all ranks. `before` and `after` are called around every action of a training step.
+    All ranks make a Pipeline at the same time: NCCL wants the first call of a group to be one of all its ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: Group,
+        stages: Sequence[Stage],
+        receive_like: Callable[[Any], Tensor],
+        *,
+        before: Watch | None = None,
+        after: Watch | None = None,
+    ) -> None:
+        self.name, self.group, self.receive_like = name, group, receive_like
+        self.placement = stage_rank(name, group.size, len(stages))
+        self.stages = dict(zip(stages_of(self.placement, group.index), stages, strict=True))
+        self.before, self.after = before, after
+        self._programs: dict[tuple[int, bool], Program] = {}
+        group.barrier()
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this rank does in a step of so many micro-batches; IllegalLayout where the schedule has no such list."""
+        return self._program(micro_batches, train=True).actions
+
+    def run(self, micro_batches: Sequence[Any]) -> Tensor:
+        """One step's forward and backward passes; the sum () fp32 of the losses of this rank's stages, detached."""
+        return self._execute(micro_batches, train=True)
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
+        """Forward passes only, of any number of micro-batches; the sum () fp32 of the losses of this rank's stages."""
+        with torch.no_grad():
+            return self._execute(micro_batches, train=False)
+
+    def _program(self, micro_batches: int, *, train: bool) -> "Program":
+        key = micro_batches, train
+        if key not in self._programs:
+            ranks, virtual = self.group.size, len(self.stages)
+            lists = (
+                schedule(self.name, ranks, micro_batches, virtual)
+                if train
+                else forward_only(self.placement, micro_batches)
+            )
+            self._programs[key] = program(lists, self.group.index)
+        return self._programs[key]
+
+    def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
+        todo = self._program(len(micro_batches), train=train)
+        passes = Passes(self, todo, micro_batches, train=train)
+        with splitting() if todo.splits else nullcontext():
+            for action in todo.actions:
+                if train and self.before is not None:
+                    self.before(action)
+                passes.do(action)
+                if train and self.after is not None:
+                    self.after(action)
+        return passes.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A rank's actions and its sends and receives, in the order in which they are started."""
+
+    actions: tuple[Action, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward pass leaves its weight gradients for later."""
+        return any(action.kind == "W" for action in self.actions)
+
+
+def program(lists: Actions, rank: int) -> Program:
+    """The part of one rank in the lists of all."""
+    own = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
+    return Program(lists[rank], own)
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What is kept of a forward pass for its backward pass."""
+
+    x: Tensor | None
+    output: GradientEdge | None
+    loss: Tensor | None
+
+
+class Passes:
+    """The state of one step: graphs between F and B, queues between B and W, tensors under way."""
+
+    def __init__(self, pipeline: Pipeline, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
+        self.pipeline, self.micro_batches, self.train = pipeline, micro_batches, train
+        self.mail = Mail(pipeline.group, todo.transfers, lambda i: pipeline.receive_like(micro_batches[i]))
+        self.last = len(pipeline.placement) - 1
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.queues: dict[tuple[int, int], WeightGradients] = {}
+        self.total: Tensor | None = None
+
+    def do(self, action: Action) -> None:
+        """One action of this rank's list."""
+        place = action.stage, action.micro_batch
+        if action.kind == "F":
+            self._forward(*place)
+        elif action.kind == "W":
+            self.queues.pop(place).run()
+        else:
+            self._backward(*place, split=action.kind == "B")
+
+    def end(self) -> Tensor:
+        """Wait until all is sent; the summed loss."""
+        self.mail.close()
+        if self.total is None:
+            return self.pipeline.receive_like(self.micro_batches[0]).new_zeros((), dtype=torch.float32)
+        return self.total
+
+    def _forward(self, stage: int, i: int) -> None:
+        x = self.mail.take("F", stage, i) if stage else None
+        if x is not None and self.train:
+            x.requires_grad_()
+        output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
+        if loss is not None:
+            part = loss.detach().float()
+            self.total = part.clone() if self.total is None else self.total + part
+        edge = None
+        if stage < self.last:
+            assert output is not None, f"stage {stage} of {self.last + 1} gave no output"
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self.mail.put("F", stage + 1, i, output.detach())
+        if self.train:
+            self.graphs[stage, i] = _Graph(x, edge, loss if loss is not None and loss.requires_grad else None)
+
+    def _backward(self, stage: int, i: int, *, split: bool) -> None:
+        graph = self.graphs.pop((stage, i))
+        gradient = self.mail.take("B", stage, i) if stage < self.last else None
+        queue = WeightGradients()
+        with queue if split else nullcontext():
+            _run_backward(graph, gradient)
+        if split:
+            self.queues[stage, i] = queue
+        if graph.x is not None:
+            found = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
+            self.mail.put("B", stage - 1, i, found)
+
+
+def _run_backward(graph: _Graph, gradient: Tensor | None) -> None:
+    """Gradients of all that the graph reaches: from the output's gradient, and 1 for the stage's own loss."""
+    roots, seeds = [], []
+    if graph.output is not None and gradient is not None:
+        roots.append(graph.output)
+        seeds.append(gradient)
+    if graph.loss is not None:
+        roots.append(get_gradient_edge(graph.loss))
+        seeds.append(torch.ones_like(graph.loss))
+    if roots:
+        torch.autograd.backward(roots, seeds)
