@@ -5,7 +5,10 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,23 +40,22 @@ class Case:
     micro_batches: int
     virtual: int
     model: str = "llama-3.1-8b"
+    layers: int = 4
     slow: bool = False
     """Stages sleep, each rank by its own dice."""
 
-    @property
-    def layers(self) -> int:
-        return 9
-
 
 def cases(world: int) -> list[Case]:
+    """One layer more than stages: never even."""
     found = [
         Case(name, m, v)
         for name in NAMES
         for v in {VIRTUAL.get(name, 1), 3 if name == "interleaved" and world == 2 else VIRTUAL.get(name, 1)}
-        for m in (1, world, 2 * world + 2)
+        for m in (1, world + (name != "interleaved"), 2 * world)
     ]
     found += [Case(name, 2 * world, VIRTUAL.get(name, 1), kind) for name, kind in zip(NAMES, KINDS, strict=True)]
-    found += [Case(name, 3 * world, VIRTUAL.get(name, 1), slow=True) for name in NAMES]
+    found += [Case(name, 2 * world, VIRTUAL.get(name, 1), slow=True) for name in NAMES[1:]]
+    found = [replace(case, layers=case.virtual * world + 1) for case in found]
     return [case for case in found if refusal(case.schedule, world, case.micro_batches, case.virtual) is None]
 
 
@@ -61,8 +63,10 @@ KINDS = ("gpt2-124m", "qwen2.5-0.5b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-
 """Learned positions, tied heads (on both ends of a pipeline, and on one rank of a V), balance losses of every stage."""
 
 
-def whole_model(case: Case) -> Transformer:
-    return build(replace(shrink(case.model), layers=case.layers), seed=3)
+@cache
+def whole_model(name: str, layers: int) -> Transformer:
+    """Not to be changed: a copy is."""
+    return build(replace(shrink(name), layers=layers), seed=3)
 
 
 def micro_batches(count: int) -> list[MicroBatch]:
@@ -78,7 +82,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
 
 def part_of(case: Case, layers: range) -> Transformer:
     """The model with these layers, and the ends where they lie at one."""
-    model = whole_model(case)
+    model = deepcopy(whole_model(case.model, case.layers))
     for key in [key for key in model.layers if int(key) not in layers]:
         del model.layers[key]
     model.first, model.last = 0 in layers, case.layers - 1 in layers
@@ -148,10 +152,11 @@ def _run_case(case: Case, group: Group, told: list[tuple[str, str, int]]) -> dic
     return {"loss": loss, "evaluated": seen_loss, "gradients": gradients, "sent": told[:]}
 
 
-def on_one_device(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+@cache
+def on_one_device(name: str, layers: int, count: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, loss of all micro-batches but the last (if there is another), gradients."""
-    model, losses = whole_model(case), []
-    for batch in micro_batches(case.micro_batches):
+    model, losses = deepcopy(whole_model(name, layers)), []
+    for batch in micro_batches(count):
         loss = loss_of(model, None, batch)[1]
         loss.backward()
         losses.append(loss.detach())
@@ -161,7 +166,7 @@ def on_one_device(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def assert_equal(case: Case, world: int, results: list[dict[str, Any]]) -> None:
-    loss, evaluated, gradients = on_one_device(case)
+    loss, evaluated, gradients = on_one_device(case.model, case.layers, case.micro_batches)
     torch.testing.assert_close(sum(result["loss"] for result in results), loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(sum(result["evaluated"] for result in results), evaluated, rtol=1e-6, atol=0)
     found: dict[str, Tensor] = {}
@@ -170,11 +175,13 @@ def assert_equal(case: Case, world: int, results: list[dict[str, Any]]) -> None:
         found[name] = found[name] + gradient if name in found else gradient
     assert set(found) == set(gradients)
     for name, gradient in gradients.items():
-        error = ((found[name] - gradient).norm() / gradient.norm()).item()
-        assert error < (1e-6 if name == "embed.weight" else 1e-30), (case, name, error)
+        if name == "embed.weight":
+            assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), case
+        else:
+            assert torch.equal(found[name], gradient), (case, name)
     placement = stage_rank(case.schedule, world, case.virtual)
     for rank, result in enumerate(results):
-        crossing = sum((a == rank) + (b == rank) for a, b in zip(placement, placement[1:], strict=False) if a != b)
+        crossing = sum((a == rank) + (b == rank) for a, b in pairwise(placement) if a != b)
         size = ROWS * LENGTH * HIDDEN * 4
         assert result["sent"] == [("pp", "send", size)] * (crossing * case.micro_batches)
 
@@ -221,18 +228,20 @@ def _count_alive(world: int, chosen: list[Case]) -> list[tuple[int, int]]:
 
 
 def _count_one(case: Case, group: Group) -> tuple[int, int]:
-    """Most activations that wait for a backward pass or for the weight's gradient, most outputs, of stages like layers."""
+    """Most activations that wait for a backward pass or for the weight's gradient, and most outputs."""
     census = Census()
     placement = stage_rank(case.schedule, group.size, case.virtual)
 
     def stage(number: int, weight: Tensor, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
         inner = torch.ones(ROWS, LENGTH, HIDDEN) if x is None else x * 1.5
-        inner.requires_grad_(x is None)
+        if x is None:
+            inner.requires_grad_()
         census.follow("activation", inner)
         out = fast().linear(inner, weight)
         if number == len(placement) - 1:
             return None, out.sum()
-        census.follow("output", out)
+        if placement[number] != placement[number + 1]:
+            census.follow("output", out)
         return out, None
 
     stages = []
@@ -251,5 +260,5 @@ def test_what_is_alive_is_what_the_schedule_says(world: int) -> None:
     for index, case in enumerate(chosen):
         wanted = replay(schedule(case.schedule, world, case.micro_batches, case.virtual)).in_flight
         assert tuple(result[index][0] for result in results) == wanted, case
-        # Outputs on their way: those that are sent, the one just made, one at the bottom of a V.
-        assert max(result[index][1] for result in results) <= UNDER_WAY + 2, case
+        # Outputs live on their way only: some that are sent, and the one just made.
+        assert max(result[index][1] for result in results) <= UNDER_WAY + 1, case

@@ -26,7 +26,7 @@ from meshwright.spec.replay import Transfer, transfers
 from meshwright.spec.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
 
 Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
-"""(output of the stage before or None on the first, micro-batch) -> (output or None on the last, its part of the loss ())."""
+"""(output of the stage before or None, micro-batch) -> (output, unread on the last; part of the loss () or None)."""
 
 Watch = Callable[[Action], None]
 
@@ -35,8 +35,8 @@ class Pipeline:
     """This rank's stages under a schedule.
 
     `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
-    None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages send
-    for it, the same on all ranks. `before` and `after` are called around every action of a training step.
+    None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
+    send for it, the same on all ranks. `before` and `after` are called around every action of a training step.
     All ranks make a Pipeline at the same time: NCCL wants the first call of a group to be one of all its ranks.
     """
 
