@@ -126,3 +126,16 @@ def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor
         kind, torch.Size(shape), dtype=like.dtype, device=like.device
     )
     return made
+
+
+def let_selective_recomputation_pass_hooks() -> None:
+    """torch 2.13's selective checkpoint wants every operation of the first pass again in the second, also the profiler's
+    marks that FSDP's hooks leave in the first only. Its list of operations to pass over is public, their names are not.
+    """
+    from torch.utils import checkpoint
+
+    ignored = getattr(checkpoint, "SAC_IGNORED_OPS", None)
+    for name, overload in (("_record_function_enter_new", "default"), ("_record_function_exit", "_RecordFunction")):
+        operation = getattr(getattr(torch.ops.profiler, name, None), overload, None)
+        if ignored is not None and operation is not None:
+            ignored.add(operation)

@@ -49,6 +49,8 @@ FOUR_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "micro_batch": 2},
     {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 2},
     {"cp": 2, "tp": 2, "sp": True, "ep": 4},
+    {"tp": 4, "sp": True, "ep": 2},
+    {"dp_shard": 4, "ep": 4, "zero": 2, "recompute": "selective"},
 ]
 
 

@@ -17,29 +17,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Mesh, device_mesh
 
 
 def is_needed(mesh: Mesh) -> bool:
-    """Whether any parameter of this rank has another rank's gradient to be summed with."""
-    return mesh["data"].size > 1
+    """Whether any parameter of this rank has another rank's gradient to be summed with. Experts may lie on fewer ranks than
+    the tp group they borrow: then those that hold the same ones are data-parallel ranks for them alone."""
+    return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
 
 
 def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
     """Shard (or replicate) each block and what is outside of the blocks, in the order of the forward pass."""
     zero = mesh.layout.zero
+    compat.let_selective_recomputation_pass_hooks()
     dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
     for block in model.layers.values():
         if expert is not None and block.routed:
             fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=zero == 3)
-        fully_shard(block, mesh=dense, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=dense, reshard_after_forward=False)
+        if dense is not None:
+            fully_shard(block, mesh=dense, reshard_after_forward=zero == 3)
+    if dense is not None:
+        fully_shard(model, mesh=dense, reshard_after_forward=False)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for method in ("loss", "stage", "forward"):
+    for method in ("loss", "stage", "forward") if dense is not None else ():
         register_fsdp_forward_method(model, method)
 
 
@@ -48,13 +53,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """(for all parameters, for expert stacks where those are spread over ep)."""
+def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """(for all parameters, for expert stacks where those are spread over ep); None = nobody to sum with."""
     if mesh.layout.zero == 0:
         outer, inner = mesh["data"], mesh["alone"]
     else:
         outer, inner = mesh["replicate"], mesh["shard"]
-    dense = device_mesh(mesh, outer, inner, device.type)
+    dense = device_mesh(mesh, outer, inner, device.type) if mesh["data"].size > 1 else None
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     if mesh.layout.zero == 0:
@@ -64,12 +69,11 @@ def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceM
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
     """What is communicated in the passes of one micro-batch; `last` = the last of the step."""
-    if not isinstance(model, FSDPModule):
-        return
-    model.set_requires_gradient_sync(zero >= 2 or last)
-    model.set_requires_all_reduce(last)
-    if zero < 3:
-        model.set_reshard_after_backward(last)
+    for module in [model] if isinstance(model, FSDPModule) else sharded_modules(model):
+        module.set_requires_gradient_sync(zero >= 2 or last)
+        module.set_requires_all_reduce(last)
+        if zero < 3:
+            module.set_reshard_after_backward(last)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -84,9 +84,7 @@ def _expert_data(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(member for replica in replicas for member in expert_ranks(layout, replica)[1])
 
 
-def make_mesh(
-    layout: Layout, rank: int | None = None, count: Count | None = None, made: Made | None = None
-) -> Mesh:
+def make_mesh(layout: Layout, rank: int | None = None, count: Count | None = None, made: Made | None = None) -> Mesh:
     """All groups of a layout for this rank (default: that of the process group that is initialised).
 
     Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups

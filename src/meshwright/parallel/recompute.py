@@ -25,7 +25,11 @@ def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) 
     return Block.forward(block, x, sight, cache)
 
 
-MATRIX_PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "linear"))
+MATRIX_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "linear", "_grouped_mm")
+    if hasattr(torch.ops.aten, name)
+)
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 

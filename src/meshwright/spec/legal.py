@@ -1,6 +1,7 @@
 """Which layouts a model and a recipe allow: every rule once, each refusal a sentence with the rule, the clashing numbers
 and the nearest legal change. The planner's search, the engine and the command line ask here."""
 
+import math
 from collections.abc import Iterator
 
 from meshwright.spec.layout import Layout
@@ -36,9 +37,7 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield f"layout.tp={tp} does not divide the {shape.heads} attention heads: take layout.tp={near}"
     elif shape.mla is None and shape.kv_heads % tp and tp % shape.kv_heads:
         near = nearest_divisor(shape.kv_heads, tp)
-        yield (
-            f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}"
-        )
+        yield (f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}")
     if tp > shape.ffn or tp > shape.vocab:
         yield f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}: take a smaller layout.tp"
     if layout.sp and tp == 1:
@@ -119,14 +118,14 @@ def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
     if shape.moe is None:
         yield f"layout.ep={ep} spreads experts, and the model has none: take layout.ep=1"
         return
-    if shape.moe.experts % ep:
-        near = nearest_divisor(shape.moe.experts, ep)
-        yield f"layout.ep={ep} does not divide the {shape.moe.experts} experts: take layout.ep={near}"
     ranks = layout.dp_shard * layout.cp * layout.tp
+    near = nearest_divisor(math.gcd(shape.moe.experts, ranks), ep)
+    if shape.moe.experts % ep:
+        yield f"layout.ep={ep} does not divide the {shape.moe.experts} experts: take layout.ep={near}"
     if ranks % ep:
         yield (
             f"layout.ep={ep} is carved out of dp_shard x cp x tp = {ranks} ranks and does not divide them: "
-            f"take layout.ep={nearest_divisor(ranks, ep)}"
+            f"take layout.ep={near}"
         )
     if layout.tp > 1 and not layout.sp:
         yield f"layout.ep={ep} with layout.tp={layout.tp}: each rank needs tokens of its own; take layout.sp=true"
