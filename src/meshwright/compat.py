@@ -139,3 +139,23 @@ def let_selective_recomputation_pass_hooks() -> None:
         operation = getattr(getattr(torch.ops.profiler, name, None), overload, None)
         if ignored is not None and operation is not None:
             ignored.add(operation)
+
+
+def fsdp_post_backward(modules: list[Any]) -> None:
+    """What FSDP does at the end of a backward pass, for modules in the order of the forward pass, roots first.
+
+    torch's own pipeline runtime calls the same private names, since a gradient may come later than the pass that FSDP
+    hangs on; there is no public way to ask for the reduction.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    for module in reversed(modules):
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                group.post_backward()
+    for module in modules:
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        if state._is_root:
+            state._root_post_backward_final_callback()

@@ -1,5 +1,6 @@
 """Layouts on real Gloo processes beside one device: loss, every gradient, gradient norm and weights after two steps."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.spec import Layout
 from tests.parallel.processes import on_ranks
 
 CASES = {kind: Case(shape=shrink(kind)) for kind in KINDS}
+CASES |= {f"{kind} of 5 layers": Case(shape=replace(shrink(kind), layers=5)) for kind in KINDS}
 CASES["packed"] = Case(shape=shrink("llama-3.1-8b"), packed=True)
 
 TWO: list[dict[str, Any]] = [
@@ -25,6 +27,22 @@ TWO: list[dict[str, Any]] = [
     {"cp": 2},
     {"cp": 2, "zigzag": False, "context": "all-gather"},
     {"cp": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
+]
+TWO_STAGES: list[dict[str, Any]] = [
+    {"pp": 2, "micro_batch": 2, "schedule": "afab"},
+    {"pp": 2, "micro_batch": 1, "recompute": "selective"},
+    {"pp": 2, "micro_batch": 2, "schedule": "zb-h1", "recompute": "full"},
+]
+FOUR_STAGES: list[dict[str, Any]] = [
+    {"pp": 2, "tp": 2, "sp": True, "micro_batch": 2},
+    {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1, "schedule": "zb-h1"},
+    {"pp": 2, "dp_shard": 2, "zero": 0, "micro_batch": 1},
+    {"pp": 2, "cp": 2, "zero": 1, "micro_batch": 2},
+]
+V_STAGES: list[dict[str, Any]] = [
+    {"pp": 2, "vp": 2, "schedule": "interleaved", "micro_batch": 1},
+    {"pp": 2, "vp": 2, "schedule": "zb-v", "micro_batch": 1},
+    {"pp": 2, "vp": 2, "schedule": "dualpipe-v", "micro_batch": 1, "recompute": "selective"},
 ]
 TWO_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "ep": 2},
@@ -73,11 +91,16 @@ def check(case: str, world: int, layouts: list[dict[str, Any]]) -> None:
     assert not any(found.values()), "\n".join(f"{options}: {what}" for options, what in found.items() if what)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*KINDS, "packed"])
 def test_two_ranks_train_the_same_model(case: str) -> None:
-    check(case, 2, TWO + (TWO_EXPERTS if CASES[case].shape.moe else []))
+    check(case, 2, TWO + TWO_STAGES + (TWO_EXPERTS if CASES[case].shape.moe else []))
+
+
+@pytest.mark.parametrize("kind", ["llama-3.1-8b", "deepseek-v3", "gpt2-124m"])
+def test_four_stages_on_two_ranks(kind: str) -> None:
+    check(f"{kind} of 5 layers", 2, V_STAGES)
 
 
 @pytest.mark.parametrize("case", ["packed", "gpt2-124m", "qwen3-30b-a3b", "deepseek-v3"])
 def test_four_ranks_train_the_same_model(case: str) -> None:
-    check(case, 4, FOUR + (FOUR_EXPERTS if CASES[case].shape.moe else []))
+    check(case, 4, FOUR + FOUR_STAGES + (FOUR_EXPERTS if CASES[case].shape.moe else []))

@@ -4,7 +4,7 @@ Letters: B batch, S sequence, D hidden, V vocab.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,8 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a forward pass adds up: both are sums, already divided by what the caller gave."""
+class Loss(NamedTuple):
+    """What a forward pass adds up, times what the caller gave. A tuple, so that those who look for tensors find them."""
 
     cross_entropy: Tensor
     balance: Tensor | None

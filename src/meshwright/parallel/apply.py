@@ -1,5 +1,6 @@
 """How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.parallel.stages import cut, ends_group, own_stages, share_embedding
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
 from meshwright.spec.layout import Layout
@@ -40,19 +42,23 @@ def build_engine(
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name)."""
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
-    model = skeleton(shape, dropout=dropout, kernels=layout.kernels)
     held = boxes(shape, mesh)
-    materialize(model, dtype=dtype, device=device, sizes={name: box.sizes for name, box in held.items()})
-    if initialize:
-        initialize_boxes(model, held, seed)
-    return parallelize(model, mesh, held, device)
+    stages = []
+    for number in own_stages(layout, mesh["pp"].index):
+        stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
+        materialize(stage, dtype=dtype, device=device, sizes={name: box.sizes for name, box in held.items()})
+        if initialize:
+            initialize_boxes(stage, held, seed)
+        stages.append(stage)
+    share_embedding(stages)
+    return parallelize(stages, mesh, held, device)
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
     """An engine around a whole model that exists already, with the layout's recomputation and compilation."""
     layout = layout or Layout(compile="off")
     mesh = make_mesh(layout, rank=0)
-    return parallelize(model, mesh, boxes(model.shape, mesh), next(model.parameters()).device)
+    return parallelize([model], mesh, boxes(model.shape, mesh), next(model.parameters()).device)
 
 
 def initialize_boxes(model: Transformer, held: dict[str, Box], seed: int) -> None:
@@ -63,8 +69,22 @@ def initialize_boxes(model: Transformer, held: dict[str, Box], seed: int) -> Non
             parameter.copy_(whole[held[name].slices])
 
 
-def parallelize(model: Transformer, mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
-    """Lay a model whose parameters are this rank's boxes over the mesh."""
+def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
+    """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh."""
+    for stage in stages:
+        apply(stage, mesh, device)
+    shape = stages[0].shape
+    return Engine(
+        stages=tuple(stages),
+        mesh=mesh,
+        boxes=held,
+        same_heads=_same_heads(shape, mesh),
+        both_ends=ends_group(shape, mesh),
+    )
+
+
+def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+    """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
@@ -75,7 +95,6 @@ def parallelize(model: Transformer, mesh: Mesh, held: dict[str, Box], device: to
     apply_block_call(model, layout, device)
     if data.is_needed(mesh):
         data.apply_data_parallel(model, mesh, device)
-    return Engine(stages=(model,), mesh=mesh, boxes=held, same_heads=_same_heads(model.shape, mesh))
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:

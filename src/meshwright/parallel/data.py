@@ -44,8 +44,8 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for method in ("loss", "stage", "forward") if dense is not None else ():
-        register_fsdp_forward_method(model, method)
+    if dense is not None:
+        register_fsdp_forward_method(model, "stage")
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -74,6 +74,16 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
         module.set_requires_all_reduce(last)
         if zero < 3:
             module.set_reshard_after_backward(last)
+
+
+def reduce_now(modules: list[FSDPModule]) -> None:
+    """Reduce the gradients that the modules of one model (its own root first) have gathered, outside of any backward
+    pass, and shard its parameters again."""
+    for module in modules:
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(True)
+        module.set_reshard_after_backward(True)
+    compat.fsdp_post_backward(modules)
 
 
 def local(tensor: Tensor) -> Tensor:

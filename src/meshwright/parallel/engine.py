@@ -1,8 +1,9 @@
 """A model laid over the mesh, and what a step asks of all ranks together."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,12 @@ from meshwright.parallel.boxes import Box
 from meshwright.parallel.context import local_positions
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.passes import Pass, make_pipeline
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.tensor import is_partial
+
+
+P = TypeVar("P", bound=Pass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +36,9 @@ class Engine:
     """What tensor and expert parallelism leave of each parameter here."""
     same_heads: Group
     """tp ranks that hold the same key head (fewer key heads than ranks)."""
+    both_ends: Group
+    """Pipeline ranks that hold a tied head's matrix, first and last."""
+    _pipelines: list[Pipeline] = field(default_factory=list)
 
     @property
     def model(self) -> Transformer:
@@ -77,13 +86,37 @@ class Engine:
         for stage in self.stages:
             stage.eval()
 
-    def before_micro_batch(self, *, last: bool) -> None:
-        """Tell data parallelism which micro-batch comes."""
-        for stage in self.stages:
-            data.before_micro_batch(stage, self.mesh.layout.zero, last=last)
+    def forward_backward(self, passes: Sequence[P], after: Callable[[P], None] | None = None) -> None:
+        """Every micro-batch forward and backward through all stages; `passes` keep what they want to tell. Without a
+        pipeline `after` is called after each."""
+        if self.mesh["pp"].size > 1:
+            self._pipeline.run(passes)
+            return
+        for index, one in enumerate(passes):
+            data.before_micro_batch(self.model, self.mesh.layout.zero, last=index == len(passes) - 1)
+            _, loss = one(self.model, None)
+            loss.backward()
+            if after is not None:
+                after(one)
+
+    def evaluate(self, one: Pass) -> Tensor:
+        """One micro-batch forward: this rank's part of its loss ()."""
+        if self.mesh["pp"].size > 1:
+            return self._pipeline.evaluate([one])
+        with torch.no_grad():
+            return one(self.model, None)[1]
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        """Made at its first use, when all ranks come by."""
+        if not self._pipelines:
+            self._pipelines.append(make_pipeline(self.stages, self.mesh))
+        return self._pipelines[0]
 
     def finish_gradients(self) -> None:
-        """Sum what is only a part on this rank: parameters that tp ranks hold in common."""
+        """Sum what is only a part on this rank: parameters that tp ranks, or both ends of a pipeline, hold in common."""
+        if self.both_ends.size > 1:
+            _sum_gradients([self.parameters["embed.weight"]], self.both_ends)
         tp, sp = self.mesh["tp"], self.mesh.layout.sp
         if tp.size == 1:
             return

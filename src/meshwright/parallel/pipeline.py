@@ -55,6 +55,8 @@ class Pipeline:
         self.stages = dict(zip(stages_of(self.placement, group.index), stages, strict=True))
         self.before, self.after = before, after
         self._programs: dict[tuple[int, bool], Program] = {}
+        self.current: tuple[Action, ...] = ()
+        """The actions of the step under way."""
         group.barrier()
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
@@ -85,6 +87,7 @@ class Pipeline:
     def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
         todo = self._program(len(micro_batches), train=train)
         passes = Passes(self, todo, micro_batches, train=train)
+        self.current = todo.actions
         with splitting() if todo.splits else nullcontext():
             for action in todo.actions:
                 if train and self.before is not None:

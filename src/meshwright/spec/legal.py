@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import V_PLACED, refusal
 from meshwright.spec.shape import ModelShape
-
-SCHEDULES_OF_TWO = ("zb-v", "dualpipe-v")
-"""Each rank holds one stage of the first half and one of the second."""
 
 
 def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[str]:
@@ -83,12 +81,11 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             f"layout.pp={layout.pp} x layout.vp={layout.vp} stages exceed the model's {shape.layers} layers: "
             f"take layout.pp={max(1, min(layout.pp, shape.layers // layout.vp))}"
         )
-    if name in SCHEDULES_OF_TWO and layout.vp != 2:
-        yield f"layout.schedule={name} has two stages a rank, and layout.vp={layout.vp}: take layout.vp=2"
-    if name == "interleaved" and layout.vp < 2:
-        yield "layout.schedule=interleaved has several stages a rank, and layout.vp=1: take layout.vp=2"
-    if name in ("afab", "1f1b", "zb-h1") and layout.vp > 1:
-        yield f"layout.schedule={name} has one stage a rank, and layout.vp={layout.vp}: take layout.schedule=interleaved"
+    if shape.tied and name in V_PLACED and layout.dp * layout.cp > 1:
+        yield (
+            f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
+            "parallelism cannot share yet: take layout.schedule=interleaved or zb-h1"
+        )
     for batch in {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}:
         yield from _micro_batches(layout, batch)
 
@@ -99,16 +96,9 @@ def _micro_batches(layout: Layout, batch: int) -> Iterator[str]:
     if not size or per_rank % size:
         return  # said elsewhere
     count = per_rank // size
-    if layout.schedule == "interleaved" and count % layout.pp:
-        yield (
-            f"layout.schedule=interleaved wants a multiple of layout.pp={layout.pp} micro-batches, and a step of "
-            f"{batch} sequences has {count}: take recipe.global_batch={_up(count, layout.pp) * size * layout.dp}"
-        )
-    if layout.schedule == "dualpipe-v" and count < 2 * layout.pp:
-        yield (
-            f"layout.schedule=dualpipe-v wants at least 2 x layout.pp={2 * layout.pp} micro-batches, and a step of "
-            f"{batch} sequences has {count}: take recipe.global_batch={2 * layout.pp * size * layout.dp}"
-        )
+    sentence = refusal(layout.schedule, layout.pp, count, layout.vp)
+    if sentence is not None:
+        yield sentence
 
 
 def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.parallel import Engine
 from meshwright.train.batches import Batch
+from meshwright.train.step import EVALUATION, MicroPass
 from meshwright.train.watch import EvalMetrics
 
 
@@ -23,10 +24,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_
         engine.eval()
         with torch.no_grad():
             for batch in batches:
-                found = engine.model.loss(
-                    batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents
-                )
-                total += engine.sum_loss(found.cross_entropy.double()).item()
+                found = engine.evaluate(MicroPass(batch, EVALUATION))
+                total += engine.sum_loss(found.double()).item()
                 tokens += int(engine.total(batch.valid, batch.tokens.device).item())
     finally:
         if training:

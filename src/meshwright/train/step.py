@@ -48,17 +48,12 @@ def train_step(
     balance loss is the mean over sequences, times `balance_loss`.
     """
     device = micro_batches[0].tokens.device
-    weights = _Weights(engine, micro_batches, balance_loss, scaler)
+    weights = Weights.of(engine, micro_batches, balance_loss, scaler)
     gradients = _Gradients(optimizer, measure_noise)
-    loss = torch.zeros((), device=device)
-    balance: Tensor | None = None
-    for index, batch in enumerate(micro_batches):
-        engine.before_micro_batch(last=index == len(micro_batches) - 1)
-        found, even = forward_backward(engine.model, batch, weights)
-        loss += found
-        if even is not None:
-            balance = even if balance is None else balance + even
-        gradients.collect(batch.valid * weights.token)
+    passes = [MicroPass(batch, weights) for batch in micro_batches]
+    engine.forward_backward(passes, after=lambda one: gradients.collect(one.batch.valid * weights.token))
+    loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
+    balance = sum((one.balance for one in passes), torch.zeros((), device=device))
     loss = engine.sum_loss(loss) / weights.scale
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
@@ -71,40 +66,75 @@ def train_step(
     return StepResult(
         loss=loss,
         grad_norm=norm,
-        balance=None if balance is None else engine.sum_loss(balance),
+        balance=engine.sum_loss(balance) if engine.model.shape.moe else None,
         skipped=skipped,
         micro_squared=tuple(gradients.squared),
         micro_tokens=tuple(batch.valid for batch in micro_batches) if measure_noise else (),
     )
 
 
-class _Weights:
-    """What a token's and a sequence's loss count in the step, as tensors () fp32."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a token's, a sequence's and the balance loss count in the step, as tensors () fp32; `scale` is the loss
+    scale."""
 
-    def __init__(
-        self, engine: Engine, micro_batches: Sequence[Batch], balance_loss: float, scaler: LossScaler | None
-    ) -> None:
+    token: Tensor | None
+    sequence: Tensor | None = None
+    balance: Tensor | None = None
+    scale: Tensor | None = None
+
+    @staticmethod
+    def of(engine: Engine, micro_batches: Sequence[Batch], balance_loss: float, scaler: LossScaler | None) -> "Weights":
+        """Counts of all ranks together. Every tp rank goes through all of a router's loss, and gradients are summed:
+        each takes its share of that."""
         device = micro_batches[0].tokens.device
         tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
         sequences = engine.total(sum(len(batch.tokens) for batch in micro_batches), device)
-        self.scale = scaler.scale if scaler else torch.ones((), device=device)
-        self.token = (1.0 / tokens).float() * self.scale
-        self.sequence = (1.0 / sequences).float()
-        self.balance = balance_loss / engine.mesh["tp"].size * self.scale
-        """Every tp rank goes through all of a router's loss, and their gradients are summed."""
+        scale = scaler.scale if scaler else torch.ones((), device=device)
+        return Weights(
+            (1.0 / tokens).float() * scale,
+            (1.0 / sequences).float(),
+            balance_loss / engine.mesh["tp"].size * scale,
+            scale,
+        )
 
 
-def forward_backward(model: Transformer, batch: Batch, weights: _Weights) -> tuple[Tensor, Tensor | None]:
-    """One micro-batch through a whole model: its part of the step's loss (times the loss scale) and of the balance."""
-    found = model.loss(
-        batch.tokens, batch.targets, scale=weights.token, positions=batch.positions, documents=batch.documents
-    )
-    total, mean = found.cross_entropy, None
-    if found.balance is not None:
-        mean = found.balance.sum() * weights.sequence
-        total = total + mean * weights.balance
-    total.backward()
-    return found.cross_entropy.detach(), None if mean is None else mean.detach()
+EVALUATION = Weights(None)
+"""Plain sums."""
+
+
+class MicroPass:
+    """A micro-batch on its way through the stages (parallel.passes.Pass); keeps what this rank's stages found."""
+
+    def __init__(self, batch: Batch, weights: Weights) -> None:
+        self.batch, self.weights = batch, weights
+        zero = torch.zeros((), device=batch.tokens.device)
+        self.cross_entropy, self.balance = zero, zero
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences, and positions of each that this rank has."""
+        rows, positions = self.batch.tokens.shape
+        return rows, positions
+
+    def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Through one stage: (its output, its part of the step's loss times the loss scale)."""
+        batch, weights = self.batch, self.weights
+        out, found = model.stage(
+            x,
+            batch.tokens,
+            batch.targets,
+            scale=weights.token,
+            positions=batch.positions,
+            documents=batch.documents,
+        )
+        total = found.cross_entropy
+        self.cross_entropy = self.cross_entropy + total.detach()
+        if found.balance is not None and weights.sequence is not None:
+            mean = found.balance.sum() * weights.sequence
+            self.balance = self.balance + mean.detach()
+            total = total + mean * weights.balance
+        return out, total
 
 
 class _Gradients:

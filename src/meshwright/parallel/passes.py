@@ -1,0 +1,88 @@
+"""The pipeline of an engine: its stages as the executor calls them, and when their gradients are reduced."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.model import Transformer
+from meshwright.parallel import data
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import Pipeline, Stage
+from meshwright.spec.schedule import Action, last_of
+
+
+class Pass(Protocol):
+    """One micro-batch on its way through the stages."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences, and positions of each that this rank has."""
+
+    def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Through one stage: x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
+
+
+def make_pipeline(stages: Sequence[Transformer], mesh: Mesh) -> Pipeline:
+    """The executor of this rank's stages. All ranks of a pipeline make theirs at the same time."""
+    layout = mesh.layout
+    parameter = next(stages[0].parameters())
+    slices = layout.tp if layout.sp else 1
+
+    def receive_like(one: Pass) -> Tensor:
+        rows, positions = one.size
+        size = (rows, positions // slices, stages[0].shape.hidden)
+        return torch.empty(size, dtype=parameter.dtype, device=parameter.device)
+
+    reduction = Reduction(stages, layout.zero)
+    pipeline = Pipeline(
+        layout.schedule,
+        mesh["pp"],
+        [_stage(model) for model in stages],
+        receive_like,
+        before=reduction.before,
+        after=reduction.after,
+    )
+    reduction.pipeline = pipeline
+    return pipeline
+
+
+def _stage(model: Transformer) -> Stage:
+    def run(x: Tensor | None, one: Pass) -> tuple[Tensor | None, Tensor | None]:
+        out, loss = one(model, x)
+        return (None if model.last else out), (loss if model.last or loss.requires_grad else None)
+
+    return run
+
+
+class Reduction:
+    """Data parallelism under a pipeline: a stage's gradients stay whole until its last micro-batch and are reduced once,
+    for weight gradients may come after the backward pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of ZeRO 1
+    for gradients, and 3 keeps parameters whole between a stage's passes of a step.
+    """
+
+    pipeline: Pipeline
+
+    def __init__(self, stages: Sequence[Transformer], zero: int) -> None:
+        self.stages, self.zero = stages, zero
+        self.modules = [data.sharded_modules(stage) for stage in stages]
+        self.count = 0
+
+    def before(self, action: Action) -> None:
+        """At a stage's first action of a step."""
+        if action.kind != "F" or action.micro_batch:
+            return
+        for module in self._modules_of(action.stage):
+            module.set_requires_gradient_sync(False)
+            module.set_requires_all_reduce(False)
+            module.set_reshard_after_backward(False)
+
+    def after(self, action: Action) -> None:
+        """When a stage's gradients are whole."""
+        modules = self._modules_of(action.stage)
+        if modules and action == last_of(self.pipeline.current, ("W", "BW"))[action.stage]:
+            data.reduce_now(modules)
+
+    def _modules_of(self, stage: int) -> list[data.FSDPModule]:
+        return self.modules[sorted(self.pipeline.stages).index(stage)]
