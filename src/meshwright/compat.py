@@ -129,8 +129,9 @@ def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor
 
 
 def let_selective_recomputation_pass_hooks() -> None:
-    """torch 2.13's selective checkpoint wants every operation of the first pass again in the second, also the profiler's
-    marks that FSDP's hooks leave in the first only. Its list of operations to pass over is public, their names are not.
+    """torch 2.13's selective checkpoint wants every operation of the first pass again in the second, also the
+    profiler's marks that FSDP's hooks leave in the first only. Its list of operations to pass over is public, their
+    names are not.
     """
     from torch.utils import checkpoint
 

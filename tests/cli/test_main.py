@@ -82,7 +82,7 @@ def test_unknown_keys_are_told_the_nearest(capsys: pytest.CaptureFixture[str]) -
         ("recipe.learning_rate=.nan", "recipe.learning_rate"),
         ("recipe.precision=fp12", "recipe.precision"),
         ("model=llama-tinny", "llama-tiny"),
-        ("layout.tp=2", "layout.tp=1"),
+        ("layout.tp=5", "layout.tp=2"),
         ("layout.micro_batch=3", "micro_batch=3"),
         ("recipe.sequence=100000", "sequence"),
         ("model.vocab=100", "model.vocab"),

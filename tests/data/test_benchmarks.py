@@ -23,7 +23,7 @@ def test_encoding() -> None:
 def test_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_corpus, "ROWS", 2)
     monkeypatch.setattr(large_corpus, "SEQUENCE", 64)
-    found = large_corpus.measure(300_000, batches=3)
+    found = large_corpus.measure(300_000, steps=2, batches=3)
     assert found["text_bytes"] == found["text_bytes_written"]
     assert 290_000 < found["text_bytes"] <= 300_001  # type: ignore[operator]
     if os.path.exists("/proc/self/statm"):

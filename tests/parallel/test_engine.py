@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
 from meshwright.observe.tiny import KINDS, shrink
+from meshwright.observe.verify import Case, Outcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from tests.parallel.processes import on_ranks

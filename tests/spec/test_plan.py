@@ -14,17 +14,10 @@ def test_the_default_plan_can_run() -> None:
     TINY.check()
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"])
-def test_degrees_are_refused_with_a_sentence(axis: str) -> None:
-    plan = replace(TINY, layout=Layout(**{axis: 2}), recipe=Recipe(global_batch=32))
-    with pytest.raises(IllegalLayout, match=f"layout.{axis}=2: this version runs on one device; take layout.{axis}=1"):
-        plan.check()
-
-
 def test_every_violation_is_counted() -> None:
-    plan = replace(TINY, layout=Layout(tp=2, sp=True, zero=3))
+    plan = replace(TINY, layout=Layout(tp=5, vp=2, zero=3))
     assert len(plan.violations()) == 3
-    with pytest.raises(IllegalLayout, match=r"layout.tp=2.*\(and 2 more\)"):
+    with pytest.raises(IllegalLayout, match=r"layout.tp=5.*\(and 2 more\)"):
         plan.check()
 
 

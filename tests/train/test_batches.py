@@ -128,4 +128,4 @@ def test_held_out_windows_are_scored_once() -> None:
 
 def test_held_out_text_shorter_than_a_window_is_padded() -> None:
     [only] = held_out(sampler(count=5, shuffle=False), CPU, rows=4, limit=0, document_mask=True)
-    assert only.tokens.shape == (4, 8) and only.valid_of_rows == (4, 0, 0, 0)
+    assert only.tokens.shape == (1, 8) and only.valid == 4

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from meshwright.train.batches import Batch
 from meshwright.parallel import on_one_device
+from meshwright.train.batches import Batch
 from meshwright.train.evaluate import evaluate
 from tests.counting import Operations
 from tests.model.shrunk import VOCAB

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model import Transformer
+from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import num_parameters
 from meshwright.train import optimizer as module
 from meshwright.train.optimizer import AdamW
-from meshwright.parallel.engine import euclidean_norm
 from tests.train.tiny import RECIPE, relative, small, weights
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

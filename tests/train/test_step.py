@@ -7,10 +7,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from meshwright.train.batches import split
-from meshwright.train.precision import LossScaler
 from meshwright.parallel import on_one_device
 from meshwright.parallel.engine import euclidean_norm
+from meshwright.train.batches import split
+from meshwright.train.precision import LossScaler
 from meshwright.train.step import train_step
 from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, weights
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright.model import Transformer
+from meshwright.parallel import on_one_device
 from meshwright.spec import Recipe
 from meshwright.train.batches import Batch, split
 from meshwright.train.optimizer import AdamW
-from meshwright.parallel import on_one_device
 from meshwright.train.step import StepResult, train_step
 from tests.model.shrunk import VOCAB, model
 

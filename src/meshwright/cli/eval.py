@@ -47,6 +47,7 @@ def evaluate(
 def score(opened: "Opened", stream: "TokenStream", sequences: int) -> "EvalMetrics":
     """Windows of the trained length in order, each token scored once."""
     from meshwright.data import Sampler
+    from meshwright.parallel import on_one_device
     from meshwright.spec.errors import DataError
     from meshwright.train.batches import held_out
     from meshwright.train.evaluate import evaluate as measure
@@ -66,7 +67,8 @@ def score(opened: "Opened", stream: "TokenStream", sequences: int) -> "EvalMetri
         limit=sequences,
         document_mask=plan.recipe.document_mask if plan else True,
     )
-    return measure(opened.model, batches, step=0, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes))
+    engine = on_one_device(opened.model)
+    return measure(engine, batches, step=0, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes))
 
 
 def _text(opened: "Opened", model: Path, path: str | None) -> "TokenStream":

@@ -22,7 +22,6 @@ from meshwright.model.norm import make_norm
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.spec.shape import ModelShape
 
-
 MaskMaker = Callable[..., Mask]
 """As kernels.attention.causal_mask; context parallelism puts another in its place."""
 
@@ -53,7 +52,8 @@ class Block(nn.Module):
 
 
 class Loss(NamedTuple):
-    """What a forward pass adds up, times what the caller gave. A tuple, so that those who look for tensors find them."""
+    """What a forward pass adds up, times what the caller gave. A tuple, so that those who look for tensors find
+    them."""
 
     cross_entropy: Tensor
     balance: Tensor | None

@@ -22,9 +22,9 @@ from meshwright.train.batches import Batch, Share, select, split
 from meshwright.train.optimizer import AdamW
 from meshwright.train.step import train_step
 
-
 RECIPE = Recipe(epsilon=1e-3)
-"""Epsilon above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise alone."""
+"""Epsilon above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise
+alone."""
 
 
 ZERO = 1e-3
@@ -131,8 +131,8 @@ def assemble(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
 def first_difference(one: Outcome, others: Sequence[Outcome], *, tolerance: float = 1e-5) -> str | None:
     """What differs first between one device and the ranks of a layout, as a sentence; None = all is equal.
 
-    Relative to the largest element of a tensor, since a sum's rounding grows with its terms and not with what is left of
-    them; a gradient that is zero but for rounding (of key biases) counts as one of ZERO times the gradient norm.
+    Relative to the largest element of a tensor, since a sum's rounding grows with its terms and not with what is left
+    of them; a gradient that is zero but for rounding (of key biases) counts as one of ZERO times the gradient norm.
     """
     for index, other in enumerate(others):
         for what, mine, theirs in (("loss", one.losses, other.losses), ("gradient norm", one.norms, other.norms)):

@@ -6,9 +6,9 @@
     2     whole in the step    1 / n after every micro-batch            1 / n
     3     1 / n, a block at a time whole                                1 / n
 
-n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate, and with zero=0
-all of them) sum gradients once a step. Gradients are buckets of one block each, reduced while the backward pass goes on with
-the blocks before. They are summed, never averaged: the loss was divided by the tokens of the whole step.
+n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate, and with
+zero=0 all of them) sum gradients once a step. Gradients are buckets of one block each, reduced while the backward pass
+goes on with the blocks before. They are summed, never averaged: the loss was divided by the tokens of the whole step.
 """
 
 import torch
@@ -24,8 +24,8 @@ from meshwright.parallel.mesh import Mesh, device_mesh
 
 
 def is_needed(mesh: Mesh) -> bool:
-    """Whether any parameter of this rank has another rank's gradient to be summed with. Experts may lie on fewer ranks than
-    the tp group they borrow: then those that hold the same ones are data-parallel ranks for them alone."""
+    """Whether any parameter of this rank has another rank's gradient to be summed with. Experts may lie on fewer ranks
+    than the tp group they borrow: then those that hold the same ones are data-parallel ranks for them alone."""
     return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
 
 

@@ -18,7 +18,6 @@ from meshwright.parallel.passes import Pass, make_pipeline
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.tensor import is_partial
 
-
 P = TypeVar("P", bound=Pass)
 
 
@@ -114,7 +113,8 @@ class Engine:
         return self._pipelines[0]
 
     def finish_gradients(self) -> None:
-        """Sum what is only a part on this rank: parameters that tp ranks, or both ends of a pipeline, hold in common."""
+        """Sum what is only a part on this rank: parameters that tp ranks, or both ends of a pipeline, hold in
+        common."""
         if self.both_ends.size > 1:
             _sum_gradients([self.parameters["embed.weight"]], self.both_ends)
         tp, sp = self.mesh["tp"], self.mesh.layout.sp

@@ -23,13 +23,14 @@ PRODUCTS = {
     "model": ("pp", "dp_shard", "cp", "tp"),
     "world": AXES,
 }
-"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters."""
+"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same
+parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in one
-    replica) and `expert_data` (in all) hold the same ones; `alone` is this rank."""
+    """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in
+    one replica) and `expert_data` (in all) hold the same ones; `alone` is this rank."""
 
     layout: Layout
     rank: int

@@ -57,9 +57,9 @@ def _stage(model: Transformer) -> Stage:
 
 
 class Reduction:
-    """Data parallelism under a pipeline: a stage's gradients stay whole until its last micro-batch and are reduced once,
-    for weight gradients may come after the backward pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of ZeRO 1
-    for gradients, and 3 keeps parameters whole between a stage's passes of a step.
+    """Data parallelism under a pipeline: a stage's gradients stay whole until its last micro-batch and are reduced
+    once, for weight gradients may come after the backward pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of
+    ZeRO 1 for gradients, and 3 keeps parameters whole between a stage's passes of a step.
     """
 
     pipeline: Pipeline

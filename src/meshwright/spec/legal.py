@@ -1,5 +1,5 @@
-"""Which layouts a model and a recipe allow: every rule once, each refusal a sentence with the rule, the clashing numbers
-and the nearest legal change. The planner's search, the engine and the command line ask here."""
+"""Which layouts a model and a recipe allow: every rule once, each refusal a sentence with the rule, the clashing
+numbers and the nearest legal change. The planner's search, the engine and the command line ask here."""
 
 import math
 from collections.abc import Iterator
@@ -132,8 +132,8 @@ def _data(layout: Layout) -> Iterator[str]:
 def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if recipe.dropout and layout.tp * layout.cp > 1:
         yield (
-            f"recipe.dropout={recipe.dropout} would draw otherwise with layout.tp={layout.tp} and layout.cp={layout.cp} "
-            "than on one device: take recipe.dropout=0"
+            f"recipe.dropout={recipe.dropout} would draw otherwise with layout.tp={layout.tp} and "
+            f"layout.cp={layout.cp} than on one device: take recipe.dropout=0"
         )
     if recipe.noise_scale_every and layout.world > 1:
         yield (

@@ -46,8 +46,8 @@ WHOLE = Share()
 def to_batch(
     sequences: "Sequences", device: torch.device, *, document_mask: bool, share: Share = WHOLE, rows: int = 0
 ) -> Batch:
-    """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled up
-    with rows that have no target, so that every rank makes the same passes over the same shapes."""
+    """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
+    up with rows that have no target, so that every rank makes the same passes over the same shapes."""
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
@@ -154,9 +154,11 @@ def held_out(
 ) -> Iterator[Batch]:
     """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
 
-    Every rank is given equally many batches; the last ones are filled up with rows that do not count.
+    Every rank is given equally many batches of one size; the last ones are filled up with rows that do not count.
     """
-    for sequences in sampler.windows_in_order(rows * share.parts, limit=limit):
+    for number, sequences in enumerate(sampler.windows_in_order(rows * share.parts, limit=limit)):
+        if number == 0:
+            rows = -(-len(sequences.tokens) // share.parts)
         own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
         yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows)
 

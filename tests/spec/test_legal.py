@@ -1,0 +1,77 @@
+"""Every rule of a layout: what is refused, with which numbers and which advice; and that the advice is legal."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.spec import Layout, Recipe, presets
+from meshwright.spec.legal import layout_violations, nearest_divisor, world_violation
+
+LLAMA = presets.model("llama-3.1-8b")
+MIXTRAL = presets.model("mixtral-8x7b")
+RECIPE = Recipe(sequence=4096, global_batch=64)
+
+REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"tp": 3}, {}, "layout.tp=3 does not divide the 32 attention heads: take layout.tp=2"),
+    (LLAMA, {"sp": True}, {}, "layout.sp=true shares the sequence"),
+    (LLAMA, {"tp": 4, "sp": True}, {"sequence": 4098}, "take recipe.sequence=4096"),
+    (LLAMA, {"cp": 4}, {"sequence": 4100}, "two chunks for each of layout.cp=4 ranks: take recipe.sequence=4096"),
+    (LLAMA, {"cp": 4, "zigzag": False}, {"sequence": 4098}, "a chunk for each of layout.cp=4 ranks"),
+    (LLAMA, {"pp": 64}, {}, "exceed the model's 32 layers: take layout.pp=32"),
+    (LLAMA, {"vp": 2}, {}, "layout.pp=1: take layout.vp=1"),
+    (LLAMA, {"pp": 4, "schedule": "zb-v"}, {}, "two stages a rank, not vp=1: take vp=2"),
+    (LLAMA, {"pp": 4, "vp": 2}, {}, "one stage a rank, not vp=2"),
+    (LLAMA, {"pp": 4, "vp": 2, "schedule": "dualpipe-v", "micro_batch": 16}, {}, "wants 2 x pp = 8 micro-batches"),
+    (LLAMA, {"dp_shard": 2, "ep": 2}, {}, "the model has none: take layout.ep=1"),
+    (MIXTRAL, {"dp_shard": 3, "ep": 3}, {"global_batch": 63}, "layout.ep=3 does not divide the 8 experts"),
+    (MIXTRAL, {"dp_shard": 2, "ep": 4}, {}, "dp_shard x cp x tp = 2 ranks"),
+    (MIXTRAL, {"dp_shard": 2, "tp": 2, "ep": 2}, {}, "take layout.sp=true"),
+    (LLAMA, {"zero": 3, "dp_replicate": 2}, {}, "dp_shard instead of dp_replicate"),
+    (LLAMA, {"tp": 2}, {"dropout": 0.1}, "take recipe.dropout=0"),
+    (LLAMA, {"dp_shard": 2}, {"noise_scale_every": 5}, "take recipe.noise_scale_every=0"),
+]
+
+
+@pytest.mark.parametrize("shape,layout,recipe,sentence", REFUSED)
+def test_refusals(shape: Any, layout: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
+    found = layout_violations(shape, replace(RECIPE, **recipe), Layout(**layout))
+    assert any(sentence in line for line in found), found
+
+
+def test_advice_about_the_sequence_is_legal() -> None:
+    for sequence in range(1, 200, 7):
+        layout = Layout(cp=4, tp=2, sp=True)
+        found = layout_violations(LLAMA, replace(RECIPE, sequence=sequence), layout)
+        for line in found:
+            advised = int(re.findall(r"recipe.sequence=(\d+)", line)[-1])
+            assert not layout_violations(LLAMA, replace(RECIPE, sequence=advised), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 8, "sp": True, "pp": 4, "dp_shard": 8, "zero": 1},
+        {"tp": 16},
+        {"cp": 8, "dp_shard": 4, "zero": 3},
+        {"pp": 4, "vp": 4, "schedule": "interleaved", "micro_batch": 8},
+        {"pp": 4, "vp": 2, "schedule": "zb-v", "micro_batch": 8, "tp": 2},
+    ],
+)
+def test_legal(layout: dict[str, Any]) -> None:
+    assert layout_violations(LLAMA, RECIPE, Layout(**layout)) == []
+
+
+def test_nearest_divisor() -> None:
+    assert [nearest_divisor(32, n) for n in (1, 3, 5, 12, 100)] == [1, 2, 4, 8, 32]
+
+
+def test_the_world_must_be_the_layouts() -> None:
+    assert world_violation(Layout(tp=2, dp_shard=3), 6) is None
+    sentence = world_violation(Layout(tp=2, dp_shard=3), 8)
+    assert sentence is not None
+    assert "dp_shard=3 x cp=1 x tp=2 x pp=1 = 6 ranks and 8 were started" in sentence
+    assert "layout.dp_shard=4" in sentence
+    alone = world_violation(Layout(tp=2), 1)
+    assert alone is not None and "torchrun --nproc_per_node 2" in alone
