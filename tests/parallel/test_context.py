@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
+from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import ring
 from meshwright.parallel.context import ContextMask, local_positions, mask_maker, places, take
 from meshwright.parallel.group import Group
@@ -22,7 +23,6 @@ from meshwright.parallel.recompute import block_call
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
-from tests.parallel.processes import on_ranks
 
 ATTEND = {"ring": ring_attend, "gather": gather_attend}
 BATCH, SEQUENCE, SCALE = 2, 144, 0.3

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny import KINDS, shrink
 from meshwright.observe.verify import Case, Outcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
-from tests.parallel.processes import on_ranks
 
 CASES = {kind: Case(shape=shrink(kind)) for kind in KINDS}
 CASES |= {f"{kind} of 5 layers": Case(shape=replace(shrink(kind), layers=5)) for kind in KINDS}

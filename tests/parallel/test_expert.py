@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.kernels import fast
 from meshwright.model import Transformer
 from meshwright.model.moe import Experts, MoE
+from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.expert import Dispatch, apply_expert_parallel, apply_sequence_groups, sort_runs
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.recompute import block_call
 from meshwright.spec import Layout
 from tests.model.shrunk import model, shrink, tokens
-from tests.parallel.processes import on_ranks
 
 LENGTH, HIDDEN = 16, 24
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.mesh import expert_ranks, make_mesh, place_of, rank_of, ranks_along
 from meshwright.spec import Layout
-from tests.parallel.processes import on_ranks
 
 LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
 

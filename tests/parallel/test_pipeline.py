@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwright.kernels import fast
 from meshwright.model import Transformer, build
+from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
 from meshwright.parallel.mail import UNDER_WAY
 from meshwright.parallel.mesh import make_mesh
@@ -26,7 +27,6 @@ from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
 from tests.model.shrunk import VOCAB, shrink
-from tests.parallel.processes import on_ranks
 
 ROWS, LENGTH, HIDDEN = 2, 7, 24
 BALANCE = 0.3

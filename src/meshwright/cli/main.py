@@ -19,6 +19,7 @@ from meshwright.cli.init import init
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
+from meshwright.cli.verify import verify
 
 BROKEN_PIPE = 141
 """What a shell reports for a program that wrote to a closed pipe."""
@@ -66,6 +67,7 @@ app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
+app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
 data = typer.Typer(cls=Verbs, help="Look at what is trained, before anything is.", short_help="Show what is trained.")
 app.add_typer(data, name="data")

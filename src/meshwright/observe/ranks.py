@@ -1,4 +1,4 @@
-"""Real Gloo processes for tests.
+"""Processes of this machine as ranks of a Gloo group, to try a layout without a launcher.
 
     results = on_ranks(4, check_something, argument, ...)
 
@@ -29,7 +29,9 @@ class RankError(AssertionError):
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
     """The result of function(*arguments) on each rank of a new Gloo group of `world` processes."""
     with tempfile.TemporaryDirectory() as folder:
-        started = [_start(function, arguments, rank, world, str(Path(folder, "store"))) for rank in range(world)]
+        started = [
+            _start(function, arguments, rank, world, str(Path(folder, "store")), limit_s) for rank in range(world)
+        ]
         try:
             return _collect({pipe: rank for rank, (_, pipe) in enumerate(started)}, limit_s)
         finally:
@@ -57,21 +59,21 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
     return [results[rank] for rank in range(world)]
 
 
-def _start(function: Any, arguments: Any, rank: int, world: int, store: str) -> tuple[Any, Connection]:
+def _start(function: Any, arguments: Any, rank: int, world: int, store: str, limit_s: float) -> tuple[Any, Connection]:
     here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, world, store), daemon=True)
+    process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, world, store, limit_s), daemon=True)
     process.start()
     there.close()
     return process, here
 
 
-def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, world: int, store: str) -> None:
+def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, world: int, store: str, limit_s: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        limit = timedelta(seconds=LIMIT_S)
+        limit = timedelta(seconds=limit_s)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         torch.manual_seed(0)
         pipe.send_bytes(pickle.dumps((False, function(*arguments))))  # not send: it would share tensors' memory

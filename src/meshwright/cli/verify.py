@@ -1,0 +1,51 @@
+"""`meshwright verify`: every pair of features in some layout of up to 8 processes, beside one device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
+    only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
+    page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
+) -> None:
+    """Train a tiny model under every kind of layout on processes of this machine and compare it with one device:
+    loss, every gradient, gradient norm and weights after two steps. Exit code 4 where any differs."""
+    from meshwright.cli.output import print_json
+    from meshwright.observe.matrix import FEATURES, run, trials
+    from meshwright.observe.support import support_page
+    from meshwright.spec.errors import OutsideTolerance, PlanError
+
+    wanted = {name.strip() for name in only.split(",") if name.strip()}
+    unknown = wanted - FEATURES.keys()
+    if unknown:
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
+    chosen, refused = trials()
+    chosen = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
+    outcomes = []
+    for trial, difference in run(chosen):
+        outcomes.append((trial, difference))
+        if not json:
+            print(f"{trial.layout.world} ranks  {trial.title}: {difference or 'equal'}", flush=True)
+    failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
+    if page:
+        page.write_text(support_page(outcomes, refused))
+    if json:
+        print_json(
+            {
+                "layouts": len(outcomes),
+                "different": len(failed),
+                "refused_pairs": len(refused),
+                "results": [
+                    {"features": trial.title, "ranks": trial.layout.world, "difference": difference}
+                    for trial, difference in outcomes
+                ],
+            }
+        )
+    if failed:
+        raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
+    if not json:
+        print(f"{len(outcomes)} layouts equal one device; {len(refused)} pairs of features are refused")

@@ -1,0 +1,47 @@
+"""`meshwright verify`: what it runs, what it prints, and that it can fail."""
+
+import json
+from itertools import combinations
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.observe import matrix
+from meshwright.observe.matrix import FEATURES, LARGEST_WORLD, Trial, merged, trial, trials
+from meshwright.observe.support import support_page
+
+
+def test_every_pair_is_tried_refused_or_impossible() -> None:
+    chosen, refused = trials()
+    tried = {frozenset(pair) for one in chosen for pair in combinations(one.features, 2)}
+    assert not tried & refused.keys()
+    for pair in combinations(FEATURES, 2):
+        if frozenset(pair) not in tried | refused.keys():
+            assert merged(pair) is None or trial(pair) is None, pair
+    assert max(one.layout.world for one in chosen) <= LARGEST_WORLD and len(chosen) >= 60
+
+
+@pytest.mark.slow
+def test_two_ranks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--processes", "2", "--only", "tp + sp", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"] == len(found["results"]) >= 1 and found["different"] == 0
+
+
+def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "run", lambda chosen: [(one, "loss is 2 on rank 1") for one in chosen])
+    assert main(["verify", "--processes", "1"]) == 4
+    captured = capsys.readouterr()
+    assert "differ from one device" in captured.err and "loss is 2 on rank 1" in captured.out
+
+
+def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--only", "tensor"]) == 2
+    assert "'tensor' is no feature" in capsys.readouterr().err
+
+
+def test_the_page_marks_what_differs() -> None:
+    one = trial(["tp", "zero 3"])
+    assert isinstance(one, Trial)
+    assert "**no**" in support_page([(one, "gradient of x differs")], {})
+    assert "**no**" not in support_page([(one, None)], {})
