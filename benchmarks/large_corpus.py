@@ -5,7 +5,7 @@
 The default text is repeated into files of about 100 MB (every copy with its number in front, so that no two are equal)
 until there are `--size-gb` GB of it. `meshwright train` encodes it and trains on it; then a fresh process reads batches
 of 32 x 1024 tokens at random from what was encoded. Memory is the largest sum of resident bytes over a process and its
-children, looked at 20 times a second; memory that they share is counted for each.
+children, looked at 20 times a second; a page that several of them share is counted once (proportional set size).
 """
 
 import argparse
@@ -24,7 +24,6 @@ from typing import Any
 ROWS, SEQUENCE = 32, 1024
 FILE_BYTES = 10**8
 PERIOD_S = 0.05
-PAGE_BYTES = 4096
 
 SAMPLE = """
 import json, sys, time
@@ -65,10 +64,11 @@ def make(folder: Path, size_bytes: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident bytes of a process and its descendants; Linux only, 0 elsewhere."""
+    """Resident bytes of a process and its descendants, shared pages once (PSS); Linux only, 0 elsewhere."""
     total = 0
     with contextlib.suppress(OSError):
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             total += sum(resident_bytes(int(child)) for child in children.read_text().split())
     return total

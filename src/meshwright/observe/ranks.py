@@ -8,7 +8,6 @@ an old group that dies takes the name of a new one with it), forked from a serve
 """
 
 import multiprocessing
-import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -51,7 +50,8 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
             assert isinstance(pipe, Connection)
             rank = pipes.pop(pipe)
             try:
-                failed, results[rank] = pickle.loads(pipe.recv_bytes())
+                failed, results[rank] = pipe.recv()
+                pipe.send(None)  # tensors come as shared memory: their sender must outlive the reading
             except EOFError:
                 failed, results[rank] = True, "the process ended"
             if failed:
@@ -76,9 +76,10 @@ def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, world: in
         limit = timedelta(seconds=limit_s)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         torch.manual_seed(0)
-        pipe.send_bytes(pickle.dumps((False, function(*arguments))))  # not send: it would share tensors' memory
+        pipe.send((False, function(*arguments)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
+        pipe.send((True, traceback.format_exc()))
         return
+    pipe.recv()
     dist.barrier()
     dist.destroy_process_group()
