@@ -51,7 +51,8 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
             rank = pipes.pop(pipe)
             try:
                 failed, results[rank] = pipe.recv()
-                pipe.send(None)  # tensors come as shared memory: their sender must outlive the reading
+                if not failed:
+                    pipe.send(None)  # tensors come as shared memory: their sender must outlive the reading
             except EOFError:
                 failed, results[rank] = True, "the process ended"
             if failed:
