@@ -4,6 +4,7 @@ import json
 from itertools import combinations
 
 import pytest
+import torch
 
 from meshwright.cli.main import main
 from meshwright.observe import matrix
@@ -29,7 +30,7 @@ def test_two_ranks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "run", lambda chosen: [(one, "loss is 2 on rank 1") for one in chosen])
+    monkeypatch.setattr(matrix, "run", lambda chosen, device: [(one, "loss is 2 on rank 1") for one in chosen])
     assert main(["verify", "--processes", "1"]) == 4
     captured = capsys.readouterr()
     assert "differ from one device" in captured.err and "loss is 2 on rank 1" in captured.out
@@ -38,6 +39,19 @@ def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeyp
 def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--only", "tensor"]) == 2
     assert "'tensor' is no feature" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cuda"]) == 2
+    assert "finds no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cuda", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["different"] == 0
 
 
 def test_the_page_marks_what_differs() -> None:

@@ -9,6 +9,8 @@ import typer
 def verify(
     processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
     only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: some minutes more.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
 ) -> None:
@@ -23,10 +25,11 @@ def verify(
     unknown = wanted - FEATURES.keys()
     if unknown:
         raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
-    chosen, refused = trials()
+    processes = min(processes, _devices(device))
+    chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
     chosen = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
     outcomes = []
-    for trial, difference in run(chosen):
+    for trial, difference in run(chosen, device):
         outcomes.append((trial, difference))
         if not json:
             print(f"{trial.layout.world} ranks  {trial.title}: {difference or 'equal'}", flush=True)
@@ -49,3 +52,19 @@ def verify(
         raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
     if not json:
         print(f"{len(outcomes)} layouts equal one device; {len(refused)} pairs of features are refused")
+
+
+def _devices(device: str) -> int:
+    """The largest world that a kind of device allows here."""
+    import torch
+
+    from meshwright.observe.matrix import LARGEST_WORLD
+    from meshwright.spec.errors import PlanError
+
+    if device not in ("cpu", "cuda"):
+        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+    if device == "cpu":
+        return LARGEST_WORLD
+    if not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no GPU here; take --device cpu")
+    return torch.cuda.device_count()

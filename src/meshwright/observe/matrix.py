@@ -46,6 +46,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "full": {"recompute": "full"},
     "micro-batches of 1": {"micro_batch": 1},
     "packed": {"packed": True},
+    "compiled": {"compile": "on"},
 }
 """What a layout (and the packed case) must say to use each feature."""
 
@@ -91,7 +92,8 @@ def trial(names: Sequence[str]) -> Trial | str | None:
         settings.setdefault("zero", 0)
     if settings.get("pp", 1) > 1:
         settings.setdefault("micro_batch", 1)
-    layout = Layout(compile="off", **settings)
+    settings.setdefault("compile", "off")
+    layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
     has = frozenset(name for name in FEATURES if _has(layout, packed, FEATURES[name]))
@@ -109,30 +111,30 @@ def _has(layout: Layout, packed: bool, feature: Mapping[str, Any]) -> bool:
     return all((packed if key == "packed" else getattr(layout, key)) == value for key, value in feature.items())
 
 
-def trials() -> tuple[list[Trial], dict[frozenset[str], str]]:
-    """Layouts that have every legal pair of features (greedily few of them, three features and more at a time), and the
-    pairs that are refused with the reason."""
+def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[frozenset[str], str]]:
+    """Layouts that have every legal pair of the named features (greedily few of them, three features and more at a
+    time), and the pairs that are refused with the reason."""
     refused: dict[frozenset[str], str] = {}
     wanted: dict[frozenset[str], Trial] = {}
-    for pair in combinations(FEATURES, 2):
+    for pair in combinations(names, 2):
         found = trial(pair)
         if isinstance(found, str):
             refused[frozenset(pair)] = found
         elif found is not None:
             wanted[frozenset(pair)] = found
-    chosen = {found.title: found for found in map(trial, ([name] for name in FEATURES)) if isinstance(found, Trial)}
+    chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
     covered = {pair for found in chosen.values() for pair in _pairs(found)}
     for pair, found in wanted.items():
         if pair not in covered:
-            richer = _enriched(found, covered)
+            richer = _enriched(found, covered, names)
             chosen[richer.title] = richer
             covered |= set(_pairs(richer))
     return list(chosen.values()), refused
 
 
-def _enriched(found: Trial, covered: set[frozenset[str]]) -> Trial:
+def _enriched(found: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
     """More features on top, as long as the layout stays legal and each adds a pair that was not tried yet."""
-    for name in FEATURES:
+    for name in names:
         more = trial([*(n for n in FEATURES if n in found.features and n != "zero 0"), name])
         if (
             isinstance(more, Trial)
@@ -147,23 +149,26 @@ def _pairs(found: Trial) -> Iterator[frozenset[str]]:
     return (frozenset(pair) for pair in combinations(sorted(found.features), 2))
 
 
-def run(chosen: Sequence[Trial]) -> Iterator[tuple[Trial, str | None]]:
-    """Each trial with its first difference from one device (None = equal), by world size; ranks live for one size."""
+def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
+    """Each trial with its first difference from one device (None = equal), by world size; ranks live for one size.
+
+    `device` cuda = a GPU for each rank, NCCL between them.
+    """
     expected: dict[bool, dict[str, Outcome]] = {}
     for world in sorted({found.layout.world for found in chosen}):
         some = [found for found in chosen if found.layout.world == world]
         for start in range(0, len(some), BATCH):
             part = some[start : start + BATCH]
-            ranks = on_ranks(world, _outcomes, part, limit_s=LIMIT_S)
+            ranks = on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
             for index, found in enumerate(part):
                 known = expected.setdefault(found.packed, {})
                 name = f"{found.case.shape.family} {found.case.shape.moe is not None}"
                 if name not in known:
-                    known[name] = outcome(found.case, Layout(compile="off"))
+                    known[name] = outcome(found.case, Layout(compile="off"), device=device)
                 yield found, first_difference(known[name], [rank[index] for rank in ranks])
 
 
-def _outcomes(chosen: Sequence[Trial]) -> list[Outcome]:
+def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:
     """On one rank: all trials of one world size, over the same process groups."""
     made: Made = {}
-    return [outcome(found.case, found.layout, made=made) for found in chosen]
+    return [outcome(found.case, found.layout, device=device, made=made) for found in chosen]

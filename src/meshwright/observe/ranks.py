@@ -1,4 +1,4 @@
-"""Processes of this machine as ranks of a Gloo group, to try a layout without a launcher.
+"""Processes of this machine as ranks of a process group, to try a layout without a launcher.
 
     results = on_ranks(4, check_something, argument, ...)
 
@@ -11,6 +11,8 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,12 +27,14 @@ class RankError(AssertionError):
     """What a rank raised."""
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
-    """The result of function(*arguments) on each rank of a new Gloo group of `world` processes."""
+def on_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S, device: str = "cpu"
+) -> list[Any]:
+    """The result of function(*arguments) on each rank of a new group of `world` processes: Gloo on a CPU, NCCL on GPUs
+    (`device` cuda), of which each rank then has its own."""
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            _start(function, arguments, rank, world, str(Path(folder, "store")), limit_s) for rank in range(world)
-        ]
+        place = _Place(world, str(Path(folder, "store")), limit_s, device)
+        started = [_start(function, arguments, rank, place) for rank in range(world)]
         try:
             return _collect({pipe: rank for rank, (_, pipe) in enumerate(started)}, limit_s)
         finally:
@@ -60,27 +64,47 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
     return [results[rank] for rank in range(world)]
 
 
-def _start(function: Any, arguments: Any, rank: int, world: int, store: str, limit_s: float) -> tuple[Any, Connection]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the ranks of one group meet."""
+
+    world: int
+    store: str
+    limit_s: float
+    device: str
+
+
+def _start(function: Any, arguments: Any, rank: int, place: _Place) -> tuple[Any, Connection]:
     here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, world, store, limit_s), daemon=True)
+    process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, place), daemon=True)
     process.start()
     there.close()
     return process, here
 
 
-def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, world: int, store: str, limit_s: float) -> None:
+def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, place: _Place) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        backend = "gloo"
+        if place.device == "cuda":
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{place.store}",
+            rank=rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=place.limit_s),
+        )
         torch.manual_seed(0)
         pipe.send((False, function(*arguments)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
         return
     pipe.recv()
-    dist.barrier()
-    dist.destroy_process_group()
+    with suppress(RuntimeError):  # the others may have been ended already
+        dist.barrier()
+        dist.destroy_process_group()

@@ -22,7 +22,8 @@ def support_page(outcomes: Sequence[tuple[Trial, str | None]], refused: Mapping[
                 state[key] = "different"
             else:
                 state.setdefault(key, "equal")
-    names = list(FEATURES)
+    ran = {name for trial, _ in outcomes for name in trial.features}
+    names = [name for name in FEATURES if name != "compiled" or name in ran]
     lines = [
         "# Support",
         "",

@@ -18,7 +18,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
-from meshwright.train.batches import Batch, Share, select, split
+from meshwright.train.batches import Batch, Share, moved, select, split
 from meshwright.train.optimizer import AdamW
 from meshwright.train.step import train_step
 
@@ -97,15 +97,15 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     losses, norms = [], []
     tensors: dict[str, tuple[Box, Tensor]] = {}
     for step in range(1, case.steps + 1):
-        batch = select(case_batch(case, step), share)
+        batch = moved(select(case_batch(case, step), share), torch.device(device))
         size = layout.micro_batch_of(case.global_batch)
         result = train_step(engine, optimizer, split(batch, size), rate=1e-3, clip=1.0, balance_loss=case.balance_loss)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         for name, gradient in optimizer.gradients[-1].items():
-            tensors[f"step {step} gradient of {name}"] = (engine.box_of(name), gradient)
+            tensors[f"step {step} gradient of {name}"] = (engine.box_of(name), gradient.cpu())
         for name, parameter in engine.parameters.items():
-            tensors[f"step {step} weight {name}"] = (engine.box_of(name), local(parameter.detach()).clone())
+            tensors[f"step {step} weight {name}"] = (engine.box_of(name), local(parameter.detach()).clone().cpu())
     return Outcome(tuple(losses), tuple(norms), tensors)
 
 

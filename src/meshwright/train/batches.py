@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -110,6 +110,12 @@ def split(batch: Batch, size: int) -> list[Batch]:
             )
         )
     return parts
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with its tensors on a device."""
+    put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
+    return replace(batch, **{name: None if tensor is None else tensor.to(device) for name, tensor in put.items()})
 
 
 class Feed:

@@ -24,6 +24,7 @@ class AdamW:
         self.masters = {name: local(parameter.detach()).float() for name, parameter in self.parameters.items()}
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         self.buckets = [(names, self._torch_optimizer(names, recipe)) for names in self._split()]
+        self.tensors()  # made now, below everything that comes and goes in a step, they leave no holes in memory
 
     def _split(self) -> list[list[str]]:
         """Names in buckets of BUCKET_BYTES fp32 gradients; one bucket where nothing is widened.
