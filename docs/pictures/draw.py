@@ -1,0 +1,308 @@
+"""Draws the pictures of the pages on parallelism from the code they explain.
+
+    python docs/pictures/draw.py [NAME ...]
+
+Positions of ranks come from parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from
+spec/schedule.py played by spec/replay.py: a picture cannot say what the code does not do.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from meshwright.parallel.context import local_positions
+from meshwright.parallel.mesh import place_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.replay import Times, replay
+from meshwright.spec.schedule import schedule
+
+HERE = Path(__file__).parent
+BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#1f5fa8", "#d9661f", "#3a8f5c", "#7a4fa3", "#555555", "#e6e6e6"
+RANKS = (BLUE, ORANGE, GREEN, PURPLE)
+SIZE = 9
+"""Font size of labels."""
+
+
+def figure(width: float, height: float) -> Figure:
+    """A white sheet without pyplot's global state."""
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def plain(axes: Axes, title: str) -> None:
+    """No frame, no ticks, a title on the left."""
+    axes.set_axis_off()
+    axes.set_title(title, loc="left", fontsize=SIZE + 1, fontweight="bold")
+
+
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str, *, filled: bool = True
+) -> None:
+    """A rounded box with its label."""
+    face = color if filled else "white"
+    style = "round,pad=0,rounding_size=0.06"
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=color, linewidth=1.2)
+    )
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=SIZE - 1,
+        color="white" if filled else "black",
+    )
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = GREY) -> None:
+    """From one point to another."""
+    axes.annotate(
+        "", end, start, arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.2, "shrinkA": 0, "shrinkB": 0}
+    )
+
+
+def mesh() -> Figure:
+    """Sixteen ranks in two nodes: who is neighbour along which axis."""
+    layout = Layout(pp=2, dp_shard=2, cp=2, tp=2)
+    sheet = figure(8, 3.1)
+    axes = sheet.subplots()
+    for rank in range(layout.world):
+        at = place_of(layout, rank)
+        x, y = at["cp"] * 2.3 + at["tp"] + at["pp"] * 5.2, 1 - at["dp_shard"]
+        box(axes, x, y * 1.25, 0.9, 0.9, f"rank {rank}", RANKS[2 * at["cp"] + at["tp"]])
+    for pp in range(2):
+        left = pp * 5.2
+        axes.text(left + 2.1, 2.5, f"pp {pp}: one node of 8", ha="center", fontsize=SIZE, fontweight="bold")
+        for cp in range(2):
+            axes.text(left + cp * 2.3 + 0.95, -0.25, f"cp {cp}: tp 0, tp 1", ha="center", va="top", fontsize=SIZE)
+    for dp in range(2):
+        axes.text(-0.15, 1.7 - dp * 1.25, f"dp_shard {dp}", ha="right", va="center", fontsize=SIZE)
+    axes.set_xlim(-1.6, 9.6)
+    axes.set_ylim(-0.7, 2.8)
+    plain(axes, "pp=2, dp_shard=2, cp=2, tp=2: numbers run along tp first, so tp groups stay inside a node")
+    return sheet
+
+
+def data() -> Figure:
+    """Bytes a parameter on each of n ranks, bf16 with fp32 masters, for the four stages of ZeRO."""
+    sheet = figure(8, 3.4)
+    axes = sheet.subplots()
+    kinds = (
+        ("parameters, bf16", 2, 3, BLUE),
+        ("gradients, bf16", 2, 2, ORANGE),
+        ("master and moments, fp32", 12, 1, GREY),
+    )
+    ranks = 8
+    for zero in range(4):
+        left = 0.0
+        for name, size, sharded_from, color in kinds:
+            width = size / ranks if zero >= sharded_from else size
+            axes.barh(3 - zero, width, left=left, color=color, label=name if zero == 0 else None, height=0.62)
+            left += width
+        axes.text(left + 0.15, 3 - zero, f"{left:.2f} bytes", va="center", fontsize=SIZE)
+    axes.set_yticks(
+        [3, 2, 1, 0], ["zero=0: all whole", "zero=1: states / n", "zero=2: gradients / n", "zero=3: parameters / n"]
+    )
+    axes.set_xlim(0, 18.5)
+    axes.set_xlabel(f"bytes a parameter on each of n = {ranks} ranks; activations come on top", fontsize=SIZE)
+    axes.tick_params(labelsize=SIZE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=SIZE, frameon=False, loc="lower right")
+    axes.set_title("What a rank keeps", loc="left", fontsize=SIZE + 1, fontweight="bold")
+    return sheet
+
+
+def tensor() -> Figure:
+    """A block on two tensor-parallel ranks, without and with sequence parallelism."""
+    sheet = figure(9, 4.6)
+    rows = sheet.subplots(2, 1)
+    for axes, sp in zip(rows, (False, True), strict=True):
+        into, out = ("g\nall-gather", "g*\nreduce-\nscatter") if sp else ("f\nnothing", "f*\nall-reduce")
+        names = (
+            "norm",
+            into,
+            "q k v\nby heads",
+            "attention",
+            "o\nby rows",
+            out,
+            "norm",
+            into,
+            "gate, up\nby columns",
+            "down\nby rows",
+            out,
+        )
+        for rank in range(2):
+            y = 1.15 * (1 - rank)
+            for place, name in enumerate(names):
+                moves = name in (into, out)
+                local = place in (0, 6)
+                color = ORANGE if moves else (GREEN if local and sp else GREY if local else BLUE)
+                box(axes, place * 1.1, y, 0.95, 0.85, name, color, filled=not moves)
+                if place:
+                    arrow(axes, (place * 1.1 - 0.15, y + 0.42), (place * 1.1, y + 0.42))
+            axes.text(-0.2, y + 0.42, f"tp {rank}", ha="right", va="center", fontsize=SIZE)
+        axes.set_xlim(-0.8, 12.1)
+        axes.set_ylim(-0.1, 2.1)
+        held = "half of the positions (green)" if sp else "all positions (grey)"
+        backward = (
+            "backward: g is a reduce-scatter, g* an all-gather" if sp else "backward: f is an all-reduce, f* nothing"
+        )
+        plain(axes, f"sp={'true' if sp else 'false'}: norms and residuals have {held}; {backward}")
+    return sheet
+
+
+def context() -> Figure:
+    """Which keys each rank's queries see, plain and zig-zag, and how much work that is."""
+    ranks, sequence = 4, 32
+    sheet = figure(9, 3.6)
+    panels = sheet.subplots(1, 3, width_ratios=(1, 1, 1.15))
+    work = {}
+    for axes, zigzag in zip(panels[:2], (False, True), strict=True):
+        owner = np.zeros(sequence, dtype=int)
+        for rank in range(ranks):
+            owner[local_positions(sequence, ranks, rank, zigzag).numpy()] = rank
+        work[zigzag] = [sum(int(q) + 1 for q in np.flatnonzero(owner == rank)) for rank in range(ranks)]
+        for query in range(sequence):
+            axes.add_patch(Rectangle((0, query), query + 1, 1, facecolor=RANKS[owner[query]], linewidth=0))
+        axes.set_xlim(0, sequence)
+        axes.set_ylim(sequence, 0)
+        axes.set_aspect("equal")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_xlabel("keys", fontsize=SIZE)
+        axes.set_ylabel("queries", fontsize=SIZE)
+        title = "zig-zag" if zigzag else "plain"
+        axes.set_title(f"{title}: who computes which row", loc="left", fontsize=SIZE + 1, fontweight="bold")
+    axes = panels[2]
+    whole = sum(work[True])
+    for zigzag in (False, True):
+        for rank in range(ranks):
+            axes.barh(
+                rank + (0.2 if zigzag else -0.2),
+                work[zigzag][rank] / whole,
+                height=0.36,
+                color=RANKS[rank],
+                alpha=1.0 if zigzag else 0.45,
+            )
+    axes.axvline(1 / ranks, color=GREY, linewidth=1, linestyle=":")
+    axes.set_yticks(range(ranks), [f"cp {rank}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=SIZE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("share of the attention (pale: plain; full: zig-zag)", fontsize=SIZE)
+    axes.set_title("the slowest rank sets the pace", loc="left", fontsize=SIZE + 1, fontweight="bold")
+    return sheet
+
+
+def pipeline() -> Figure:
+    """Every schedule for four ranks and eight micro-batches, played with F = B = W."""
+    ranks, micro_batches = 4, 8
+    names = ("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+    sheet = figure(10, 9.6)
+    panels = sheet.subplots(len(names), 1, sharex=True)
+    colors = {"F": BLUE, "B": ORANGE, "BW": ORANGE, "W": GREEN}
+    for axes, name in zip(panels, names, strict=True):
+        virtual = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
+        unit = 1.0 / virtual
+        lists = schedule(name, ranks, micro_batches, virtual)
+        played = replay(lists, Times(forward_s=unit, input_s=unit, weight_s=unit))
+        for rank, spans in enumerate(played.spans):
+            for span in spans:
+                deep = span.action.stage >= ranks
+                width = span.end_s - span.start_s
+                axes.add_patch(
+                    Rectangle(
+                        (span.start_s, ranks - 1 - rank),
+                        width,
+                        0.92,
+                        facecolor=colors[span.action.kind],
+                        alpha=0.55 if deep else 1.0,
+                        edgecolor="white",
+                        linewidth=0.6,
+                    )
+                )
+                axes.text(
+                    span.start_s + width / 2,
+                    ranks - 0.55 - rank,
+                    str(span.action.micro_batch),
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="white",
+                )
+        axes.set_xlim(0, 3 * (micro_batches + ranks - 1) + 0.5)
+        axes.set_ylim(0, ranks)
+        axes.set_yticks([ranks - 0.55 - rank for rank in range(ranks)], [f"pp {rank}" for rank in range(ranks)])
+        axes.tick_params(labelsize=SIZE - 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        alive = ", ".join(f"{count * unit:g}" for count in played.in_flight)
+        axes.set_title(
+            f"{name}: bubble {100 * played.bubble:.1f} % of the work; micro-batches kept at most: {alive}",
+            loc="left",
+            fontsize=SIZE + 1,
+            fontweight="bold",
+        )
+    panels[-1].set_xlabel(
+        "time in forward passes of a rank. Blue F, orange B or BW (double), green W; pale: the rank's second stage",
+        fontsize=SIZE,
+    )
+    return sheet
+
+
+def expert() -> Figure:
+    """Tokens of two ranks on their way to four experts and back."""
+    sheet = figure(9, 3.4)
+    axes = sheet.subplots()
+    routed = {0: (0, 2, 1, 3), 1: (2, 2, 0, 3)}
+    for rank in range(2):
+        y = 1.9 * (1 - rank)
+        axes.text(-0.2, y + 0.65, f"ep {rank}", ha="right", va="center", fontsize=SIZE)
+        for token, chosen in enumerate(routed[rank]):
+            box(axes, token * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * rank + token}", RANKS[chosen])
+        arrived = sorted(
+            (e, source, token) for source in routed for token, e in enumerate(routed[source]) if e // 2 == rank
+        )
+        for place, (chosen, source, token) in enumerate(arrived):
+            box(axes, 5.0 + place * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * source + token}", RANKS[chosen])
+        for local in range(2):
+            chosen = 2 * rank + local
+            mine = sum(e == chosen for e, _, _ in arrived)
+            before = sum(e < chosen for e, _, _ in arrived)
+            if mine:
+                label = f"expert {chosen}: {mine} row" + "s" * (mine > 1)
+                axes.text(
+                    5.0 + (before + mine / 2) * 0.62 - 0.05,
+                    y + 0.28 - 0.22 * local,
+                    label,
+                    ha="center",
+                    va="top",
+                    fontsize=SIZE - 1,
+                    color=RANKS[chosen],
+                )
+        for token in range(4):
+            box(axes, 10.6 + token * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * rank + token}", RANKS[routed[rank][token]])
+    for left, title in ((2.6, "all-to-all\nof counts, then rows"), (8.55, "all-to-all back,\nweighted sum")):
+        for one, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            arrow(axes, (left, 1.9 * (1 - one) + 0.65), (left + 1.9, 1.9 * (1 - other) + 0.65))
+        axes.text(left + 0.95, 3.0, title, ha="center", va="bottom", fontsize=SIZE)
+    axes.set_xlim(-0.8, 13.3)
+    axes.set_ylim(-0.2, 3.7)
+    plain(axes, "ep=2, four experts, top-1: no token is dropped, an expert may see none")
+    return sheet
+
+
+PICTURES = {"mesh": mesh, "data": data, "tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+
+
+def main() -> None:
+    """Draw all, or those named."""
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name]().savefig(HERE / f"{name}.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()
