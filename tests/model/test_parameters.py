@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.model import build
+from meshwright.model import build, init
 from meshwright.model.init import generator_for, width_deviation
 from meshwright.spec import ModelShape, num_parameters, parameters, presets
 from tests.model.shrunk import KINDS, shrink
@@ -116,3 +116,19 @@ def test_the_golden_draw() -> None:
     assert stream[0] == stream[1]
     assert generator_for(7, "embed.weight").initial_seed() == GOLDEN
     assert len({generator_for(seed, name).initial_seed() for seed in range(4) for name in ("a", "b", "1a")}) == 12
+
+
+@pytest.mark.parametrize("size", [(50, 6), (7, 5, 4), (1, 40)])
+def test_a_box_is_drawn_as_it_stands_in_the_whole(monkeypatch: pytest.MonkeyPatch, size: tuple[int, ...]) -> None:
+    """Whatever rows and columns a rank holds, over the borders of the runs that are drawn at a time."""
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 24)
+    shape, name = shrink("llama-3.1-8b"), "layers.0.mlp.up.weight"
+    whole = torch.empty(size)
+    init.fill_initial(whole, name, shape, 3, whole=size)
+    assert whole.unique().numel() == whole.numel()
+    for first, last in ((0, size[0]), (size[0] // 3, size[0] - 1), (size[0] - 1, size[0]), (0, 0)):
+        offsets = (first, *(1 for _ in size[1:]))
+        box = tuple(slice(start, stop) for start, stop in zip(offsets, (last, *size[1:]), strict=True))
+        part = torch.full(whole[box].shape, torch.nan)
+        init.fill_initial(part, name, shape, 3, whole=size, offsets=offsets)
+        assert torch.equal(part, whole[box])

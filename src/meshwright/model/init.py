@@ -1,8 +1,9 @@
-"""Initial weights: every tensor's distribution as a table. They depend on (seed, parameter name) alone, so any layout
-of any size starts from the same numbers."""
+"""Initial weights: every tensor's distribution as a table. They depend on (seed, parameter name, place in the tensor)
+alone, so any layout of any size starts from the same numbers."""
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,15 +31,33 @@ def standard_deviation(name: str, shape: ModelShape) -> float | None:
     return deviation / math.sqrt(2 * shape.layers) if into_residual else deviation
 
 
-def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator seeded by a hash of (seed, name), whatever the order or number of layers."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+BLOCK_ELEMENTS = 2**20
+"""Rows of about so many elements are drawn at a time, each run from a generator of its own: a rank that holds some rows
+draws little more than those."""
+
+
+def generator_for(seed: int, name: str, block: int = 0) -> torch.Generator:
+    """A CPU generator seeded by a hash of (seed, name, run of rows), whatever the order or number of layers."""
+    key = f"{seed}:{name}:{block}" if block else f"{seed}:{name}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def initial_value(name: str, size: torch.Size, shape: ModelShape, seed: int) -> Tensor:
-    """The initial value of a parameter, fp32 on the CPU."""
+def fill_initial(
+    part: Tensor, name: str, shape: ModelShape, seed: int, *, whole: Sequence[int], offsets: Sequence[int] | None = None
+) -> None:
+    """Give `part`, the box at `offsets` of a parameter of size `whole`, its initial values. At most a run of rows is
+    alive beside it."""
     deviation = standard_deviation(name, shape)
     if deviation is None:
-        return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
-    return torch.empty(size).normal_(0.0, deviation, generator=generator_for(seed, name))
+        part.fill_(0.0 if name.endswith(".bias") else 1.0)
+        return
+    offsets = offsets or [0] * len(whole)
+    rows = max(1, BLOCK_ELEMENTS // math.prod(whole[1:]))
+    inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], part.shape[1:], strict=True))
+    first, last = offsets[0], offsets[0] + len(part)
+    for block in range(first // rows, -(-last // rows)):
+        start, end = block * rows, min((block + 1) * rows, whole[0])
+        drawn = torch.empty(end - start, *whole[1:]).normal_(0.0, deviation, generator=generator_for(seed, name, block))
+        here = slice(max(start, first), min(end, last))
+        part[here.start - first : here.stop - first] = drawn[here.start - start : here.stop - start][:, *inside]

@@ -14,7 +14,7 @@ from meshwright.kernels import Kernels, choose
 from meshwright.kernels.attention import Mask, causal_mask
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.cache import Cache, LayerCache
-from meshwright.model.init import initial_value
+from meshwright.model.init import fill_initial
 from meshwright.model.linear import Linear
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
@@ -193,20 +193,19 @@ def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto") 
         return Transformer(shape, kernels=choose(kernels), dropout=dropout)
 
 
-def materialize(
-    model: Transformer,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    sizes: Mapping[str, Sequence[int]] | None = None,
-) -> None:
-    """Give a skeleton memory: parameters unset, of the given sizes where a rank holds a part of them."""
+def shrink(model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Give a skeleton's parameters their dtype, and sizes where a rank holds a part of them; still without memory."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
-            setattr(module, name, nn.Parameter(torch.empty(tuple(size), dtype=dtype, device=device)))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+            setattr(module, name, nn.Parameter(torch.empty(tuple(size), dtype=dtype, device="meta")))
+
+
+def materialize(model: Transformer, device: torch.device | str) -> None:
+    """Give a skeleton memory: parameters unset, those of fully_shard this rank's shards only; buffers as they begin."""
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     if model.shape.positions == "rope":
         model.inverse = frequencies(model.shape).to(device)
 
@@ -223,7 +222,8 @@ def build(
 ) -> Transformer:
     """A model with initial weights of (seed, parameter name); `initialize=False` leaves them unset for a loader."""
     model = skeleton(shape, dropout=dropout, kernels=kernels)
-    materialize(model, dtype=dtype, device=device)
+    shrink(model, dtype)
+    materialize(model, device)
     if initialize:
         initialize_weights(model, seed)
     return model
@@ -233,4 +233,4 @@ def initialize_weights(model: Transformer, seed: int) -> None:
     """Give every parameter its initial value of (seed, name)."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, model.shape, seed))
+            fill_initial(parameter, name, model.shape, seed, whole=parameter.shape)

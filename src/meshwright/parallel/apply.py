@@ -10,9 +10,9 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
-from meshwright.model.init import initial_value
+from meshwright.model.init import fill_initial
 from meshwright.model.moe import Experts
-from meshwright.model.transformer import Block, materialize, skeleton
+from meshwright.model.transformer import Block, materialize, shrink, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box, boxes
 from meshwright.parallel.context import mask_maker
@@ -39,19 +39,26 @@ def build_engine(
     dropout: float = 0.0,
     initialize: bool = True,
 ) -> Engine:
-    """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name)."""
+    """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
+
+    Only what stays on this rank ever has memory: the model is cut and sharded before it gets any.
+    """
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
     held = boxes(shape, mesh)
+    sizes = {name: box.sizes for name, box in held.items()}
     stages = []
     for number in own_stages(layout, mesh["pp"].index):
         stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
-        materialize(stage, dtype=dtype, device=device, sizes={name: box.sizes for name, box in held.items()})
-        if initialize:
-            initialize_boxes(stage, held, seed)
+        shrink(stage, dtype, sizes)
         stages.append(stage)
+    engine = parallelize(stages, mesh, held, device)
+    for stage in stages:
+        materialize(stage, device)
     share_embedding(stages)
-    return parallelize(stages, mesh, held, device)
+    if initialize:
+        initialize_boxes(engine, seed)
+    return engine
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
@@ -61,12 +68,12 @@ def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
     return parallelize([model], mesh, boxes(model.shape, mesh), next(model.parameters()).device)
 
 
-def initialize_boxes(model: Transformer, held: dict[str, Box], seed: int) -> None:
-    """Give every parameter its part of the initial value of (seed, name), one whole tensor alive at a time."""
+def initialize_boxes(engine: Engine, seed: int) -> None:
+    """Give every parameter its part of the initial value of (seed, name)."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole = initial_value(name, torch.Size(held[name].whole), model.shape, seed)
-            parameter.copy_(whole[held[name].slices])
+        for name, parameter in engine.parameters.items():
+            box = engine.box_of(name)
+            fill_initial(data.local(parameter), name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
 
 
 def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
