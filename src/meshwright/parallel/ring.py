@@ -173,6 +173,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _attend(group: Group, route: type[_Ring] | type[_Gather]) -> Attend:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         if dropout:
             raise IllegalLayout(
