@@ -43,7 +43,7 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
-    saving = saving_group(mesh) if _saves_behind(plan, target) else None
+    saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     with _folder(plan, corpus, resume, first) as folder, Interrupt() as stop:
@@ -67,7 +67,7 @@ def run(
         return trainer.train(stop)
 
 
-def _saves_behind(plan: Plan, target: torch.device) -> bool:
+def saves_behind(plan: Plan, target: torch.device) -> bool:
     """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
     training has, so there only where it is asked for."""
     return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
