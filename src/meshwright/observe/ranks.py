@@ -105,6 +105,6 @@ def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, place: _P
         pipe.send((True, traceback.format_exc()))
         return
     pipe.recv()
-    with suppress(RuntimeError):  # the others may have been ended already
+    with suppress(RuntimeError):  # whoever asked has all answers and may end the others
         dist.barrier()
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
@@ -42,6 +43,7 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
+    saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     with _folder(plan, corpus, resume, first) as folder, Interrupt() as stop:
@@ -59,9 +61,16 @@ def run(
                 columns=state.engine.columns(plan.recipe.sequence),
             ),
             device=target,
+            saving=saving,
             watchers=tuple(watchers) if first.here else (),
         )
         return trainer.train(stop)
+
+
+def saves_behind(plan: Plan, target: torch.device) -> bool:
+    """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
+    training has, so there only where it is asked for."""
+    return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
 
 
 def _data_index(mesh: Mesh) -> int:
