@@ -8,8 +8,9 @@ that changes, from a barrier to the end of the slowest rank; a ratio is the medi
 turn. So whatever else the machine does hits all alike. `ideal` is the same step by one process with as many threads as
 there are cores. With 4 processes on 2 cores only ratios mean anything.
 
-torch's own context parallelism does not run on a CPU: its ring replaces the flash and memory-efficient attention of
-GPUs only (torch/distributed/tensor/experimental/_context_parallel). nanotron needs CUDA for its first import.
+Who cannot take part: torch's own context parallelism, whose ring stands in for the flash and memory-efficient attention
+of GPUs only (torch/distributed/tensor/experimental/_context_parallel); nanotron, whose parallel/context.py asserts
+backend == "nccl".
 """
 
 import argparse
@@ -130,6 +131,7 @@ class Turn:
     """What one rank says of one step."""
 
     seconds: float = 0.0
+    cpu_s: float = 0.0
     loss: float = 0.0
     played: Played | None = None
     failure: str = ""
@@ -160,10 +162,10 @@ def serve(rank: int, group: Group, left_out: set[str], store: str, pipe: Connect
         try:
             with _all_cores(cores) if label == IDEAL and rank == 0 else _nothing():
                 dist.barrier()
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), time.process_time()
                 loss = ready[label].step(*batch)
-                seconds = time.perf_counter() - start
-            pipe.send(Turn(seconds, loss.item(), getattr(ready[label], "played", None)))
+                seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+            pipe.send(Turn(seconds, cpu, loss.item(), getattr(ready[label], "played", None)))
         except Exception:
             pipe.send(Turn(failure=_last_line()))
             return
@@ -244,9 +246,11 @@ class Ranks:
 
 @dataclass(slots=True)
 class Record:
-    """One contestant's turns: seconds of the slowest rank, losses, and what its ranks played."""
+    """One contestant's turns: seconds of the slowest rank, processor seconds of all ranks with all their threads,
+    losses, and what its ranks played."""
 
     seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     played: list[list[Played]] = field(default_factory=list)
 
@@ -281,6 +285,7 @@ def _turns(ranks: Ranks, seconds: float) -> dict[str, Record]:
             if turn < WARM_UP:
                 continue
             records[label].seconds.append(max(one.seconds for one in said))
+            records[label].cpu_s.append(sum(one.cpu_s for one in said))
             if said[0].played is not None:
                 records[label].played.append([one.played for one in said if one.played is not None])
         turn += 1
@@ -303,6 +308,7 @@ def report(group: Group, seconds: float) -> dict[str, Any]:
             "tokens_per_second": group.work.tokens / statistics.median(record.seconds),
             "step_s": statistics.median(record.seconds),
             "fastest_s": min(record.seconds),
+            "cpu_s": statistics.median(record.cpu_s),
             "over_ideal": ratio(record, records[IDEAL]),
             "turns": len(record.seconds),
         }
@@ -335,7 +341,7 @@ def pipelines(group: Group, records: dict[str, Record]) -> dict[str, Any]:
         for name in group.schedules
     }
     for name in group.schedules:
-        times, busy_s = durations([played for ranks in records[f"ours {name}"].played for played in ranks])
+        times = durations([played for ranks in records[f"ours {name}"].played for played in ranks])
         lists = schedule(name, group.world, group.work.micro_batches, VIRTUAL.get(name, 1))
         simulated = replay(lists, times)
         wall = statistics.median(walls[name])
@@ -345,7 +351,6 @@ def pipelines(group: Group, records: dict[str, Record]) -> dict[str, Any]:
             "bubble": wall / max(simulated.busy_s) - 1,
             "simulated_bubble": simulated.bubble,
             "in_flight": simulated.in_flight,
-            "busy_s": busy_s,
         }
     for name, one in found.items():
         measured = statistics.median(a / b for a, b in zip(walls[name], walls["1f1b"], strict=True))
@@ -354,9 +359,8 @@ def pipelines(group: Group, records: dict[str, Record]) -> dict[str, Any]:
     return found
 
 
-def durations(played: list[Played]) -> tuple[list[Times], float]:
-    """Median processor seconds of each stage's passes, and their sum over a step and all ranks. A pass that is never
-    split counts as B alone."""
+def durations(played: list[Played]) -> list[Times]:
+    """Median processor seconds of each stage's passes. One that is never split counts as B alone."""
     taken: dict[tuple[str, int], list[float]] = {}
     for step in played:
         for kind, stage, _, seconds in step.actions:
@@ -370,7 +374,7 @@ def durations(played: list[Played]) -> tuple[list[Times], float]:
         if given is None:
             given = (whole or 0.0) - weight
         times.append(Times(forward_s=middle["F", stage], input_s=given, weight_s=weight))
-    return times, sum(map(sum, taken.values()))
+    return times
 
 
 def summary(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -408,7 +412,7 @@ def show(name: str, found: dict[str, Any]) -> None:
     for label, row in found["rows"].items():
         print(
             f"  {label:38}{row['tokens_per_second']:8.0f} tokens/s {row['step_s'] * 1e3:7.0f} ms "
-            f"{row['over_ideal']:6.2f} x ideal  ({row['turns']} turns)"
+            f"{row['over_ideal']:6.2f} x ideal, {row['cpu_s'] * 1e3:6.0f} ms of processors  ({row['turns']} turns)"
         )
     for label, why in found["failed"].items():
         print(f"  {label:38}does not run: {why}")
