@@ -317,6 +317,8 @@ def report(group: Group, seconds: float) -> dict[str, Any]:
     contests = {}
     for name, (ours, rivals) in group.contests().items():
         speeds = {rival: ratio(records[ours], records[rival]) for rival in rivals if rival in records}
+        if not speeds:
+            continue
         best = max(speeds, key=lambda rival: speeds[rival])
         contests[name] = {
             "best": best,
@@ -379,7 +381,11 @@ def durations(played: list[Played]) -> list[Times]:
 
 def summary(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the claims read: the lowest ratio of each group over all its contests."""
-    least = {name: min(c["ours_over_best"] for c in found["contests"].values()) for name, found in groups.items()}
+    least = {
+        name: min(contest["ours_over_best"] for contest in found["contests"].values())
+        for name, found in groups.items()
+        if found["contests"]
+    }
     return {
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,

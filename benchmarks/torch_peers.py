@@ -228,7 +228,7 @@ class TorchPipeline(Peer):
         one = schedule in ("afab", "1f1b")
         self.schedule = kind(stages[0] if one else stages, work.micro_batches, loss_fn=loss, scale_grads=False)
         self.first, self.last = any(m.first for m in models), any(m.last for m in models)
-        super().__init__(nn.ModuleDict({f"s{number}": stage.submod for number, stage in zip(numbers, stages)}))
+        super().__init__(nn.ModuleDict({f"s{n}": stage.submod for n, stage in zip(numbers, stages, strict=True)}))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
