@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test lint format schema bench claims clean
+.PHONY: help quickstart test lint format schema bench bench-parallel claims clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers; encoding; start-up"
+	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
 
@@ -43,6 +44,12 @@ bench: $(VENV)/.installed-dev
 	$(RUN) benchmarks/train_speed.py $(ARGS)
 	$(RUN) -m benchmarks.encoding
 	$(RUN) -m benchmarks.startup
+
+# picotron takes part where PICOTRON names its checkout (docs/parallel_speed.md).
+bench-parallel: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.parallel_speed $(ARGS)
+	$(RUN) -m benchmarks.parallel_memory
+	$(RUN) -m benchmarks.context
 
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)

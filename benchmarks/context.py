@@ -116,7 +116,18 @@ def measure(sizes: list[int], case: Case) -> dict[str, Any]:
     rows = [row for size in (1, *sizes) for row in over_ranks(size, case)]
     for row in rows:
         row["over_ideal"] = row["cpu_s"] / (rows[0]["cpu_s"] / row["ranks"])
-    return {"cores": len(os.sched_getaffinity(0)), **asdict(case), "rows": rows}
+    gains = {f"{route}-{size}": zigzag_gain(rows, route, size) for size in sizes for route in ATTEND}
+    return {"cores": len(os.sched_getaffinity(0)), **asdict(case), "zigzag_gain": gains, "rows": rows}
+
+
+def zigzag_gain(rows: list[dict[str, Any]], route: str, size: int) -> dict[str, float]:
+    """How many times faster a route is with the zig-zag split than with plain chunks, by wall time and by the
+    processor time of the busiest rank."""
+    plain, zigzag = (
+        next(row for row in rows if (row["ranks"], row["way"]) == (size, f"{route} {split}"))
+        for split in ("plain", "zig-zag")
+    )
+    return {key: plain[f"{key}_s"] / zigzag[f"{key}_s"] for key in ("wall", "cpu")}
 
 
 def main() -> None:
