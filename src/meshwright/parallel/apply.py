@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
@@ -21,7 +21,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
-from meshwright.parallel.replicas import Replicas, replicate
+from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, ends_group, own_stages, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
@@ -54,9 +54,6 @@ def build_engine(
         shrink(stage, dtype, sizes)
         stages.append(stage)
     engine = parallelize(stages, mesh, held, device)
-    for stage in stages:
-        materialize(stage, device)
-    share_embedding(stages)
     if initialize:
         initialize_boxes(engine, seed)
     return engine
@@ -78,22 +75,26 @@ def initialize_boxes(engine: Engine, seed: int) -> None:
 
 
 def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
-    """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh."""
-    seen: set[nn.Parameter] = set()
-    replicas = [apply(stage, mesh, device, seen) for stage in stages]
+    """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh. Skeletons are
+    given memory, for what stays here."""
+    for stage in stages:
+        apply(stage, mesh, device)
+        if next(stage.parameters()).is_meta:
+            materialize(stage, device)
+    share_embedding(stages)
     shape = stages[0].shape
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
-        replicas=tuple(one for one in replicas if one is not None),
+        replicas=replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else (),
         same_heads=_same_heads(shape, mesh),
         both_ends=ends_group(shape, mesh),
     )
 
 
-def apply(model: Transformer, mesh: Mesh, device: torch.device, seen: set[nn.Parameter]) -> Replicas | None:
-    """Every axis but the pipeline's, in the order that decision 4 gives; what sums gradients under ZeRO-0."""
+def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+    """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
@@ -102,11 +103,8 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, seen: set[nn.Par
     apply_expert_parallel(model, mesh["ep"])
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
-    if data.is_needed(mesh) and not layout.zero:
-        return replicate(model, mesh, seen)
-    if data.is_needed(mesh):
+    if layout.zero and data.is_needed(mesh):
         data.apply_data_parallel(model, mesh, device)
-    return None
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:

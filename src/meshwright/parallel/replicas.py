@@ -85,9 +85,14 @@ class Replicas:
             self.started += 1
 
 
-def replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Replicas:
-    """Sum the gradients of a model over the ranks that hold the same parameters. Those in `seen` are left to another
-    stage of this rank that has them in common; the others join it."""
+def replicate(stages: Iterable[Transformer], mesh: Mesh) -> tuple[Replicas, ...]:
+    """Sum the gradients of each stage over the ranks that hold the same parameters; one that two stages of this rank
+    have in common is summed with the first."""
+    seen: set[nn.Parameter] = set()
+    return tuple(_replicate(stage, mesh, seen) for stage in stages)
+
+
+def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Replicas:
     experts = {
         parameter
         for block in model.layers.values()
