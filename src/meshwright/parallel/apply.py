@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
@@ -21,6 +21,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.parallel.replicas import Replicas, replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, ends_group, own_stages, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
@@ -71,20 +72,21 @@ def initialize_boxes(model: Transformer, held: dict[str, Box], seed: int) -> Non
 
 def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
     """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh."""
-    for stage in stages:
-        apply(stage, mesh, device)
+    seen: set[nn.Parameter] = set()
+    replicas = [apply(stage, mesh, device, seen) for stage in stages]
     shape = stages[0].shape
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
+        replicas=tuple(one for one in replicas if one is not None),
         same_heads=_same_heads(shape, mesh),
         both_ends=ends_group(shape, mesh),
     )
 
 
-def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
-    """Every axis but the pipeline's, in the order that decision 4 gives."""
+def apply(model: Transformer, mesh: Mesh, device: torch.device, seen: set[nn.Parameter]) -> Replicas | None:
+    """Every axis but the pipeline's, in the order that decision 4 gives; what sums gradients under ZeRO-0."""
     layout = mesh.layout
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
@@ -93,8 +95,11 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
     apply_expert_parallel(model, mesh["ep"])
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
+    if data.is_needed(mesh) and not layout.zero:
+        return replicate(model, mesh, seen)
     if data.is_needed(mesh):
         data.apply_data_parallel(model, mesh, device)
+    return None
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as settings of torch's fully_shard.
+"""Data parallelism and ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 to 3 as settings of torch's fully_shard.
 
     zero  parameters           gradients                                optimizer states
     0     whole                whole; all-reduced once a step           whole
@@ -6,9 +6,9 @@
     2     whole in the step    1 / n after every micro-batch            1 / n
     3     1 / n, a block at a time whole                                1 / n
 
-n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate, and with
-zero=0 all of them) sum gradients once a step. Gradients are buckets of one block each, reduced while the backward pass
-goes on with the blocks before. They are summed, never averaged: the loss was divided by the tokens of the whole step.
+n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate) sum their
+shards once a step. Gradients are buckets of one block each. They are summed, never averaged: the loss was divided by
+the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
 """
 
 import torch
@@ -30,8 +30,9 @@ def is_needed(mesh: Mesh) -> bool:
 
 
 def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
-    """Shard (or replicate) each block and what is outside of the blocks, in the order of the forward pass."""
+    """Shard each block and what is outside of the blocks, in the order of the forward pass."""
     zero = mesh.layout.zero
+    assert zero, "ZeRO-0 is replicas.replicate"
     compat.let_selective_recomputation_pass_hooks()
     dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
     for block in model.layers.values():
@@ -55,20 +56,16 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """(for all parameters, for expert stacks where those are spread over ep); None = nobody to sum with."""
-    if mesh.layout.zero == 0:
-        outer, inner = mesh["data"], mesh["alone"]
-    else:
-        outer, inner = mesh["replicate"], mesh["shard"]
-    dense = device_mesh(mesh, outer, inner, device.type) if mesh["data"].size > 1 else None
+    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type) if mesh["data"].size > 1 else None
     if mesh["ep"].size == 1 or not experts:
         return dense, None
-    if mesh.layout.zero == 0:
-        return dense, device_mesh(mesh, mesh["expert_data"], mesh["alone"], device.type)
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
     """What is communicated in the passes of one micro-batch; `last` = the last of the step."""
+    if not zero:
+        return
     for module in [model] if isinstance(model, FSDPModule) else sharded_modules(model):
         module.set_requires_gradient_sync(zero >= 2 or last)
         module.set_requires_all_reduce(last)

@@ -16,6 +16,7 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass, make_pipeline
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.replicas import Replicas
 from meshwright.parallel.tensor import is_partial
 
 P = TypeVar("P", bound=Pass)
@@ -37,6 +38,8 @@ class Engine:
     """tp ranks that hold the same key head (fewer key heads than ranks)."""
     both_ends: Group
     """Pipeline ranks that hold a tied head's matrix, first and last."""
+    replicas: tuple[Replicas, ...] = ()
+    """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
     _pipelines: list[Pipeline] = field(default_factory=list)
 
     @property
@@ -92,11 +95,16 @@ class Engine:
             self._pipeline.run(passes)
             return
         for index, one in enumerate(passes):
-            data.before_micro_batch(self.model, self.mesh.layout.zero, last=index == len(passes) - 1)
+            last = index == len(passes) - 1
+            data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
+            for replicas in self.replicas:
+                replicas.expect(last=last)
             _, loss = one(self.model, None)
             loss.backward()
             if after is not None:
                 after(one)
+        for replicas in self.replicas:
+            replicas.start()
 
     def evaluate(self, one: Pass) -> Tensor:
         """One micro-batch forward: this rank's part of its loss ()."""
@@ -109,12 +117,14 @@ class Engine:
     def _pipeline(self) -> Pipeline:
         """Made at its first use, when all ranks come by."""
         if not self._pipelines:
-            self._pipelines.append(make_pipeline(self.stages, self.mesh))
+            self._pipelines.append(make_pipeline(self.stages, self.mesh, self.replicas))
         return self._pipelines[0]
 
     def finish_gradients(self) -> None:
-        """Sum what is only a part on this rank: parameters that tp ranks, or both ends of a pipeline, hold in
-        common."""
+        """Wait for the sums over replicas; sum what is only a part on this rank: parameters that tp ranks, or both
+        ends of a pipeline, hold in common."""
+        for replicas in self.replicas:
+            replicas.finish()
         if self.both_ends.size > 1:
             _sum_gradients([self.parameters["embed.weight"]], self.both_ends)
         tp, sp = self.mesh["tp"], self.mesh.layout.sp

@@ -41,6 +41,14 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.process_group)
         return x
 
+    def start_all_reduce(self, x: Tensor) -> dist.Work | None:
+        """A sum in place that goes on while the caller does: wait() on what it gives before x is read or changed."""
+        if self.size == 1:
+            return None
+        self._tell("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
+        work: dist.Work = dist.all_reduce(x, group=self.process_group, async_op=True)
+        return work
+
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors of equal shape, one after another along `dim`."""
         if self.size == 1:

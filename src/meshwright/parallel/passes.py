@@ -10,6 +10,7 @@ from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline, Stage
+from meshwright.parallel.replicas import Replicas
 from meshwright.spec.schedule import Action, last_of
 
 
@@ -24,7 +25,7 @@ class Pass(Protocol):
         """Through one stage: x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
 
 
-def make_pipeline(stages: Sequence[Transformer], mesh: Mesh) -> Pipeline:
+def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = ()) -> Pipeline:
     """The executor of this rank's stages. All ranks of a pipeline make theirs at the same time."""
     layout = mesh.layout
     parameter = next(stages[0].parameters())
@@ -35,7 +36,7 @@ def make_pipeline(stages: Sequence[Transformer], mesh: Mesh) -> Pipeline:
         size = (rows, positions // slices, stages[0].shape.hidden)
         return torch.empty(size, dtype=parameter.dtype, device=parameter.device)
 
-    reduction = Reduction(stages, layout.zero)
+    reduction = Reduction(stages, replicas)
     pipeline = Pipeline(
         layout.schedule,
         mesh["pp"],
@@ -64,10 +65,9 @@ class Reduction:
 
     pipeline: Pipeline
 
-    def __init__(self, stages: Sequence[Transformer], zero: int) -> None:
-        self.stages, self.zero = stages, zero
+    def __init__(self, stages: Sequence[Transformer], replicas: Sequence[Replicas]) -> None:
         self.modules = [data.sharded_modules(stage) for stage in stages]
-        self.count = 0
+        self.replicas = replicas
 
     def before(self, action: Action) -> None:
         """At a stage's first action of a step."""
@@ -80,9 +80,15 @@ class Reduction:
 
     def after(self, action: Action) -> None:
         """When a stage's gradients are whole."""
-        modules = self._modules_of(action.stage)
-        if modules and action == last_of(self.pipeline.current, ("W", "BW"))[action.stage]:
+        if action != last_of(self.pipeline.current, ("W", "BW"))[action.stage]:
+            return
+        if self.replicas:
+            self.replicas[self._place_of(action.stage)].start()
+        elif modules := self._modules_of(action.stage):
             data.reduce_now(modules)
 
     def _modules_of(self, stage: int) -> list[data.FSDPModule]:
-        return self.modules[sorted(self.pipeline.stages).index(stage)]
+        return self.modules[self._place_of(stage)]
+
+    def _place_of(self, stage: int) -> int:
+        return sorted(self.pipeline.stages).index(stage)

@@ -1,0 +1,165 @@
+"""Memory of a rank under each parallelism beside what others wrote for it, to the byte.
+
+    python -m benchmarks.parallel_memory [--json]
+
+Every tensor's memory comes from torch's CPU allocator, which reports each block it gives and takes back to torch's
+profiler (profile_memory=True) with the sum of all that live; the profiler runs from before the model is made, so the
+sum is whole. The figure is its peak over three training steps. Message buffers inside Gloo are not tensors and not in
+it. Activations are the bytes of all tensors that autograd keeps for the backward pass, parameters left out
+(torch.autograd.graph.saved_tensors_hooks).
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.parallel_work import Contestant, Ours, Work
+from benchmarks.torch_peers import TorchDDP, TorchFSDP2
+from meshwright.observe.ranks import on_ranks
+from meshwright.spec.replay import replay
+from meshwright.spec.schedule import schedule
+from meshwright.train.batches import Batch, select
+
+STEPS = 3
+WORK = Work()
+LONG = Work(rows=1, sequence=1024)
+PIPELINE = Work(rows=8, sequence=512, micro_rows=1)
+"""Eight micro-batches, long enough that activations outweigh everything else."""
+
+MAKERS: dict[str, Callable[[Work], Contestant]] = {
+    "ours zero=0": lambda work: Ours(work, dp_shard=torch.distributed.get_world_size()),
+    "ours zero=1": lambda work: Ours(work, dp_shard=torch.distributed.get_world_size(), zero=1),
+    "ours zero=2": lambda work: Ours(work, dp_shard=torch.distributed.get_world_size(), zero=2),
+    "ours zero=3": lambda work: Ours(work, dp_shard=torch.distributed.get_world_size(), zero=3),
+    "torch DDP": TorchDDP,
+    "torch FSDP2": TorchFSDP2,
+    "ours afab": lambda work: Ours(work, pp=torch.distributed.get_world_size(), schedule="afab"),
+    "ours 1f1b": lambda work: Ours(work, pp=torch.distributed.get_world_size(), schedule="1f1b"),
+}
+
+
+def peak_bytes(label: str, work: Work, steps: int = STEPS) -> int:
+    """The most that live tensors of this rank take together, from before the model is made."""
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            contestant = MAKERS[label](work)
+            for step in range(steps):
+                contestant.step(*work.batch(step))
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")
+
+
+@contextmanager
+def kept(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
+    """Bytes of the storages that autograd keeps of what is computed inside, each counted once; filled at the end."""
+    given = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    alive: dict[int, Tensor] = {}
+    found: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+    found.append(sum(t.untyped_storage().nbytes() for address, t in alive.items() if address not in given))
+
+
+def context_bytes(degree: int, work: Work) -> int:
+    """Activations that a rank keeps of the blocks' pass over its part of one sequence."""
+    ours = Ours(work, cp=degree)
+    tokens, targets = work.batch(0)
+    batch = select(Batch(tokens=tokens, targets=targets), ours.share)
+    model = ours.engine.model
+    x = torch.zeros(*batch.tokens.shape, work.shape.hidden, requires_grad=True)
+    positions = torch.arange(batch.tokens.shape[1])[None] if batch.positions is None else batch.positions
+    with kept(list(model.parameters())) as found:
+        out, _ = model.run_layers(x, model.sights(positions, batch.tokens.shape[1], None))
+    del out
+    return found[0]
+
+
+def stage_bytes(work: Work) -> int:
+    """Activations that this rank's stage of a pipeline keeps of one micro-batch, its input among them."""
+    ours = Ours(work, pp=torch.distributed.get_world_size())
+    model = ours.engine.model
+    tokens, targets = (part[: work.micro_rows] for part in work.batch(0))
+    x = None if model.first else torch.zeros(*tokens.shape, work.shape.hidden, requires_grad=True)
+    with kept(list(model.parameters())) as found:
+        result = model.stage(x, tokens, targets, scale=torch.tensor(1.0 / work.tokens))
+    del result
+    return found[0]
+
+
+def against(world: int, ours: str, theirs: str) -> dict[str, Any]:
+    """Peaks of the ranks of both, and the ratio of the largest."""
+    peaks = {label: on_ranks(world, peak_bytes, label, WORK) for label in (ours, theirs)}
+    return {"peak_bytes": peaks, "ours_over_theirs": max(peaks[ours]) / max(peaks[theirs])}
+
+
+def context() -> dict[str, Any]:
+    """Kept bytes for 1, 2 and 4 ranks; times the degree, over those of one rank: 1 = a c-th of the activations."""
+    kept_bytes = {degree: max(on_ranks(degree, context_bytes, degree, LONG)) for degree in (1, 2, 4)}
+    most = max(degree * held / kept_bytes[1] for degree, held in kept_bytes.items())
+    return {"kept_bytes": kept_bytes, "degree_times_kept_over_one": most}
+
+
+def pipeline(world: int = 2) -> dict[str, Any]:
+    """What 1f1b saves over afab on each rank, beside (micro-batches in flight, simulated) x bytes of one."""
+    peaks = {name: on_ranks(world, peak_bytes, f"ours {name}", PIPELINE) for name in ("afab", "1f1b")}
+    one = on_ranks(world, stage_bytes, PIPELINE)
+    flights = {name: replay(schedule(name, world, PIPELINE.micro_batches)).in_flight for name in peaks}
+    ranks = []
+    for rank in range(world):
+        saved = peaks["afab"][rank] - peaks["1f1b"][rank]
+        should = (flights["afab"][rank] - flights["1f1b"][rank]) * one[rank]
+        ranks.append({"saved_bytes": saved, "simulated_bytes": should, "off": abs(saved / should - 1)})
+    return {
+        "peak_bytes": peaks,
+        "micro_batch_bytes": one,
+        "ranks": ranks,
+        "off_simulated": max(rank["off"] for rank in ranks),
+        "1f1b_over_afab": max(peaks["1f1b"]) / max(peaks["afab"]),
+    }
+
+
+def measure() -> dict[str, Any]:
+    """Everything the claims read."""
+    found: dict[str, Any] = {}
+    for world in (2, 4):
+        found[f"zero0-{world}"] = against(world, "ours zero=0", "torch DDP")
+        found[f"zero3-{world}"] = against(world, "ours zero=3", "torch FSDP2")
+    found["zero"] = {zero: max(on_ranks(2, peak_bytes, f"ours zero={zero}", WORK)) for zero in range(4)}
+    return {**found, "context": context(), "pipeline": pipeline()}
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    found = measure()
+    if given.json:
+        print(json.dumps(found))
+        return
+    for name in ("zero0-2", "zero3-2", "zero0-4", "zero3-4"):
+        peaks = {label: f"{max(each) / 2**20:.1f} MiB" for label, each in found[name]["peak_bytes"].items()}
+        print(f"{name}: {peaks}, ours over theirs {found[name]['ours_over_theirs']:.3f}")
+    print("peak by ZeRO stage, 2 ranks:", {zero: f"{peak / 2**20:.1f} MiB" for zero, peak in found["zero"].items()})
+    print("context:", found["context"])
+    print("pipeline:", json.dumps(found["pipeline"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
+
+A bucket is a block; embedding, and norm with head, are one each. When the backward pass of the last micro-batch has
+made the last gradient of a bucket, they are laid into one buffer whose all-reduce runs while the backward pass goes on
+with the blocks before (Li et al. 2020, arXiv:2006.15704). From then on the gradients are views of that buffer: nothing
+is copied back, and only the bucket that is being laid exists twice. A rank holds 4 N elements in fp32 (parameters,
+gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N.
+
+Buckets start in one order on every rank, each after the ones before it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.model import Transformer
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Mesh
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Parameters of one dtype whose gradients are summed over `group` in one call."""
+
+    parameters: Sequence[nn.Parameter]
+    group: Group
+    missing: int
+    """Gradients that the last backward pass of the step has not made yet."""
+    work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        parts = flat.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.work = self.group.start_all_reduce(flat)
+
+    def finish(self) -> None:
+        """Wait for the sum."""
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.missing = None, len(self.parameters)
+
+
+class Replicas:
+    """The buckets of one model (a pipeline stage), in the order of the backward pass."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.expecting = False
+        self.started = 0
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._made, bucket))
+
+    def expect(self, *, last: bool) -> None:
+        """Before a micro-batch's backward pass; that of the `last` one of the step starts the sums."""
+        self.expecting = last
+
+    def start(self) -> None:
+        """Start what has not been started: after the last backward pass, or where weight gradients came apart."""
+        self.expecting = False
+        for bucket in self.buckets[self.started :]:
+            bucket.start()
+        self.started = len(self.buckets)
+
+    def finish(self) -> None:
+        """Wait for all sums; gradients are those of all ranks then."""
+        for bucket in self.buckets:
+            bucket.finish()
+        self.started = 0
+
+    def _made(self, bucket: Bucket, parameter: Tensor) -> None:
+        if not self.expecting:
+            return
+        bucket.missing -= 1
+        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+            self.buckets[self.started].start()
+            self.started += 1
+
+
+def replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Replicas:
+    """Sum the gradients of a model over the ranks that hold the same parameters. Those in `seen` are left to another
+    stage of this rank that has them in common; the others join it."""
+    experts = {
+        parameter
+        for block in model.layers.values()
+        if block.routed and mesh["ep"].size > 1
+        for parameter in block.mlp.experts.parameters()
+    }
+    blocks = [list(block.parameters()) for block in model.layers.values()]
+    inside = {parameter for block in blocks for parameter in block}
+    ends = [p for name, p in model.named_parameters() if p not in inside and name.startswith(("embed.", "positions."))]
+    last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
+    buckets = []
+    for parameters in [last, *reversed(blocks), ends]:
+        some = [p for p in parameters if p not in seen]
+        seen.update(some)
+        buckets += _buckets([p for p in some if p not in experts], mesh["data"])
+        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"])
+    return Replicas(buckets)
+
+
+def _buckets(parameters: Sequence[nn.Parameter], group: Group) -> list[Bucket]:
+    """One for each dtype; none where there is nobody to sum with."""
+    if group.size == 1:
+        return []
+    dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
+    held = [[p for p in parameters if p.dtype == dtype] for dtype in dtypes]
+    return [Bucket(some, group, len(some)) for some in held]

@@ -1,0 +1,97 @@
+"""Gradients beside those of torch's own parallel machinery around the same model on the same batch.
+
+torch's wrappers average over data-parallel ranks the means of their sequences, ours sum parts of the step's loss: with
+equally many targets everywhere both are the gradient of the mean.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.tensor import DTensor
+
+from benchmarks.parallel_work import SHAPE, Ours, Work
+from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify import Outcome, assemble
+from meshwright.parallel.data import local
+from meshwright.parallel.mesh import Made
+
+SMALL = replace(
+    SHAPE, vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_positions=64
+)  # five layers: stages are uneven
+WORK = Work(shape=SMALL, rows=8, sequence=16)
+MICRO = replace(WORK, micro_rows=2)
+PEERS = {"DDP": TorchDDP, "FSDP2": TorchFSDP2, "TP": TorchTP}
+Found = tuple[list[Outcome], dict[str, dict[str, Tensor]]]
+
+
+def ours(work: Work, made: Made, layout: dict[str, Any]) -> Outcome:
+    """This rank's boxes of the gradients of one training step."""
+    one = Ours(work, made, **layout)
+    kept: dict[str, Any] = {}
+    update = one.optimizer.step
+
+    def keep_and_update(rate: float, **options: Any) -> None:
+        for name, p in one.engine.parameters.items():
+            assert p.grad is not None, name
+            kept[name] = one.engine.box_of(name), local(p.grad).clone()
+        update(rate, **options)
+
+    one.optimizer.step = keep_and_update  # type: ignore[method-assign]
+    loss = one.step(*work.batch(0))
+    return Outcome((loss.item() * one.layout.world,), (), kept)
+
+
+def theirs(peer: Peer, work: Work) -> dict[str, Tensor]:
+    """The whole gradients that this rank has, and its part of the loss."""
+    found = {"loss": peer.forward_backward(*work.batch(0)).clone()}
+    for name, p in peer.named.items():
+        assert p.grad is not None, name
+        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return found
+
+
+def _on_rank(work: Work, layouts: list[dict[str, Any]], peers: list[str], schedules: list[str]) -> Found:
+    made: Made = {}
+    mine = [ours(work, made, layout) for layout in layouts]
+    found = {name: theirs(PEERS[name](work), work) for name in peers}
+    return mine, found | {name: theirs(TorchPipeline(work, name), work) for name in schedules}
+
+
+def assert_equal(mine: list[Outcome], other: list[dict[str, Tensor]]) -> None:
+    """Every gradient and the loss; what several ranks have whole is the same on all."""
+    loss = sum(found.pop("loss") for found in other)
+    torch.testing.assert_close(torch.tensor(mine[0].losses[0]), loss, rtol=1e-5, atol=0)
+    whole = assemble(mine)
+    assert {name for found in other for name in found} == set(whole)
+    for name, gradient in ((name, gradient) for found in other for name, gradient in found.items()):
+        off = (whole[name] - gradient).norm() / gradient.norm()
+        assert off < 1e-5, f"{name}: {off:.2e}"
+
+
+@pytest.mark.parametrize("peer", ["DDP", "FSDP2"])
+def test_every_zero_stage_has_the_gradients_of_torch(peer: str) -> None:
+    layouts = [{"dp_shard": 2, "zero": zero} for zero in range(4)]
+    ranks = on_ranks(2, _on_rank, WORK, layouts, [peer], [])
+    for index in range(len(layouts)):
+        assert_equal([mine[index] for mine, _ in ranks], [dict(found[peer]) for _, found in ranks])
+
+
+def test_tensor_parallelism_has_the_gradients_of_torch() -> None:
+    layouts = [{"tp": 2}, {"tp": 2, "sp": True}]
+    ranks = on_ranks(2, _on_rank, WORK, layouts, ["TP"], [])
+    for index in range(len(layouts)):
+        assert_equal([mine[index] for mine, _ in ranks], [dict(found["TP"]) for _, found in ranks])
+
+
+def test_every_schedule_has_the_gradients_of_torch() -> None:
+    names = [name for name, kind in SCHEDULES.items() if hasattr(pipelining.schedules, kind)]
+    assert {"afab", "1f1b", "interleaved"} <= set(names)
+    layouts = [{"pp": 2, "vp": VIRTUAL.get(name, 1), "schedule": name} for name in names]
+    ranks = on_ranks(2, _on_rank, MICRO, layouts, [], names)
+    for index, name in enumerate(names):
+        assert_equal([mine[index] for mine, _ in ranks], [found[name] for _, found in ranks])
