@@ -108,16 +108,20 @@ def has_flash_attention(device: torch.device) -> bool:
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
-def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
     """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x, group=group)
+    work: dist.Work | None = gather(out, x, group=group, async_op=async_op)
+    return work
 
 
-def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+def reduce_scatter_into(
+    out: torch.Tensor, x: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+) -> dist.Work | None:
     """torch.distributed.reduce_scatter_tensor, likewise."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, x, group=group)
+    work: dist.Work | None = scatter(out, x, op=op, group=group, async_op=async_op)
+    return work
 
 
 def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

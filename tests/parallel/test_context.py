@@ -271,12 +271,8 @@ def test_models_equal_one_device(size: int) -> None:
 
 def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], dict[str, int]]:
     """On a rank: bytes kept for the backward pass, and bytes sent forward and backward, by collective."""
-    sent: dict[str, int] = {}
-
-    def count(axis: str, collective: str, sent_bytes: int) -> None:
-        sent[collective] = sent.get(collective, 0) + sent_bytes
-
-    cp = make_mesh(Layout(cp=torch.distributed.get_world_size()), count=count)["cp"]
+    mesh = make_mesh(Layout(cp=torch.distributed.get_world_size()))
+    cp, traffic = mesh["cp"], mesh.traffic
     q, k, v, gradient = (take(x, cp, True) for x in inputs(WIDTHS["gqa"], dtype))
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     kept: dict[int, int] = {}
@@ -287,10 +283,10 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = ATTEND[route](cp)(q, k, v, mask_maker(cp, True)(q.shape[1], k.shape[1]), scale=SCALE)
-    forward = dict(sent)
-    sent.clear()
+    forward = traffic.snapshot()
     out.backward(gradient)
-    return sum(kept.values()), forward, sent
+    sent = [{what: size for (_, what), (_, size) in counts.items()} for counts in (forward, traffic.since(forward))]
+    return sum(kept.values()), sent[0], sent[1]
 
 
 @pytest.mark.parametrize("size", [2, 4])

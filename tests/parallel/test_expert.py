@@ -20,6 +20,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.recompute import block_call
 from meshwright.spec import Layout
 from tests.model.shrunk import model, shrink, tokens
+from tests.parallel.telling import Told
 
 LENGTH, HIDDEN = 16, 24
 
@@ -113,12 +114,12 @@ def closed_form_bytes(rows: list[Tensor], group: Group) -> dict[str, int]:
 
 
 def _layer_cases(world: int) -> list[dict[str, Any]]:
-    told: list[tuple[str, str, int]] = []
-    group = make_mesh(Layout(dp_shard=world, ep=world), count=lambda *what: told.append(what))["ep"]
+    told = Told()
+    group = make_mesh(Layout(dp_shard=world, ep=world), traffic=told)["ep"]
     return [_layer_case(case, group, told) for case in CASES]
 
 
-def _layer_case(case: str, group: Group, told: list[tuple[str, str, int]]) -> dict[str, Any]:
+def _layer_case(case: str, group: Group, told: Told) -> dict[str, Any]:
     name, changes, bend = CASES[case]
     whole, found = layer(name, **changes), layer(name, **changes)
     bend(whole)
@@ -132,11 +133,11 @@ def _layer_case(case: str, group: Group, told: list[tuple[str, str, int]]) -> di
     mine, x = x[here].clone().requires_grad_(), x.requires_grad_()
     out, balance = whole(x)
     ((out * pull).sum() + balance.sum()).backward()
-    told.clear()
+    told.calls.clear()
     my_out, my_balance = found(mine)
-    forward = list(told)
+    forward = list(told.calls)
     ((my_out * pull[here]).sum() + my_balance.sum()).backward()
-    backward = told[len(forward) :]
+    backward = told.calls[len(forward) :]
     assert distance(my_out, out[here]) < 1e-5 and distance(my_balance, balance[here]) < 1e-5, case
     assert mine.grad is not None and x.grad is not None
     assert distance(mine.grad, x.grad[here]) < 1e-5, case
@@ -171,8 +172,8 @@ def one_pass(found: Transformer, rows: Tensor) -> Tensor:
 
 def _whole_models(world: int, name: str) -> dict[str, list[tuple[str, str]]]:
     """Loss and gradients with every recomputation equal one device's, and without it, bit for bit, each other."""
-    told: list[tuple[str, str, int]] = []
-    group = make_mesh(Layout(dp_shard=world, ep=world), count=lambda *what: told.append(what))["ep"]
+    told = Told()
+    group = make_mesh(Layout(dp_shard=world, ep=world), traffic=told)["ep"]
     given = tokens(world, 13)
     whole, kinds, plain = model(name), {}, {}
     wanted = one_pass(whole, given)
@@ -181,9 +182,9 @@ def _whole_models(world: int, name: str) -> dict[str, list[tuple[str, str]]]:
         apply_expert_parallel(found, group)
         for block in found.layers.values():
             block.forward = partial(block_call(recompute), block)
-        told.clear()
+        told.calls.clear()
         loss = one_pass(found, given[group.index : group.index + 1])
-        kinds[recompute] = [what[:2] for what in told]
+        kinds[recompute] = [what[:2] for what in told.calls]
         gradients = {name: parameter.grad.clone() for name, parameter in found.named_parameters()}
         plain = plain or gradients
         assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients.items()), recompute

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.mesh import expert_ranks, make_mesh, place_of, rank_of, ranks_along
+from meshwright.parallel.mesh import make_mesh
 from meshwright.spec import Layout
+from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
+from tests.parallel.telling import Told
 
 LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
 
@@ -33,8 +35,8 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
 
 
 def _collectives() -> dict[str, Any]:
-    told: list[tuple[str, str, int]] = []
-    mesh = make_mesh(Layout(dp_shard=2, tp=2), count=lambda *what: told.append(what))
+    told = Told()
+    mesh = make_mesh(Layout(dp_shard=2, tp=2), traffic=told)
     tp, world = mesh["tp"], mesh["world"]
     mine = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
     theirs = torch.arange(6.0).view(2, 3) + 10 * (mesh.rank ^ 1)
@@ -56,7 +58,7 @@ def _collectives() -> dict[str, Any]:
     for one in work:
         one.wait()
     assert received.tolist() == [float(mesh.rank ^ 1)] * 2
-    return {"told": told, "ranks": tp.ranks}
+    return {"told": told.calls, "ranks": tp.ranks}
 
 
 def test_collectives_on_four_processes() -> None:

@@ -27,6 +27,7 @@ from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
 from tests.model.shrunk import VOCAB, shrink
+from tests.parallel.telling import Told
 
 ROWS, LENGTH, HIDDEN = 2, 7, 24
 BALANCE = 0.3
@@ -121,12 +122,12 @@ def empty(_: MicroBatch) -> Tensor:
 
 
 def _run_cases(world: int, chosen: list[Case]) -> list[dict[str, Any]]:
-    told: list[tuple[str, str, int]] = []
-    group = make_mesh(Layout(pp=world), count=lambda *what: told.append(what))["pp"]
+    told = Told()
+    group = make_mesh(Layout(pp=world), traffic=told)["pp"]
     return [_run_case(case, group, told) for case in chosen]
 
 
-def _run_case(case: Case, group: Group, told: list[tuple[str, str, int]]) -> dict[str, Any]:
+def _run_case(case: Case, group: Group, told: Told) -> dict[str, Any]:
     placement = stage_rank(case.schedule, group.size, case.virtual)
     ranges = stage_layers(case.layers, len(placement))
     models = [part_of(case, ranges[stage]) for stage in stages_of(placement, group.index)]
@@ -138,7 +139,7 @@ def _run_case(case: Case, group: Group, told: list[tuple[str, str, int]]) -> dic
     batches = micro_batches(case.micro_batches)
     seen_loss = pipeline.evaluate(batches[: max(1, len(batches) - 1)])
     assert not seen and all(p.grad is None for model in models for p in model.parameters())
-    told.clear()
+    told.calls.clear()
     loss = pipeline.run(batches)
     own = schedule(case.schedule, group.size, case.micro_batches, case.virtual)[group.index]
     assert (
@@ -149,7 +150,7 @@ def _run_case(case: Case, group: Group, told: list[tuple[str, str, int]]) -> dic
     for name, parameter in (pair for model in models for pair in model.named_parameters()):
         assert parameter.grad is not None, name
         gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
-    return {"loss": loss, "evaluated": seen_loss, "gradients": gradients, "sent": told[:]}
+    return {"loss": loss, "evaluated": seen_loss, "gradients": gradients, "sent": told.calls[:]}
 
 
 @cache
@@ -200,7 +201,7 @@ def test_a_pipeline_of_one_rank() -> None:
     """Stages hand over on the spot."""
     for name in NAMES:
         case = Case(name, 3, VIRTUAL.get(name, 1))
-        assert_equal(case, 1, [_run_case(case, Group("pp"), [])])
+        assert_equal(case, 1, [_run_case(case, Group("pp"), Told())])
 
 
 def test_a_schedule_that_does_not_exist_is_refused_before_anything_is_sent() -> None:

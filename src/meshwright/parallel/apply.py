@@ -23,9 +23,10 @@ from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
-from meshwright.parallel.stages import cut, ends_group, own_stages, share_embedding
+from meshwright.parallel.stages import cut, ends_group, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
 from meshwright.spec.layout import Layout
+from meshwright.spec.places import own_stages
 from meshwright.spec.shape import ModelShape
 
 

@@ -1,66 +1,13 @@
-"""Which part of every parameter a rank holds: a box in the whole tensor, from the shared inventory and the mesh.
-
-The inventory names, per dim, the axis that splits it. Heads are split whole; where there are fewer key heads than tp
-ranks, tp / kv_heads neighbours hold the same one. Vocabulary and ffn need not divide: the first ranks get one more.
-"""
-
-from dataclasses import dataclass
+"""The boxes of a rank of a mesh; the rule itself needs no torch and is spec's, so that planner and engine share it."""
 
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec import boxes as rule
+from meshwright.spec.boxes import Box, heads_of, share
 from meshwright.spec.shape import ModelShape
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """`sizes` elements from `offsets` on, of a tensor of shape `whole`; `owner` is one rank of those that hold it."""
-
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    owner: bool = True
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """To cut the box out of the whole tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
-
-
-def share(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` of `length` things in `parts` nearly equal runs; the first ones are the longer."""
-    size, more = divmod(length, parts)
-    return index * size + min(index, more), size + (index < more)
-
-
-def heads_of(heads: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, number) of the heads that part `index` holds; with fewer heads than parts neighbours hold the same."""
-    return (index * heads // parts, 1) if heads < parts else share(heads, parts, index)
+__all__ = ["Box", "boxes", "heads_of", "share"]
 
 
 def boxes(shape: ModelShape, mesh: Mesh) -> dict[str, Box]:
     """Parameter name -> what tensor and expert parallelism leave on this rank, for all layers (whatever the stage)."""
-    return {parameter.name: _box(parameter, shape, mesh) for parameter in parameters(shape)}
-
-
-def _box(parameter: Parameter, shape: ModelShape, mesh: Mesh) -> Box:
-    tp, ep = mesh["tp"], mesh["ep"]
-    offsets, sizes, owner = [], [], True
-    for letter, axis, length in zip(parameter.dims, parameter.axes, parameter.shape, strict=True):
-        offset, size = 0, length
-        if axis == "ep":
-            offset, size = share(length, ep.size, ep.index)
-        elif axis == "tp" and parameter.group == "expert" and ep.size > 1:
-            pass  # whole experts, spread over ep instead
-        elif axis == "tp" and letter in "HK":
-            heads = shape.heads if letter == "H" else shape.kv_heads
-            first, number = heads_of(heads, tp.size, tp.index)
-            offset, size = first * length // heads, number * length // heads
-            owner = owner and (heads >= tp.size or tp.index % (tp.size // heads) == 0)
-        elif axis == "tp":
-            offset, size = share(length, tp.size, tp.index)
-        offsets.append(offset)
-        sizes.append(size)
-    split = any(size < length for size, length in zip(sizes, parameter.shape, strict=True))
-    if not split and parameter.group != "expert":
-        owner = tp.index == 0
-    return Box(whole=parameter.shape, offsets=tuple(offsets), sizes=tuple(sizes), owner=owner)
+    return rule.boxes(shape, mesh.layout, mesh.rank)

@@ -21,6 +21,8 @@ from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Mesh, device_mesh
+from meshwright.parallel.sharding import tell
+from meshwright.spec.boxes import rows_of
 
 
 def is_needed(mesh: Mesh) -> bool:
@@ -38,10 +40,13 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     for block in model.layers.values():
         if expert is not None and block.routed:
             fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=zero == 3)
+            tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
         if dense is not None:
             fully_shard(block, mesh=dense, reshard_after_forward=zero == 3)
+            tell(block, mesh["replicate"], mesh["shard"])
     if dense is not None:
         fully_shard(model, mesh=dense, reshard_after_forward=False)
+        tell(model, mesh["replicate"], mesh["shard"])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -94,7 +99,7 @@ def local_box(parameter: Tensor, box: Box) -> Box:
         return box
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     parts, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    start = min(rows, -(-rows // parts) * index)
+    start, _ = rows_of(rows, parts, index)
     held = parameter.to_local().shape
     return Box(
         whole=box.whole,

@@ -1,22 +1,19 @@
 """A group of ranks along one mesh axis, and the collectives it has.
 
 A group of one rank computes what a collective would give and touches no network, so that code above asks for no degree.
-Every collective that the engine calls goes through here: `count`, where given, is told of each (traffic ledger).
-Bytes are those that this rank sends: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather and reduce-scatter
-(n-1)/n of the whole one, as rings do.
+Every collective that the engine calls goes through here and is told to `traffic`, before it begins, with the bytes
+that this rank sends; those that fully_shard makes itself are told by what sharding.py gives it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import compat
-
-Count = Callable[[str, str, int], None]
-"""Told (axis, collective, bytes sent by this rank) before each collective."""
+from meshwright.parallel.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +24,7 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     process_group: dist.ProcessGroup | None = None
-    count: Count | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def size(self) -> int:
@@ -37,7 +34,7 @@ class Group:
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Sum or maximum over the ranks, in place; gives x."""
         if self.size > 1:
-            self._tell("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
+            self.tell_all_reduce(x)
             dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.process_group)
         return x
 
@@ -45,7 +42,7 @@ class Group:
         """A sum in place that goes on while the caller does: wait() on what it gives before x is read or changed."""
         if self.size == 1:
             return None
-        self._tell("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
+        self.tell_all_reduce(x)
         work: dist.Work = dist.all_reduce(x, group=self.process_group, async_op=True)
         return work
 
@@ -53,7 +50,7 @@ class Group:
         """The ranks' tensors of equal shape, one after another along `dim`."""
         if self.size == 1:
             return x
-        self._tell("all_gather", (self.size - 1) * _bytes(x))
+        self.tell_all_gather(x)
         x = x.contiguous()
         whole = x.new_empty(self.size, *x.shape)
         compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group)
@@ -63,7 +60,7 @@ class Group:
         """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
         if self.size == 1:
             return x
-        self._tell("reduce_scatter", (self.size - 1) * _bytes(x) // self.size)
+        self.tell_reduce_scatter(x)
         pieces = torch.stack(x.chunk(self.size, dim)) if dim else x.contiguous().unflatten(0, (self.size, -1))
         part = pieces.new_empty(pieces.shape[1:])
         compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group)
@@ -73,7 +70,8 @@ class Group:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
         if self.size == 1:
             return rows
-        self._tell("all_to_all", _bytes(rows[:1]) * (sum(sent) - sent[self.index]) if len(rows) else 0)
+        leaving = sum(sent) - sent[self.index]
+        self.traffic.tell(self.axis, "all_to_all", leaving * _bytes(rows) // max(1, len(rows)))
         found = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self.process_group)
         return found
@@ -81,7 +79,7 @@ class Group:
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """The tensor of the rank at place `source`, in place; gives x."""
         if self.size > 1:
-            self._tell("broadcast", _bytes(x) if self.index == source else 0)
+            self.traffic.tell(self.axis, "broadcast", _bytes(x) if self.index == source else 0)
             dist.broadcast(x, self.ranks[source], group=self.process_group)
         return x
 
@@ -91,8 +89,10 @@ class Group:
         A tensor must stay alive and unchanged until its work is waited for. Between two ranks, sends and receives meet
         in the order in which they are given.
         """
+        for _ in receives:
+            self.traffic.begin(self.axis, "receive")
         for tensor, _ in sends:
-            self._tell("send", _bytes(tensor))
+            self.traffic.tell(self.axis, "send", _bytes(tensor))
         work = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.process_group) for tensor, place in sends]
         work += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.process_group) for tensor, place in receives]
         return dist.batch_isend_irecv(work) if work else []
@@ -100,11 +100,23 @@ class Group:
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
         if self.size > 1:
+            self.traffic.tell(self.axis, "barrier", 0)
             dist.barrier(group=self.process_group)
 
-    def _tell(self, collective: str, sent_bytes: int) -> None:
-        if self.count is not None:
-            self.count(self.axis, collective, sent_bytes)
+    def tell_all_reduce(self, x: Tensor) -> None:
+        """Of a tensor that is about to be summed over the ranks."""
+        if self.size > 1:
+            self.traffic.tell(self.axis, "all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
+
+    def tell_all_gather(self, part: Tensor) -> None:
+        """Of this rank's part of what is about to be gathered."""
+        if self.size > 1:
+            self.traffic.tell(self.axis, "all_gather", (self.size - 1) * _bytes(part))
+
+    def tell_reduce_scatter(self, whole: Tensor) -> None:
+        """Of a tensor that is about to be summed and scattered."""
+        if self.size > 1:
+            self.traffic.tell(self.axis, "reduce_scatter", (self.size - 1) * _bytes(whole) // self.size)
 
 
 def _bytes(x: Tensor) -> int:

@@ -8,13 +8,8 @@ from meshwright.model import Transformer
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group
 from meshwright.spec.layout import Layout
-from meshwright.spec.schedule import stage_layers, stage_rank, stages_of
+from meshwright.spec.schedule import stage_layers, stage_rank
 from meshwright.spec.shape import ModelShape
-
-
-def own_stages(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The stages, ascending, of pipeline rank `rank`."""
-    return stages_of(stage_rank(layout.schedule, layout.pp, layout.vp), rank) if layout.pp > 1 else (0,)
 
 
 def cut(model: Transformer, layout: Layout, stage: int) -> Transformer:

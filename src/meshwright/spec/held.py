@@ -1,0 +1,134 @@
+"""What a rank keeps of parameters, gradients and optimizer states: counted from shape, layout and precision alone.
+
+Two moments of a step are counted. "step" is between two micro-batches (under a pipeline: before the first stage's
+gradients are reduced), "update" is when the optimizer runs, after all reductions:
+
+    zero   step: parameters      gradients   update: parameters, gradients   always: masters, moments
+    0      whole                 whole       whole                           whole
+    1      whole + own shard     whole       1 / n                           1 / n
+    2      whole + own shard     1 / n       1 / n                           1 / n
+    3      1 / n                 1 / n       1 / n                           1 / n
+
+n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
+rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Under a
+pipeline ZeRO 2 and 3 are as ZeRO 1 within the step (docs/parallel.md).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from meshwright.spec.boxes import Box, boxes, rows_of
+from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec.layout import Layout
+from meshwright.spec.ledger import Entry, Ledger
+from meshwright.spec.places import expert_ranks, own_stages, place_of
+from meshwright.spec.schedule import stage_layers
+from meshwright.spec.shape import ModelShape
+
+Phase = Literal["step", "update"]
+PHASES: tuple[Phase, ...] = ("step", "update")
+KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+"""What a ledger of memory may call an entry; counters are the optimizer's step numbers, one for each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of an element of each kind."""
+
+    parameter: int
+    gradient: int
+    master: int
+    moments: int = 8
+
+
+WIDTHS = {
+    "fp32": Widths(parameter=4, gradient=4, master=0),
+    "bf16": Widths(parameter=2, gradient=2, master=4),
+    "fp16": Widths(parameter=2, gradient=2, master=4),
+}
+"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way."""
+COUNTER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One parameter on one rank. `box`: what tensor and expert parallelism leave; `ranks` share that under ZeRO."""
+
+    parameter: Parameter
+    box: Box
+    ranks: int = 1
+    index: int = 0
+
+    @property
+    def own(self) -> int:
+        """Elements that are this rank's to update."""
+        return rows_of(self.box.sizes[0], self.ranks, self.index)[1] * prod(self.box.sizes[1:])
+
+    @property
+    def padded(self) -> int:
+        """Elements of a shard, the same on every rank: ceil(rows / ranks) rows."""
+        return -(-self.box.sizes[0] // self.ranks) * prod(self.box.sizes[1:])
+
+
+def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
+    """Every parameter that a rank holds any part of, once: a tied head's matrix also where the last stage is."""
+    found = boxes(shape, layout, rank)
+    place = place_of(layout, rank)
+    sharers = (layout.dp_shard * layout.cp, place["dp_shard"] * layout.cp + place["cp"])
+    same_experts = expert_ranks(layout, rank)[1]
+    expert_sharers = (len(same_experts), same_experts.index(rank)) if layout.ep > 1 else sharers
+    names = {name for stage in own_stages(layout, place["pp"]) for name in stage_names(shape, layout, stage)}
+    result = []
+    for parameter in parameters(shape):
+        if parameter.name not in names:
+            continue
+        ranks, index = expert_sharers if parameter.group == "expert" else sharers
+        ranks, index = (ranks, index) if layout.zero else (1, 0)
+        result.append(Held(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
+    return result
+
+
+def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
+    """The parameters of a pipeline stage."""
+    stages = layout.pp * layout.vp if layout.pp > 1 else 1
+    layers = stage_layers(shape.layers, stages)[stage]
+    for parameter in parameters(shape):
+        first = parameter.group == "embedding"
+        if parameter.layer in layers if parameter.layer >= 0 else stage == (0 if first else stages - 1):
+            yield parameter.name
+    if shape.tied and stage == stages - 1 > 0:
+        yield "embed.weight"
+
+
+def memory(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> Ledger:
+    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out."""
+    width, found = WIDTHS[precision], held(shape, layout, rank)
+    return Ledger(
+        tuple(
+            Entry(kind="memory", what=kind, rank=rank, phase=phase, quantity=size, unit="bytes")
+            for phase in PHASES
+            for kind, size in _sizes(found, layout, phase, width).items()
+            if size
+        )
+    )
+
+
+def _sizes(found: list[Held], layout: Layout, phase: Phase, width: Widths) -> dict[str, int]:
+    """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
+    parameter put back into shards, before the stage's last one."""
+    zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
+    whole = inside and zero > 0 and (zero < 3 or late)
+    whole_gradients = zero == 0 or (inside and (zero == 1 or late))
+    own = sum(one.own for one in found)
+    shards = sum(one.padded for one in found)
+    gathered = sum(one.padded * one.ranks for one in found)
+    return {
+        "parameters": (gathered if whole else shards) * width.parameter,
+        "shards": shards * width.parameter if whole else 0,
+        "gradients": (sum(one.box.numel for one in found) if whole_gradients else shards) * width.gradient,
+        "masters": own * width.master,
+        "moments": own * width.moments,
+        "counters": len(found) * COUNTER_BYTES,
+    }

@@ -1,0 +1,47 @@
+"""What a rank really keeps of parameters, gradients and optimizer states: the memory of its tensors, summed.
+
+The counting of the same from shape and layout alone is spec/held.py; a test holds them together to the byte.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from meshwright.parallel import Engine
+from meshwright.parallel.data import local
+from meshwright.spec.ledger import Entry, Ledger
+from meshwright.train.optimizer import AdamW
+
+
+def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
+    """Bytes by kind (spec.held.KINDS) at this moment, which `phase` names. Tensors that share memory count once."""
+    now, kept = engine.parameters.values(), optimizer.parameters.values()
+    states = optimizer.tensors()
+    kinds: dict[str, list[Tensor]] = {
+        "parameters": list(now),
+        "shards": list(kept),
+        "gradients": [p.grad for p in (*now, *kept) if p.grad is not None],
+        "masters": [t for name, t in states.items() if name.startswith("master.")],
+        "moments": [t for name, t in states.items() if name.startswith("moment")],
+        "counters": [t for name, t in states.items() if name.startswith("step.")],
+    }
+    seen: set[int] = set()
+    sizes = {kind: _bytes(tensors, seen) for kind, tensors in kinds.items()}
+    return Ledger(
+        tuple(
+            Entry(kind="memory", what=kind, rank=engine.mesh.rank, phase=phase, quantity=size, unit="bytes")
+            for kind, size in sizes.items()
+            if size
+        )
+    )
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Of the storages behind tensors that are not in `seen`; padding is part of a storage."""
+    total = 0
+    for tensor in tensors:
+        storage = local(tensor.detach()).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,301 @@
+"""What the ledger counts beside a witness that sees the process groups' own operations, and beside closed forms."""
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny import shrink
+from meshwright.observe.verify import RECIPE, Case, case_batch
+from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.parallel.traffic import Traffic, ledger
+from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
+from meshwright.train.batches import Share, select, split
+from meshwright.train.optimizer import AdamW
+from meshwright.train.step import train_step
+from tests.parallel.witness import Seen, Witness
+
+Sent = dict[tuple[str, str], tuple[int, int]]
+"""(axis, collective) -> (calls, bytes)."""
+
+TWO: list[dict[str, Any]] = [
+    *({"dp_shard": 2, "zero": zero, "micro_batch": 2} for zero in range(4)),
+    {"dp_replicate": 2, "micro_batch": 2},
+    {"dp_shard": 2, "zero": 3, "recompute": "full"},
+    {"tp": 2},
+    {"tp": 2, "sp": True, "recompute": "selective"},
+    {"cp": 2, "zero": 2},
+    {"cp": 2, "context": "all-gather", "zero": 1},
+    {"pp": 2, "micro_batch": 2, "schedule": "afab"},
+    {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"},
+    {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2},
+    {"tp": 2, "sp": True, "ep": 2},
+    {"cp": 2, "ep": 2, "zero": 2, "recompute": "full"},
+]
+V_STAGES: list[dict[str, Any]] = [
+    {"pp": 2, "vp": 2, "schedule": name, "micro_batch": 1} for name in ("interleaved", "zb-v", "dualpipe-v")
+]
+FOUR: list[dict[str, Any]] = [
+    *({"dp_replicate": 2, "dp_shard": 2, "zero": zero, "micro_batch": 1} for zero in range(4)),
+    {"tp": 4},
+    {"tp": 4, "sp": True},
+    {"cp": 4},
+    {"dp_shard": 4, "zero": 3},
+    {"tp": 2, "cp": 2, "sp": True, "zero": 3},
+    {"tp": 2, "dp_shard": 2, "ep": 4, "sp": True, "zero": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 1},
+    {"pp": 2, "tp": 2, "sp": True, "ep": 2, "micro_batch": 2},
+    {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 1, "schedule": "zb-h1"},
+    {"pp": 2, "cp": 2, "micro_batch": 1, "recompute": "full"},
+]
+
+
+class Run:
+    """A model under a layout on this rank, to be trained step by step."""
+
+    def __init__(self, case: Case, layout: Layout, made: Made) -> None:
+        self.case, self.layout = case, layout
+        self.mesh = make_mesh(layout, made=made)
+        self.engine: Engine = build_engine(case.shape, layout, mesh=self.mesh)
+        self.engine.train()
+        self.optimizer = AdamW(self.engine.parameters.items(), RECIPE)
+
+    def step(self) -> Sent:
+        """What one training step sends."""
+        places, layout = self.mesh.places, self.layout
+        index = places["dp_replicate"] * layout.dp_shard + places["dp_shard"]
+        share = Share(index=index, parts=layout.dp, columns=self.engine.columns(self.case.sequence))
+        batch = select(case_batch(self.case, 1), share)
+        batches = split(batch, layout.micro_batch_of(self.case.global_batch))
+        before = self.mesh.traffic.snapshot()
+        train_step(self.engine, self.optimizer, batches, rate=1e-3, clip=1.0, balance_loss=0.01)
+        return dict(self.mesh.traffic.since(before))
+
+
+def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
+    """Per layout: what two steps told, what the witness saw, and the ranks that an axis stands for."""
+    made: Made = {}
+    found = []
+    for each in options:
+        run = Run(case, Layout(compile="off", **each), made)
+        with Witness() as witness:
+            run.step(), run.step()
+        groups = [*run.mesh.groups.values(), run.engine.same_heads, run.engine.both_ends]
+        axes: dict[str, set[tuple[int, ...]]] = {}
+        for group in groups:
+            axes.setdefault(group.axis, set()).add(group.ranks)
+        found.append((dict(run.mesh.traffic.snapshot()), witness.seen, axes))
+    return found
+
+
+def together(axes: dict[str, set[tuple[int, ...]]]) -> list[tuple[set[str], set[tuple[int, ...]]]]:
+    """Axes that have ranks in common (data and shard on two ranks, say) as one: the witness sees ranks, not names."""
+    merged: list[tuple[set[str], set[tuple[int, ...]]]] = []
+    for axis, ranks in axes.items():
+        names, members = {axis}, set(ranks)
+        for other in [one for one in merged if one[1] & members]:
+            merged.remove(other)
+            names, members = names | other[0], members | other[1]
+        merged.append((names, members))
+    return merged
+
+
+def assert_seen(told: Sent, seen: Seen, axes: dict[str, set[tuple[int, ...]]], title: str) -> None:
+    assert {axis for axis, _ in told} <= set(axes) and {ranks for ranks, _ in seen} <= set().union(*axes.values())
+    for names, members in together(axes):
+        for kind in {kind for _, kind in (*told, *seen)}:
+            ours = [count for (axis, what), count in told.items() if axis in names and what == kind]
+            theirs = [count for (ranks, what), count in seen.items() if ranks in members and what == kind]
+            sums = [[sum(count[i] for count in counts) for i in (0, 1)] for counts in (ours, theirs)]
+            assert sums[0] == sums[1], f"{title}: {kind} over {names}: told {sums[0]}, seen {sums[1]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("qwen3-30b-a3b", 2, TWO),
+        ("qwen2.5-0.5b", 2, TWO[:12]),
+        ("llama-3.1-8b", 2, V_STAGES),
+        ("qwen3-30b-a3b", 4, FOUR),
+    ],
+)
+def test_calls_and_bytes_are_those_that_the_process_groups_see(
+    kind: str, world: int, options: list[dict[str, Any]]
+) -> None:
+    shape = replace(shrink(kind), layers=5) if options is V_STAGES else shrink(kind)
+    for rank, results in enumerate(on_ranks(world, both, Case(shape=shape), options)):
+        for each, (told, seen, axes) in zip(options, results, strict=True):
+            assert told and seen
+            assert_seen(told, seen, axes, f"rank {rank} of {each}")
+
+
+SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)
+"""All that is split divides by 2 and by 4: no padding."""
+CASE = Case(shape=SHAPE, sequence=16, global_batch=8)
+ACTIVATION = 8 * 16 * 32 * 4
+"""b s h elements of fp32, of the whole batch."""
+N = num_parameters(SHAPE)
+BLOCKS = sum(p.numel for p in parameters(SHAPE) if p.layer >= 0)
+SCALARS = {"data": 8 + 8 + 4, "world": 4}
+"""Valid tokens and sequences (float64), the loss; the squared gradient norm. One all-reduce each, once a step."""
+
+
+def sent_by(case: Case, options: list[dict[str, Any]]) -> list[Sent]:
+    """What the second step of each layout sends."""
+    made: Made = {}
+    found = []
+    for each in options:
+        run = Run(case, Layout(compile="off", **each), made)
+        run.step()
+        found.append(run.step())
+    return found
+
+
+def by_layout(world: int, options: list[dict[str, Any]], case: Case = CASE) -> list[list[Sent]]:
+    """For each layout, what each rank sends."""
+    return [list(ranks) for ranks in zip(*on_ranks(world, sent_by, case, options), strict=True)]
+
+
+def round_of(size: int, whole_bytes: int) -> int:
+    """What a rank sends to reduce and scatter, or to gather, so many bytes: (n - 1) / n of them."""
+    assert whole_bytes * (size - 1) % size == 0
+    return whole_bytes * (size - 1) // size
+
+
+def scalars(size: int, axis: str) -> int:
+    return 2 * round_of(size, SCALARS[axis])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_zero_sends_what_the_lectures_say(n: int) -> None:
+    """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
+    options = [{"dp_shard": n, "zero": zero} for zero in range(4)]
+    plain, one, two, three = by_layout(n, options)
+    quantum, outside = round_of(n, 4 * N), round_of(n, 4 * (N - BLOCKS))
+    buckets = SHAPE.layers + 2  # blocks; embedding; norm and head
+    modules = SHAPE.layers + 1  # blocks; the rest
+    common = {("data", "all_reduce"): (3, scalars(n, "data")), ("world", "all_reduce"): (1, scalars(n, "world"))}
+    for sent in plain:
+        assert sent == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
+    for sent in (*one, *two):
+        assert sent == common | {
+            ("shard", "all_gather"): (modules, quantum),
+            ("shard", "reduce_scatter"): (modules, quantum),
+        }
+    for sent in three:  # what is outside of the blocks stays gathered between forward and backward
+        assert sent == common | {
+            ("shard", "all_gather"): (2 * SHAPE.layers + 1, 2 * quantum - outside),
+            ("shard", "reduce_scatter"): (modules, quantum),
+        }
+
+
+def test_zero_grows_with_the_micro_batches_as_its_stage_says() -> None:
+    """m micro-batches: ZeRO-0 and 1 send no more; ZeRO-2 scatters, ZeRO-3 also gathers, each time."""
+    quantum, outside = round_of(2, 4 * N), round_of(2, 4 * (N - BLOCKS))
+    for m, size in ((1, 4), (2, 2), (4, 1)):
+        options = [{"dp_shard": 2, "zero": zero, "micro_batch": size} for zero in range(4)]
+        plain, one, two, three = (ranks[0] for ranks in by_layout(2, options))
+        assert plain["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
+        assert (one["shard", "all_gather"][1], one["shard", "reduce_scatter"][1]) == (quantum, quantum)
+        assert (two["shard", "all_gather"][1], two["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
+        assert three["shard", "all_gather"][1] == m * (2 * quantum - outside)
+        assert three["shard", "reduce_scatter"][1] == m * quantum
+
+
+def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
+    """A replica's ranks as ZeRO does; then 2 (r - 1) / r of a shard."""
+    options = [{"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1}]
+    quantum = round_of(2, 4 * N)
+    for sent in by_layout(4, options)[0]:
+        assert sent["shard", "all_gather"][1] == quantum and sent["shard", "reduce_scatter"][1] == 2 * quantum
+        assert sent["replicate", "all_reduce"] == (SHAPE.layers + 1, 2 * round_of(2, 4 * N // 2))
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_tensor_parallelism_sends_four_activations_a_layer(t: int) -> None:
+    """A layer: 4 all-reduces of b s h; embedding and head: one more each. With sp the same bytes, as all-gathers and
+    reduce-scatters, and once a step the norms' gradients. The loss: three numbers a position."""
+    positions = 8 * 16
+    options = [{"tp": t, "micro_batch": size, "sp": sp} for size in (8, 2) for sp in (False, True)]
+    for each, ranks in zip(options, by_layout(t, options), strict=True):
+        passes = 8 // each["micro_batch"]
+        layers, loss = 4 * SHAPE.layers, 2 * round_of(t, 3 * positions * 4)
+        for sent in ranks:
+            assert sent["world", "all_reduce"] == (1, scalars(t, "world"))
+            if not each["sp"]:
+                activations = 2 * round_of(t, (layers + 2) * ACTIVATION)
+                assert sent["tp", "all_reduce"] == ((layers + 2 + 2) * passes, activations + loss)
+                continue
+            norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
+            for kind in ("all_gather", "reduce_scatter"):
+                assert sent["tp", kind] == ((layers + 2) * passes, round_of(t, (layers + 2) * ACTIVATION))
+            assert sent["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_context_parallelism_sends_keys_and_values_hop_by_hop(c: int) -> None:
+    """A layer: c - 1 hops of this rank's keys and values forward, backward those again and their gradients."""
+    hop = 2 * 8 * (16 // c) * SHAPE.kv_heads * SHAPE.head_dim * 4
+    ring, gather = by_layout(c, [{"cp": c}, {"cp": c, "context": "all-gather"}])
+    for sent in ring:
+        assert sent["cp", "send"] == (3 * (c - 1) * SHAPE.layers, 3 * (c - 1) * hop * SHAPE.layers)
+    for sent in gather:
+        assert sent["cp", "all_gather"] == (2 * SHAPE.layers, 2 * (c - 1) * hop * SHAPE.layers)
+        assert sent["cp", "reduce_scatter"] == (SHAPE.layers, (c - 1) * hop * SHAPE.layers)
+
+
+def test_a_pipeline_sends_an_activation_and_its_gradient_over_each_border() -> None:
+    options = [
+        {"pp": 4, "micro_batch": 2},
+        {"pp": 4, "micro_batch": 1, "schedule": "zb-h1"},
+        {"pp": 2, "tp": 2, "sp": True, "micro_batch": 2},
+    ]
+    plain, split_off, sliced = by_layout(4, options)
+    for rank, sent in enumerate(plain):
+        borders = (rank < 3) + (rank > 0)
+        assert sent["pp", "send"] == (4 * borders, borders * ACTIVATION)
+        assert split_off[rank]["pp", "send"] == (8 * borders, borders * ACTIVATION)
+        assert sliced[rank]["pp", "send"] == (4, ACTIVATION // 2)
+
+
+def test_experts_are_sent_tokens_four_times() -> None:
+    """Every token to every expert: (e - 1) / e of k N rows there and back, and the same in the backward pass; 8 bytes
+    for each expert of others tell how many."""
+    moe = MoEShape(experts=4, top_k=4, ffn=16)
+    case = replace(CASE, shape=replace(SHAPE, family="mixtral", moe=moe))
+    for e in (2, 4):
+        for sent in by_layout(4, [{"dp_shard": 4, "ep": e}], case)[0]:
+            rows = moe.top_k * 8 * 16 // 4
+            journeys = 4 * round_of(e, rows * SHAPE.hidden * 4)
+            counts = 8 * moe.experts * (e - 1) // e
+            assert sent["ep", "all_to_all"] == (5 * SHAPE.layers, (journeys + counts) * SHAPE.layers)
+
+
+def test_traffic_remembers_the_last_call_and_counts_between_snapshots() -> None:
+    traffic = Traffic()
+    assert (traffic.last, traffic.calls_begun) == ("", 0)
+    traffic.tell("tp", "all_reduce", 12)
+    before = traffic.snapshot()
+    traffic.tell("tp", "all_reduce", 30)
+    traffic.tell("pp", "send", 5)
+    traffic.begin("pp", "receive")
+    assert (traffic.last, traffic.calls_begun) == ("receive on pp", 4)
+    assert traffic.since(before) == {("tp", "all_reduce"): (1, 30), ("pp", "send"): (1, 5)}
+    found = ledger(traffic.snapshot(), rank=3)
+    assert found.by("axis", "what") == {("tp", "all_reduce"): 42, ("pp", "send"): 5}
+    assert found.only(axis="tp", rank=3).total("calls") == 2
+    traffic.reset()
+    assert not traffic.snapshot() and traffic.calls_begun == 4
+
+
+def test_one_device_sends_nothing() -> None:
+    run = Run(CASE, Layout(compile="off"), {})
+    assert run.step() == {} and run.mesh.traffic.calls_begun == 0
+
+
+def test_the_closed_forms_count_whole_tensors() -> None:
+    """The shape of these tests has no padding: every first dim divides by four."""
+    assert all(p.shape[0] % 4 == 0 and prod(p.shape) == p.numel for p in parameters(SHAPE))
