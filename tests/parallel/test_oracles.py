@@ -38,7 +38,7 @@ def ours(work: Work, made: Made, layout: dict[str, Any]) -> Outcome:
     def keep_and_update(rate: float, **options: Any) -> None:
         for name, p in one.engine.parameters.items():
             assert p.grad is not None, name
-            kept[name] = one.engine.box_of(name), local(p.grad).clone()
+            kept[name] = one.engine.local_boxes()[name], local(p.grad).clone()
         update(rate, **options)
 
     one.optimizer.step = keep_and_update  # type: ignore[method-assign]

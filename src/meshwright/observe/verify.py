@@ -102,10 +102,11 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         result = train_step(engine, optimizer, split(batch, size), rate=1e-3, clip=1.0, balance_loss=case.balance_loss)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
+        boxes = engine.local_boxes()
         for name, gradient in optimizer.gradients[-1].items():
-            tensors[f"step {step} gradient of {name}"] = (engine.box_of(name), gradient.cpu())
+            tensors[f"step {step} gradient of {name}"] = (boxes[name], gradient.cpu())
         for name, parameter in engine.parameters.items():
-            tensors[f"step {step} weight {name}"] = (engine.box_of(name), local(parameter.detach()).clone().cpu())
+            tensors[f"step {step} weight {name}"] = (boxes[name], local(parameter.detach()).clone().cpu())
     return Outcome(tuple(losses), tuple(norms), tensors)
 
 

@@ -69,9 +69,10 @@ def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
 
 def initialize_boxes(engine: Engine, seed: int) -> None:
     """Give every parameter its part of the initial value of (seed, name)."""
+    parameters = engine.parameters
     with torch.no_grad():
-        for name, parameter in engine.parameters.items():
-            box = engine.box_of(name)
+        for name, box in engine.local_boxes().items():
+            parameter = parameters[name]
             fill_initial(data.local(parameter), name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
 
 

@@ -58,9 +58,9 @@ class Engine:
         known = self.parameters
         return {n: t for stage in self.stages for n, t in stage.state_dict().items() if n not in known}
 
-    def box_of(self, name: str) -> Box:
-        """The box of what this rank holds of a parameter, ZeRO's cut included."""
-        return data.local_box(self.parameters[name], self.boxes[name])
+    def local_boxes(self) -> dict[str, Box]:
+        """What this rank holds of each of its parameters, ZeRO's cut included."""
+        return {name: data.local_box(parameter, self.boxes[name]) for name, parameter in self.parameters.items()}
 
     def columns(self, sequence: int) -> tuple[int, ...] | None:
         """The positions of a sequence that this rank reads; None = all."""

@@ -44,18 +44,17 @@ class TrainState:
         """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole."""
         engine = self.engine
         engine.reshard()
-        found = {f"model.{name}": self._piece(name, local(p.detach())) for name, p in engine.parameters.items()}
+        boxes = engine.local_boxes()
+        found = {f"model.{name}": piece(local(p.detach()), boxes[name]) for name, p in engine.parameters.items()}
         return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
-
-    def _piece(self, name: str, held: Tensor) -> Tensor:
-        """`held` belongs to a parameter: of its sizes, or one number for all of it."""
-        return piece(held, self.engine.box_of(name)) if held.dim() else held
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""
         found = self.model_tensors()
+        boxes = self.engine.local_boxes()
         for name, tensor in self.optimizer.tensors().items():
-            found["optimizer." + name] = self._piece(name.partition(".")[2], tensor)
+            box = boxes[name.partition(".")[2]] if tensor.dim() else None
+            found["optimizer." + name] = piece(tensor, box)
         if self.scaler:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
         return found | rng_state(self.engine.mesh.rank)[0]
