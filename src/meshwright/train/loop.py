@@ -16,6 +16,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
 from meshwright.train.batches import Share
+from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler
@@ -42,6 +43,7 @@ def run(
     same_everywhere(mesh["world"], "plans or versions", f"meshwright {__version__}\n{planfile.dump(plan)}")
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
+    first.alone(lambda: check_fits(plan, target))
     device.prepare(target, plan.recipe.precision)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
