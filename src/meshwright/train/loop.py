@@ -11,6 +11,7 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
@@ -23,6 +24,9 @@ from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
 from meshwright.train.watch import Summary, Watcher
 
+ECHO_S = 1.0
+"""A launcher passes on the Ctrl-C that its processes have already had from the terminal."""
+
 
 def run(
     plan: Plan,
@@ -30,21 +34,27 @@ def run(
     watchers: Sequence[Watcher] = (),
     resume: str = "no",
     progress: Callable[[int, int], None] | None = None,
+    pulse: Pulse | None = None,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
-    `progress` is told of the encoding of the text: bytes done, bytes in all. Ctrl-C and SIGTERM save and end cleanly.
+    `progress` is told of the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
+    Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
-    mesh = make_mesh(plan.layout)
+    pulse = pulse or Pulse()
+    mesh = make_mesh(plan.layout, count=pulse.calls)
     first = FirstRank(mesh["world"])
-    same_everywhere(mesh["world"], "plans or versions", f"meshwright {__version__}\n{planfile.dump(plan)}")
+    same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    with _folder(plan, corpus, resume, first) as folder, Interrupt() as stop:
+    with (
+        _folder(plan, corpus, resume, first) as folder,
+        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
+    ):
         state = _new_state(plan, mesh, target)
         _resume(state, plan, corpus, folder, resume)
         first.alone(folder.keep_plan)
@@ -59,9 +69,16 @@ def run(
                 columns=state.engine.columns(plan.recipe.sequence),
             ),
             device=target,
+            pulse=pulse,
             watchers=tuple(watchers) if first.here else (),
         )
         return trainer.train(stop)
+
+
+def _started_with(plan: Plan, resume: str) -> str:
+    """What must be the same on every rank."""
+    keys = (f"{key}={value}" for key, value in planfile.dump(plan).items())
+    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *keys))
 
 
 def _data_index(mesh: Mesh) -> int:

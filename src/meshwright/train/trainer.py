@@ -9,6 +9,7 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.flop import TokenFlop, token_flop
@@ -40,6 +41,8 @@ class Trainer:
     share: Share
     """What this rank reads of every step."""
     device: torch.device
+    pulse: Pulse
+    """Told of each step."""
     watchers: tuple[Watcher, ...]
 
     def train(self, stop: Interrupt) -> Summary:
@@ -95,12 +98,12 @@ class Trainer:
 
     def _step(self, feed: Feed) -> StepMetrics:
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
-        started = time.perf_counter()
+        started, step = time.perf_counter(), progress.step + 1
+        self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
         following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
         waited = time.perf_counter() - started
-        step = progress.step + 1
         measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
         result = train_step(
             self.state.engine,
@@ -117,6 +120,7 @@ class Trainer:
             squared = [value.item() for value in result.micro_squared]
             progress.noise.add(squared, result.micro_tokens, norm**2)
         elapsed = time.perf_counter() - started
+        self.pulse.step_ended(elapsed)
         tokens = count * recipe.sequence
         progress.step, progress.cursor = step, progress.cursor + count
         progress.tokens, progress.seconds = progress.tokens + tokens, progress.seconds + elapsed
@@ -129,13 +133,27 @@ class Trainer:
         overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
             return loss, norm
-        raise self._not_finite(step, *(("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)))
+        if math.isfinite(loss):
+            raise self._not_finite(step, self._at("backward"), "gradient norm", norm)
+        raise self._not_finite(step, self._at("forward", self._first_without_number(result)), "loss", loss)
 
-    def _not_finite(self, step: int, what: str, value: float) -> NonFiniteLoss:
+    def _first_without_number(self, result: StepResult) -> int | None:
+        """The first rank whose own part of the loss is none; asked only when the sum is none."""
+        finite = self.state.engine.mesh["world"].all_gather(torch.isfinite(result.part).reshape(1))
+        return next((rank for rank, fine in enumerate(finite.tolist()) if not fine), None)
+
+    def _at(self, phase: str, rank: int | None = None) -> str:
+        """On several ranks: where it was. A gradient is a sum over ranks before anybody can look at it."""
+        if self.state.engine.mesh["world"].size == 1:
+            return ""
+        who = "all ranks" if rank is None else f"rank {rank}"
+        return f" ({who}, {phase}, last collective {self.pulse.calls.last or 'none'})"
+
+    def _not_finite(self, step: int, where: str, what: str, value: float) -> NonFiniteLoss:
         last = checkpoint.latest(self.folder.checkpoints)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
-            f"step {step}: the {what} is {value}; {kept}. Lower recipe.learning_rate (now "
+            f"step {step}{where}: the {what} is {value}; {kept}. Lower recipe.learning_rate (now "
             f"{self.plan.recipe.learning_rate}), lengthen recipe.warmup_steps, or look at the data of this step"
         )
 

@@ -1,0 +1,72 @@
+"""What happens to a rank in the middle of its work."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BAD = 1
+"""The rank that is disturbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """In the forward pass of a step, rank `bad` does `act` (a name of this module)."""
+
+    step: int
+    act: str
+    bad: int = BAD
+    once: str = ""
+    """A file that is made: where it exists, nothing happens."""
+
+    def __call__(self, rank: int) -> None:
+        from meshwright.train import step, trainer
+
+        if rank != self.bad or (self.once and Path(self.once).exists()):
+            return
+        act: Callable[[Any], None] = globals()[self.act]
+        forward, train_step = step.MicroPass.__call__, trainer.train_step
+        steps = [0]
+
+        def disturbed(one: Any, model: Any, x: Any) -> Any:
+            if steps[0] == self.step and model.training:
+                if self.once:
+                    Path(self.once).touch()
+                act(one)
+            return forward(one, model, x)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            steps[0] += 1
+            return train_step(*given, **named)
+
+        step.MicroPass.__call__, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
+
+
+def die(one: Any) -> None:
+    """As the kernel kills a process that has taken too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(one: Any) -> None:
+    """No thread of it runs any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep(one: Any) -> None:
+    """The main thread alone stands still."""
+    time.sleep(1000)
+
+
+def break_down(one: Any) -> None:
+    """An error that nobody foresaw."""
+    raise ZeroDivisionError("a fault of this machine")
+
+
+def lose_number(one: Any) -> None:
+    """The loss of this rank is NaN."""
+    from dataclasses import replace
+
+    one.weights = replace(one.weights, token=one.weights.token * float("nan"))
