@@ -23,50 +23,49 @@ class In:
     """A file that is made: where it exists, nothing happens."""
 
     def __call__(self, rank: int) -> None:
-        from meshwright.train import step, trainer
+        from meshwright.model import Transformer
+        from meshwright.train import trainer
 
         if rank != self.bad or (self.once and Path(self.once).exists()):
             return
-        act: Callable[[Any], None] = globals()[self.act]
-        forward, train_step = step.MicroPass.__call__, trainer.train_step
+        act: Callable[[dict[str, Any]], None] = globals()[self.act]
+        stage, train_step = Transformer.stage, trainer.train_step
         steps = [0]
 
-        def disturbed(one: Any, model: Any, x: Any) -> Any:
-            if steps[0] == self.step and model.training:
+        def disturbed(model: Any, *given: Any, **named: Any) -> Any:
+            if steps[0] == self.step:
                 if self.once:
                     Path(self.once).touch()
-                act(one)
-            return forward(one, model, x)
+                act(named)
+            return stage(model, *given, **named)
 
         def counted(*given: Any, **named: Any) -> Any:
             steps[0] += 1
             return train_step(*given, **named)
 
-        step.MicroPass.__call__, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
+        Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
 
 
-def die(one: Any) -> None:
+def die(named: dict[str, Any]) -> None:
     """As the kernel kills a process that has taken too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop(one: Any) -> None:
+def stop(named: dict[str, Any]) -> None:
     """No thread of it runs any more."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sleep(one: Any) -> None:
+def sleep(named: dict[str, Any]) -> None:
     """The main thread alone stands still."""
     time.sleep(1000)
 
 
-def break_down(one: Any) -> None:
+def break_down(named: dict[str, Any]) -> None:
     """An error that nobody foresaw."""
     raise ZeroDivisionError("a fault of this machine")
 
 
-def lose_number(one: Any) -> None:
+def lose_number(named: dict[str, Any]) -> None:
     """The loss of this rank is NaN."""
-    from dataclasses import replace
-
-    one.weights = replace(one.weights, token=one.weights.token * float("nan"))
+    named["scale"] = named["scale"] * float("nan")

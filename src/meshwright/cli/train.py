@@ -40,13 +40,12 @@ def train(
     from meshwright import planfile
     from meshwright.cli.launch import joined, processes, rank
     from meshwright.spec.errors import IllegalLayout, PlanError
-    from meshwright.spec.legal import world_violation
+    from meshwright.spec.worlds import world_violation
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes)
-    plan.check()
-    violation = world_violation(plan.layout, processes())
+    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes, processes=processes())
+    violation = world_violation(plan, processes())
     if violation:
         raise IllegalLayout(violation)
     if hang_after is not None and not 0 <= hang_after < float("inf"):

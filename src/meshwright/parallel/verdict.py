@@ -62,13 +62,14 @@ def _order(beat: Beat) -> tuple[float, ...]:
 
 
 def silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Verdict:
-    """A rank whose beats have ended."""
+    """A rank whose beats have ended; its step is that of those who wait for it."""
     others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
     more = f" (and {others} more)" if others else ""
+    step, seconds = max(beat.step for beat in beats), silent_s[rank]
     return Verdict(
         rank,
-        f"{who(rank, beats[rank])}{more} has been silent for {silent_s[rank]:.0f} s, stopped or cut off, "
-        f"at {beats[rank].place}; {ADVICE}",
+        f"{who(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut off; "
+        f"its last beat was at {beats[rank].place}; {ADVICE}",
     )
 
 

@@ -133,23 +133,18 @@ class Trainer:
         overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
             return loss, norm
-        if math.isfinite(loss):
-            raise self._not_finite(step, self._at("backward"), "gradient norm", norm)
-        raise self._not_finite(step, self._at("forward", self._first_without_number(result)), "loss", loss)
+        last = self.pulse.calls.last
+        if math.isfinite(loss):  # a gradient is a sum over ranks before anybody can look at it
+            raise self._not_finite(step, "all ranks, backward", last, "gradient norm", norm)
+        raise self._not_finite(step, f"{self._first_without_number(result)}, forward", last, "loss", loss)
 
-    def _first_without_number(self, result: StepResult) -> int | None:
+    def _first_without_number(self, result: StepResult) -> str:
         """The first rank whose own part of the loss is none; asked only when the sum is none."""
-        finite = self.state.engine.mesh["world"].all_gather(torch.isfinite(result.part).reshape(1))
-        return next((rank for rank, fine in enumerate(finite.tolist()) if not fine), None)
+        finite = self.state.engine.mesh["world"].all_gather(torch.isfinite(result.part).reshape(1)).tolist()
+        return "all ranks" if all(finite) else f"rank {finite.index(False)}"
 
-    def _at(self, phase: str, rank: int | None = None) -> str:
-        """On several ranks: where it was. A gradient is a sum over ranks before anybody can look at it."""
-        if self.state.engine.mesh["world"].size == 1:
-            return ""
-        who = "all ranks" if rank is None else f"rank {rank}"
-        return f" ({who}, {phase}, last collective {self.pulse.calls.last or 'none'})"
-
-    def _not_finite(self, step: int, where: str, what: str, value: float) -> NonFiniteLoss:
+    def _not_finite(self, step: int, who: str, call: str, what: str, value: float) -> NonFiniteLoss:
+        where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         last = checkpoint.latest(self.folder.checkpoints)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
