@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,3 +70,16 @@ def break_down(named: dict[str, Any]) -> None:
 def lose_number(named: dict[str, Any]) -> None:
     """The loss of this rank is NaN."""
     named["scale"] = named["scale"] * float("nan")
+
+
+def terminate(named: dict[str, Any]) -> None:
+    """A cluster wants the machine back."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":  # torchrun ... -m tests.cli.faults STEP ACT RANK ONCE WORDS ...
+    from meshwright.cli.main import main
+
+    step, act, bad, once = sys.argv[1:5]
+    In(int(step), act, int(bad), once)(int(os.environ["RANK"]))
+    sys.exit(main(sys.argv[5:]))

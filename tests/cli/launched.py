@@ -42,21 +42,32 @@ def launch(
     folder: Path,
     *,
     fault: Callable[[int], None] | None = None,
+    store: dist.TCPStore | None = None,
+    **changes: str,
 ) -> Ended:
-    """Run the words (or each rank's own) on `world` processes; `fault`, told the rank, disturbs it before it starts."""
+    """Run the words (or each rank's own) on `world` processes; `fault`, told the rank, disturbs it before it starts.
+
+    `store`: of a former attempt, as torchrun keeps it; `changes` are to the environment, an empty one takes away.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store or new_store()
     each = [list(words) if isinstance(words[0], str) else list(words[rank]) for rank in range(world)]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
     environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks: list[Any] = []
     for rank in range(world):
-        mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **changes}
+        mine = {name: value for name, value in mine.items() if value}
         ranks.append(SERVER.Process(target=_rank, args=(rank, each[rank], mine, str(folder / f"{rank}.err"), fault)))
         ranks[-1].start()
     seconds = _attend(ranks)
     errors = "".join((folder / f"{rank}.err").read_text() for rank in range(world))
     return Ended(codes=[process.exitcode for process in ranks], errors=errors, seconds=seconds)
+
+
+def new_store() -> dist.TCPStore:
+    """What torchrun keeps for all attempts of a run."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _attend(ranks: list[Any]) -> float:
