@@ -96,14 +96,19 @@ def die_at(folder: Path, step: int, event: int) -> None:
     save_step(folder, step, megabytes=0.01, keep_last=1)
 
 
-def fill_disk(folder: Path) -> None:
-    """A disk of one MiB of our own (needs the right to mount): the third save does not fit."""
+def small_disk(folder: Path) -> None:
+    """A disk of one MiB of our own at `folder`; where mounting is not allowed, the process ends with SKIPPED."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x00020000) != 0:  # CLONE_NEWNS: the mount is seen by this process alone and dies with it
         os._exit(SKIPPED)
     private = subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True, check=False).returncode
     if private or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
         os._exit(SKIPPED)
+
+
+def fill_disk(folder: Path) -> None:
+    """The third save does not fit."""
+    small_disk(folder)
     _fails_and_recovers(folder, "No space left on device", megabytes=2.0)
 
 

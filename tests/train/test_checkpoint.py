@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.spec.errors import CheckpointError
-from meshwright.train import checkpoint, shards, shelf
+from meshwright.train import checkpoint, reading, shards, shelf
 from meshwright.train import commit as commits
 
 
@@ -144,7 +144,7 @@ def test_the_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
         return {"about": about, **content}
 
     theirs = tmp_path / "theirs"
-    with checkpoint._quiet():
+    with reading.quiet():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(theirs), save_distributed=True))
     ours = checkpoint.save(tmp_path / "ours", step=1, tensors=tensors, values={}, score=None, keep_last=1)
     (one,), (other,) = theirs.glob("*.safetensors"), ours.glob("*.safetensors")

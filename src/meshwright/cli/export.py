@@ -35,8 +35,9 @@ def export(
 def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     """Export a run (its newest checkpoint) or one of its checkpoints; returns the checkpoint that was taken.
 
-    `dtype` fp32, bf16 or fp16; None = as trained. Holds the weights once in memory. RunError, CheckpointError,
-    HubError where the shape cannot be written or `out` holds something, PlanError for an unknown dtype.
+    `dtype` fp32, bf16 or fp16; None = as trained. Holds 256 MiB of weights in memory, or the largest tensor, whichever
+    ranks wrote the checkpoint. RunError, CheckpointError, HubError where the shape cannot be written or `out` holds
+    something, PlanError for an unknown dtype.
     """
     from meshwright.data import Tokenizer
     from meshwright.model.hub import export_folder
@@ -78,17 +79,22 @@ def locate(source: Path) -> "tuple[RunFolder, Path]":
 
 
 def weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
-    """The weights of a checkpoint by name; for fp32 the master weights, where there are any. Read at the first one."""
+    """The weights of a checkpoint by name, layer after layer, a few at a time; for fp32 the master weights, where there
+    are any. Everything is verified at the first one."""
     import torch
 
-    from meshwright.train.checkpoint import load, names
+    from meshwright.train.checkpoint import names, stream
 
     kinds = names(checkpoint)
     chosen = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
     if wanted == torch.float32:
         masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
         chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
-    tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in chosen}
-    load(checkpoint, tensors, subset=True)
-    for name, plain in chosen.items():
-        yield plain, tensors.pop(name)
+    # In this order what one tensor of the directory is made of lies close together.
+    for name, tensor in stream(checkpoint, sorted(chosen, key=lambda name: _by_layer(chosen[name]))):
+        yield chosen[name], tensor
+
+
+def _by_layer(name: str) -> "list[tuple[int, str]]":
+    """To sort names with layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -7,6 +7,7 @@ the first one raised, with its traceback. Every call has processes of its own (t
 an old group that dies takes the name of a new one with it), forked from a server that has imported torch already.
 """
 
+import contextlib
 import multiprocessing
 import tempfile
 import traceback
@@ -82,5 +83,6 @@ def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, world: in
         pipe.send((True, traceback.format_exc()))
         return
     pipe.recv()
-    dist.barrier()
-    dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):  # whoever asked has all answers and may end the others
+        dist.barrier()
+        dist.destroy_process_group()

@@ -85,6 +85,12 @@ class Engine:
         for stage in self.stages:
             stage.eval()
 
+    def reshard(self) -> None:
+        """Put what an evaluation has gathered back into shards: only then is a parameter what this rank holds."""
+        for stage in self.stages:
+            for module in data.sharded_modules(stage):
+                module.reshard()
+
     def forward_backward(self, passes: Sequence[P], after: Callable[[P], None] | None = None) -> None:
         """Every micro-batch forward and backward through all stages; `passes` keep what they want to tell. Without a
         pipeline `after` is called after each."""

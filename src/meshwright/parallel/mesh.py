@@ -112,6 +112,14 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, count: Count | Non
     return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[ranks], count)
 
 
+def saving_group(mesh: Mesh) -> Group:
+    """All ranks once more, over Gloo: for a thread that works beside the training, whose collectives would meet those
+    of the training in a group that both use. Every rank calls this at the same place."""
+    world = mesh["world"]
+    process_group = dist.new_group(backend="gloo") if world.size > 1 else None
+    return replace(world, axis="saving", process_group=process_group, count=None)
+
+
 def counted(mesh: Mesh, count: Count | None) -> Mesh:
     """The same mesh whose collectives are told to `count`."""
     return replace(mesh, groups={name: replace(group, count=count) for name, group in mesh.groups.items()})

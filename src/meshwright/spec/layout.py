@@ -1,4 +1,5 @@
-"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO, schedule, recomputation, kernels."""
+"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO, schedule, recomputation, kernels,
+saving."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,8 @@ class Layout:
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "reference"] = "auto"
     """reference = the plain twins, for comparison."""
+    saving: Literal["auto", "async", "sync"] = "auto"
+    """async: a checkpoint is copied to host memory, then written while training goes on; auto = on a GPU only."""
 
     def __post_init__(self) -> None:
         for field in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):

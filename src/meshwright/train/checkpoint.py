@@ -6,22 +6,20 @@
         COMMIT                                         step, score, size and hash of every file
 
 Tensors may be DTensors: each rank writes its shards and reads what it needs, so a checkpoint loads under any layout.
-All ranks of `group` call `save` and `load` together, on a file system that they share.
+All ranks of `group` call `save` and `load` together, on a file system that they share; `stream` is for one process.
 """
 
 import errno
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.spec.errors import CheckpointError
 from meshwright.spec.units import gib
@@ -31,12 +29,14 @@ from meshwright.train.commit import Commit, FileRecord
 from meshwright.train.durable import sync_folder, write_file
 from meshwright.train.random_state import PREFIX as RNG_PREFIX
 from meshwright.train.random_state import rng_state, set_rng_state
-from meshwright.train.shards import ShardWriter
+from meshwright.train.reading import Kind, Reader, names, quiet, raised_as_is, stream
+from meshwright.train.shards import Assignment, ShardWriter
 from meshwright.train.shelf import Saved, best, latest, listing, sweep
 
 __all__ = [
     "Json",
     "Saved",
+    "assigned",
     "best",
     "latest",
     "listing",
@@ -45,13 +45,12 @@ __all__ = [
     "rng_state",
     "save",
     "set_rng_state",
+    "stream",
     "sweep",
     "values",
 ]
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""Whole shape and dtype of a tensor."""
 T = TypeVar("T")
 
 STATE = "state.json"
@@ -67,13 +66,15 @@ def save(
     score: float | None,
     keep_last: int,
     group: dist.ProcessGroup | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` and return it; it appears whole or not at all.
 
     Kept afterwards: the `keep_last` newest and the one of the lowest score. A checkpoint of a later step belongs to a
     course of training that was given up by resuming from before it, and goes too. `values` are those of rank 0. Needs
     room for the new checkpoint beside all that are kept, and no memory beyond the tensors. CheckpointError: disk full
-    or not writable (earlier checkpoints stay), or values that are no JSON.
+    or not writable (earlier checkpoints stay), or values that are no JSON. `check` is called before each tensor is
+    written; what it raises ends the save on all ranks.
     """
     state = _encode_state(values)
     saving, target = shelf.place_for(folder, step)
@@ -91,11 +92,11 @@ def save(
         shelf.publish(saving, target)
 
     try:
-        with _raised_as_is(), _quiet():
+        with raised_as_is(), quiet():
             dcp.save(
                 dict(tensors),
                 storage_writer=ShardWriter(saving, begin, end),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=_Planner(check),
                 process_group=group,
                 no_dist=not _distributed(),
             )
@@ -104,7 +105,9 @@ def save(
             shelf.discard(saving)
         if not isinstance(error, OSError):
             raise
-        raise _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values())) from None
+        failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
+        failure.said_elsewhere = _rank(group) > 0
+        raise failure from None
     if _rank(group) == 0:
         shelf.keep(folder, step, keep_last)
     return target
@@ -121,14 +124,15 @@ def load(
     a newer version.
     """
     commit = _agreed(lambda: _verify(checkpoint, group), group)
-    saved = _agreed(lambda: _saved_tensors(checkpoint), group)
+    reader = Reader(checkpoint)
+    saved = _agreed(reader.kinds, group)
     everyone = {name for rank in _gathered(sorted(tensors), group) for name in rank}
     _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
-    with _raised_as_is(), _quiet():
+    with raised_as_is(), quiet():
         dcp.load(
             wanted,
-            storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)),
+            storage_reader=reader,
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=not _distributed(),
@@ -143,10 +147,35 @@ def values(checkpoint: Path) -> dict[str, Any]:
     return _decode_state(checkpoint, commit)
 
 
-def names(checkpoint: Path) -> dict[str, Kind]:
-    """Name -> (whole shape, dtype) of every tensor; reads the head of each file only. CheckpointError."""
-    commits.check_sizes(checkpoint, commits.read(checkpoint))
-    return _saved_tensors(checkpoint)
+def assigned(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> set[str]:
+    """Which of these this rank writes when all ranks of `group` save them: of equal pieces one rank has it to do.
+
+    Plans a save and writes nothing.
+    """
+    found = Assignment()
+    with raised_as_is(), quiet():
+        dcp.save(
+            dict(tensors),
+            storage_writer=found,
+            planner=_Planner(None),
+            process_group=group,
+            no_dist=not _distributed(),
+        )
+    return found.names
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Asks `check` before each tensor whether to go on."""
+
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.check = check
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor to be written."""
+        if self.check is not None:
+            self.check()
+        return super().resolve_data(write_item)
 
 
 def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
@@ -165,18 +194,6 @@ def _verify(checkpoint: Path, group: dist.ProcessGroup | None) -> Commit:
     commits.check_sizes(checkpoint, commit)
     commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)])
     return commit
-
-
-def _saved_tensors(checkpoint: Path) -> dict[str, Kind]:
-    try:
-        entries = dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors raises classes of its own for a bad header
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}".splitlines()[0]) from None
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, dcp.TensorStorageMetadata)
-    }
 
 
 def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:
@@ -256,25 +273,7 @@ def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         refusal = str(error)
     refusals = [text for text in _gathered(refusal, group) if text]
     if refusals:
-        raise CheckpointError(refusals[0])
+        failure = CheckpointError(refusals[0])
+        failure.said_elsewhere = _rank(group) > 0
+        raise failure
     return result[0]
-
-
-@contextmanager
-def _raised_as_is() -> Iterator[None]:
-    """torch wraps what a rank raised (Ctrl-C too) in a CheckpointException of many lines: raise the cause itself."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-    else:
-        return
-    raise cause
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns that it runs in one process; that is meant. Every other warning is let through."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled, unavailable or uninitialized")
-        yield

@@ -11,6 +11,7 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
@@ -49,6 +50,7 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     device.prepare(target, plan.recipe.precision)
+    saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     with (
@@ -70,6 +72,7 @@ def run(
             ),
             device=target,
             pulse=pulse,
+            saving=saving,
             watchers=tuple(watchers) if first.here else (),
         )
         return trainer.train(stop)
@@ -79,6 +82,12 @@ def _started_with(plan: Plan, resume: str) -> str:
     """What must be the same on every rank."""
     keys = (f"{key}={value}" for key, value in planfile.dump(plan).items())
     return "\n".join((f"meshwright {__version__}", f"resume={resume}", *keys))
+
+
+def saves_behind(plan: Plan, target: torch.device) -> bool:
+    """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
+    training has, so there only where it is asked for."""
+    return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
 
 
 def _data_index(mesh: Mesh) -> int:

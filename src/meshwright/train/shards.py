@@ -108,6 +108,21 @@ class ShardWriter(StorageWriter):
         return "://" not in str(checkpoint_id)
 
 
+class Assignment(ShardWriter):
+    """Writes nothing: keeps the names of the tensors that this rank would write."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), lambda: None, lambda files: None)
+        self.names: set[str] = set()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Note the items."""
+        self.names = {item.index.fqn for item in plan.items}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+
 def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> FileRecord:
     """Write one safetensors file, hashed on the way and on disk when this returns. OSError as it comes."""
     digest, size_bytes = new_hash(), 0

@@ -43,6 +43,7 @@ class TrainState:
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole."""
         engine = self.engine
+        engine.reshard()
         found = {f"model.{name}": self._piece(name, local(p.detach())) for name, p in engine.parameters.items()}
         return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
 

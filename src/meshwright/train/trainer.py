@@ -2,13 +2,14 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.errors import NonFiniteLoss
@@ -19,6 +20,7 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.rate import learning_rate
 from meshwright.train.run import MetricsLog, RunFolder
+from meshwright.train.saver import Saver
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepResult, train_step
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
@@ -43,7 +45,18 @@ class Trainer:
     device: torch.device
     pulse: Pulse
     """Told of each step."""
+    saving: Group | None
+    """Of the thread that writes checkpoints; None = they are written between steps."""
     watchers: tuple[Watcher, ...]
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = Saver(
+            self.folder.checkpoints,
+            keep_last=self.plan.recipe.keep_last,
+            group=self.saving,
+            saved=lambda step, path: self._tell("saved", step, path),
+        )
 
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
@@ -56,18 +69,19 @@ class Trainer:
         begun, first_tokens, loss, saved = time.perf_counter(), progress.tokens, math.nan, progress.step
         score: float | None = None
         try:
-            while progress.step < recipe.steps and not self._stops(stop):
-                metrics = self._step(feed)
-                loss = metrics.loss
-                log.append(_record(metrics))
-                if _due(progress.step, recipe.log_every, recipe.steps):
-                    self._tell("stepped", metrics)
-                score = self._evaluate(log) if _due(progress.step, recipe.eval_every, recipe.steps) else None
-                if _due(progress.step, recipe.checkpoint_every, recipe.steps):
+            with self.saver:
+                while progress.step < recipe.steps and not self._stops(stop):
+                    metrics = self._step(feed)
+                    loss = metrics.loss
+                    log.append(_record(metrics))
+                    if _due(progress.step, recipe.log_every, recipe.steps):
+                        self._tell("stepped", metrics)
+                    score = self._evaluate(log) if _due(progress.step, recipe.eval_every, recipe.steps) else None
+                    if _due(progress.step, recipe.checkpoint_every, recipe.steps):
+                        self._save(log, score, goes_on=progress.step < recipe.steps)
+                        saved = progress.step
+                if saved != progress.step:
                     self._save(log, score)
-                    saved = progress.step
-            if saved != progress.step:
-                self._save(log, score)
         finally:
             feed.close()
             log.close()
@@ -79,12 +93,15 @@ class Trainer:
         return self.state.engine.mesh.rank == 0
 
     def _stops(self, stop: Interrupt) -> bool:
-        """Whether any rank was asked to stop: all end after the same step."""
-        world = self.state.engine.mesh["world"]
-        if world.size == 1:
-            return stop.requested is not None
-        flag = torch.full((), SIGNALS.index(stop.requested), dtype=torch.int32, device=self.device)
-        stop.requested = SIGNALS[int(world.all_reduce(flag, "max").item())]
+        """Whether any rank was asked to stop: all end after the same step. CheckpointError on all where one could not
+        write in the background."""
+        world, failed = self.state.engine.mesh["world"], int(self.saver.failed())
+        if world.size > 1:
+            told = torch.tensor((SIGNALS.index(stop.requested), failed), dtype=torch.int32, device=self.device)
+            signal, failed = world.all_reduce(told, "max").tolist()
+            stop.requested = SIGNALS[signal]
+        if failed:
+            self.saver.give_up()
         return stop.requested is not None
 
     def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
@@ -145,6 +162,7 @@ class Trainer:
 
     def _not_finite(self, step: int, who: str, call: str, what: str, value: float) -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
+        self.saver.settle()
         last = checkpoint.latest(self.folder.checkpoints)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
@@ -212,19 +230,17 @@ class Trainer:
         self._tell("evaluated", metrics)
         return metrics.loss
 
-    def _save(self, log: MetricsLog, score: float | None) -> None:
+    def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
         progress = self.state.progress
         log.sync()
-        path = checkpoint.save(
-            self.folder.checkpoints,
-            step=progress.step,
-            tensors=self.state.tensors(),
-            values=self.state.values(self.plan.recipe, self.corpus.fingerprint),
-            score=score,
-            keep_last=self.plan.recipe.keep_last,
+        self.saver.save(
+            progress.step,
+            self.state.tensors(),
+            self.state.values(self.plan.recipe, self.corpus.fingerprint),
+            score,
+            last=not goes_on,
         )
-        self._tell("saved", progress.step, path)
 
     def _info(self) -> RunInfo:
         plan, layout = self.plan, self.plan.layout
@@ -281,6 +297,7 @@ class Trainer:
             tokens=progress.tokens,
             seconds=progress.seconds,
             tokens_per_second=tokens / seconds if seconds else 0.0,
+            saving_seconds=self.saver.blocked_s,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.latest(self.folder.checkpoints),
             stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(stop.requested or "", "done"),

@@ -100,6 +100,8 @@ class Summary:
     seconds: float
     tokens_per_second: float
     """Mean over this process."""
+    saving_seconds: float = 0.0
+    """What steps and the end waited for checkpoints."""
     peak_allocated_bytes: int
     checkpoint: Path | None
     """The last one; None = none was written."""
