@@ -20,11 +20,15 @@ def world_violation(plan: Plan, processes: int) -> str | None:
         if not found:
             return None
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return found[0] + more + (_instead(plan, processes) if processes > 1 else "")
+        return (
+            found[0]
+            + more
+            + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
+        )
     factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     start = "" if found else f": start {layout.world} processes (torchrun --nproc_per_node {layout.world})"
     return f"the layout has {factors} = {layout.world} ranks and {processes} were started{start}" + (
-        _instead(plan, processes) or ("" if start else f": {found[0]}")
+        _instead(plan, processes, ", or take ") or ("" if start else f": {found[0]}")
     )
 
 
@@ -38,11 +42,11 @@ def nearest_layouts(plan: Plan, processes: int) -> list[Layout]:
     return sorted(found, key=lambda layout: _distance(plan.layout, layout))
 
 
-def _instead(plan: Plan, processes: int) -> str:
-    """`, or take layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`; or the numbers of processes that would do."""
+def _instead(plan: Plan, processes: int, lead: str) -> str:
+    """`LEAD layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`; or the numbers of processes that would do."""
     layouts = nearest_layouts(plan, processes)[:PROPOSED]
     if layouts:
-        return ", or take " + ", or ".join(_change(plan.layout, layout) for layout in layouts)
+        return lead + ", or ".join(_change(plan.layout, layout) for layout in layouts)
     numbers = [
         next(
             (n for n in range(processes + way, processes + way * FARTHEST, way) if n > 0 and nearest_layouts(plan, n)),
@@ -63,7 +67,7 @@ def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
     """In doublings of degrees; then few changes, then those that cost least to communicate."""
     apart = sum(abs(math.log2(getattr(new, axis) / getattr(old, axis))) for axis in AXES)
     changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
-    return round(apart, 6), len(changed), max((CHANGED_FIRST.index(a) for a in changed if a in AXES), default=0)
+    return round(apart, 6), len(changed), sum(CHANGED_FIRST.index(axis) for axis in changed if axis in AXES)
 
 
 def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,9 +80,16 @@ def run(
 
 
 def _started_with(plan: Plan, resume: str) -> str:
-    """What must be the same on every rank."""
-    keys = (f"{key}={value}" for key, value in planfile.dump(plan).items())
-    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *keys))
+    """What must be the same on every rank, a line for each key."""
+    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *_lines("", planfile.dump(plan))))
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _lines(f"{name}.{key}" if name else key, item)
+    else:
+        yield f"{name}={value}"
 
 
 def saves_behind(plan: Plan, target: torch.device) -> bool:
