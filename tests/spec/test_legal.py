@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec import Layout, Recipe, presets
-from meshwright.spec.legal import layout_violations, nearest_divisor, world_violation
+from meshwright.spec.legal import layout_violations, nearest_divisor
 
 LLAMA = presets.model("llama-3.1-8b")
 MIXTRAL = presets.model("mixtral-8x7b")
@@ -65,13 +65,3 @@ def test_legal(layout: dict[str, Any]) -> None:
 
 def test_nearest_divisor() -> None:
     assert [nearest_divisor(32, n) for n in (1, 3, 5, 12, 100)] == [1, 2, 4, 8, 32]
-
-
-def test_the_world_must_be_the_layouts() -> None:
-    assert world_violation(Layout(tp=2, dp_shard=3), 6) is None
-    sentence = world_violation(Layout(tp=2, dp_shard=3), 8)
-    assert sentence is not None
-    assert "dp_shard=3 x cp=1 x tp=2 x pp=1 = 6 ranks and 8 were started" in sentence
-    assert "layout.dp_shard=4" in sentence
-    alone = world_violation(Layout(tp=2), 1)
-    assert alone is not None and "torchrun --nproc_per_node 2" in alone

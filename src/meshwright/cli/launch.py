@@ -1,18 +1,33 @@
-"""Under torchrun: join the other processes of a run, or say in one sentence why not."""
+"""Under torchrun: join the other processes of a run, or say in one sentence, from one of them, why not."""
 
+import json
 import os
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from meshwright.spec.errors import IllegalLayout, PlanError, RunError
-from meshwright.spec.legal import world_violation
+from meshwright.spec.errors import MeshwrightError, RunError
 
 if TYPE_CHECKING:
-    from meshwright.spec import Layout
+    import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=10)
+    from meshwright.parallel.pulse import Pulse
+    from meshwright.parallel.watchdog import Watchdog
+
+REACH_S, MEET_S = 60.0, 600.0
+"""For the launcher's store, which is there before any rank; for the slowest rank to import torch."""
+LAST_WORDS_S = 20.0
+"""For other ranks to come where this one has failed before it met them."""
+WATCHED, UNWATCHED = timedelta(days=1), timedelta(minutes=10)
+"""How long a collective may take: the watchdog knows better than the library what is slow and what hangs."""
+SHOW_CURSOR = b"\x1b[?25h"
+
+_watchdog: "Watchdog | None" = None
+"""Of this process: whatever ends it, from the first line of a verb to its last, is told through it."""
 
 
 def rank() -> int:
@@ -26,37 +41,161 @@ def processes() -> int:
 
 
 @contextmanager
-def joined(layout: "Layout") -> Iterator[None]:
-    """Within, this process is one rank of the layout's world: NCCL on GPUs (one each), Gloo on CPUs.
+def joined(hang_after_s: float | None = None) -> Iterator["Pulse"]:
+    """Within, this process is one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs; alone, nothing.
 
-    IllegalLayout: the layout is of another number of processes. RunError: more processes than GPUs on this node.
-    PlanError: an address in use or unreachable.
+    `hang_after_s`: see parallel.verdict.Limits. RunError: a backend is absent, there are fewer GPUs than processes, an
+    address is in use or unreachable, a rank does not come.
     """
-    violation = world_violation(layout, processes())
-    if violation:
-        raise IllegalLayout(violation)
+    global _watchdog
+    from meshwright.parallel.pulse import Pulse
+
     if processes() == 1:
-        yield
+        yield Pulse()
         return
+    import torch.distributed as dist
+
+    backend = _backend()
+    _watchdog = _meet(MEET_S, hang_after_s)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", _watchdog.main_store),
+            rank=rank(),
+            world_size=processes(),
+            timeout=UNWATCHED if hang_after_s == 0 else WATCHED,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RunError(f"rank {rank()} cannot join the others: {_first_line(error)}") from None
+    yield _watchdog.pulse
+    dist.destroy_process_group()
+    _watchdog.close()
+    _watchdog = None
+
+
+def fail(error: BaseException, line: str, code: int) -> None:
+    """Print the line of an error. Of many processes one prints it, all end with its exit code: no return then."""
+    watchdog = _watchdog
+    if watchdog is None and processes() > 1:
+        try:
+            watchdog = _meet(LAST_WORDS_S, None)
+        except Exception:  # nobody to talk to: the first rank speaks, the launcher ends the others
+            if rank() > 0:
+                time.sleep(1)
+    if watchdog is None:
+        _say(line)
+        return
+    if _is_lost_connection(error):
+        watchdog.lost(_first_line(error), error.__traceback__)
+    if not isinstance(error, (MeshwrightError, KeyboardInterrupt)) and code == 1:
+        line = f"rank {rank()} failed at {watchdog.watch.after(error.__traceback__).place}: {line}"
+    watchdog.failed(line, code)
+
+
+def _backend() -> str:
     import torch
     import torch.distributed as dist
 
-    backend = "gloo"
-    if torch.cuda.is_available():
-        local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= there:
-            raise RunError(f"process {local} of this node has no GPU: it has {there}; take --nproc_per_node {there}")
-        torch.cuda.set_device(local)
-        backend = "cpu:gloo,cuda:nccl"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = ["gloo", "nccl"] if gpus else ["gloo"]
+    absent = [
+        name for name in needed if not (dist.is_available() and getattr(dist, f"is_{name}_available", lambda: True)())
+    ]
+    if absent:
+        raise RunError(f"this torch was built without {' and '.join(absent)}, which {processes()} processes need")
+    if not gpus:
+        return "gloo"
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= gpus:
+        raise RunError(f"process {local} of this node has no GPU: it has {gpus}; take --nproc_per_node {gpus}")
+    torch.cuda.set_device(local)
+    return "cpu:gloo,cuda:nccl"
+
+
+def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
+    """Find the other ranks and watch them from now on."""
+    import torch.distributed as dist
+
+    from meshwright.parallel.meeting import meet
+    from meshwright.parallel.pulse import Pulse
+    from meshwright.parallel.verdict import Limits
+    from meshwright.parallel.watchdog import Place, Watchdog
+    from meshwright.train.phases import PHASES
+
+    store = _store(hosts=rank() == 0 and not _is_agents_store())
+    attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
+    place = Place(
+        rank=rank(),
+        world=processes(),
+        neighbours=_neighbours(),
+        host=socket.gethostname() if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else "",
+    )
+    watchdog = Watchdog(
+        dist.PrefixStore(attempt, _store(hosts=False)),
+        dist.PrefixStore(attempt, store),
+        place,
+        pulse=Pulse(),
+        phases=PHASES,
+        limits=Limits(hang_s=hang_after_s),
+        say=_say,
+        end=os._exit,
+    )
+    watchdog.start()
+    return watchdog
+
+
+def _is_agents_store() -> bool:
+    """torchrun keeps the store; started by hand, the first rank does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store(*, hosts: bool) -> "dist.TCPStore":
+    import torch.distributed as dist
+
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise RunError("WORLD_SIZE is above 1 without MASTER_ADDR and MASTER_PORT: start with torchrun") from None
+    try:
+        return dist.TCPStore(
+            host, port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts, timeout=timedelta(seconds=REACH_S)
+        )
     except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        raise PlanError(
-            f"rank {rank()} cannot join the others at {place}: {reason}; is the port free and every rank started?"
+        if hosts:
+            advice = "take another MASTER_PORT" if "EADDRINUSE" in str(error) else "is MASTER_ADDR this machine?"
+            raise RunError(f"rank 0 cannot listen on {host}:{port}: {_first_line(error)}; {advice}") from None
+        raise RunError(
+            f"rank {rank()} cannot reach {host}:{port}: {_first_line(error)}; is the port free and rank 0 started?"
         ) from None
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+
+
+def _neighbours() -> tuple[int, ...]:
+    """Ranks of the same launcher on this machine: torchrun numbers them one after another."""
+    if not os.environ.keys() >= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
+        return ()
+    first = rank() - int(os.environ["LOCAL_RANK"])
+    return tuple(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """What a collective raises where another rank is gone; Gloo's errors have no class of their own."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+
+
+def _say(line: str) -> None:
+    """Past all buffers: whoever holds one may stand still. Also for torchrun, which repeats it in its report."""
+    cursor = SHOW_CURSOR if sys.stdout.isatty() else b""
+    os.write(2, cursor + f"meshwright: {line}\n".encode())
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with open(report, "w", encoding="utf-8") as file:
+            json.dump({"message": found}, file)

@@ -16,6 +16,7 @@ from meshwright.cli.failure import explain
 from meshwright.cli.generate import generate
 from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
+from meshwright.cli.launch import fail, processes
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
@@ -127,17 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         line, code = _usage(error, words) if isinstance(error, USAGE_ERROR) else explain(error)
-        if not _said_by_rank_0(error):
+        if processes() > 1:
+            fail(error, line, code)
+        else:
             print(f"meshwright: {line}", file=sys.stderr)
         return code
-
-
-def _said_by_rank_0(error: BaseException) -> bool:
-    """Whether every process of the run sees this error and the first one speaks: a plan is the same everywhere."""
-    from meshwright.cli.launch import rank
-    from meshwright.spec.errors import PlanError
-
-    return getattr(error, "said_elsewhere", False) or (rank() > 0 and isinstance(error, PlanError))
 
 
 def _share_cores() -> None:

@@ -21,6 +21,15 @@ def train(
     words: Words = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (extra).")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (extra).")] = False,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="On several processes: how long one may stand still in a step. 0 = for ever. "
+            "[default: 30, or 10 times the longest step]",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
@@ -29,12 +38,18 @@ def train(
     resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import joined, rank
+    from meshwright.cli.launch import joined, processes, rank
+    from meshwright.spec.errors import IllegalLayout, PlanError
+    from meshwright.spec.worlds import world_violation
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes)
-    plan.check()
+    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes, processes=processes())
+    violation = world_violation(plan, processes())
+    if violation:
+        raise IllegalLayout(violation)
+    if hang_after is not None and not 0 <= hang_after < float("inf"):
+        raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
     for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
@@ -43,13 +58,15 @@ def train(
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    with joined(plan.layout):
+    with joined(hang_after) as pulse:
         if rank():
-            loop.run(plan, resume=resume)
+            loop.run(plan, resume=resume, pulse=pulse)
             return
         services = _services(tensorboard, wandb)
         with choose(console(json=json)) as display:
-            summary = loop.run(plan, watchers=[display, *services], resume=resume, progress=display.encoding)
+            summary = loop.run(
+                plan, watchers=[display, *services], resume=resume, progress=display.encoding, pulse=pulse
+            )
     if json:
         print_json(summary)
     elif summary.stopped != "done":

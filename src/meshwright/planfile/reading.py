@@ -3,6 +3,7 @@
 Every problem is found before one is reported: the first in one line, and how many more there are.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,15 @@ from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, own_name, ow
 from meshwright.planfile.text import Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import AXES
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 
 DEFAULT_MODEL = "llama-tiny"
 MUST_SAY = ("model", "data", "run")
 """Keys that may be left out, but not be empty: an empty shell variable must not mean the default."""
+AUTO, MAY_BE_AUTO = "auto", ("dp_shard", "dp_replicate")
+"""Degrees that take what is there, so that a run goes on with fewer processes, or more."""
 EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d{1,2}")
 
 ShapeFromFolder = Callable[[Path], ModelShape]
@@ -31,12 +35,14 @@ def read(
     *,
     shape_from_folder: ShapeFromFolder | None = None,
     notes: list[str] | None = None,
+    processes: int = 1,
 ) -> Plan:
     """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
 
     `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. What was read under another
-    tool's name is said in `notes`, or as a warning. PlanError names the place, the key and the nearest legal value;
-    whether the plan can run is `Plan.check`'s question.
+    tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
+    to it. PlanError names the place, the key and the nearest legal value; whether the plan can run is `Plan.check`'s
+    question.
     """
     reader = _Reader(shape_from_folder)
     tree = reader.named(parse_file(Path(path)), "") if path is not None else Given({}, "")
@@ -44,7 +50,7 @@ def read(
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
     for override in overrides:
         tree = reader.overridden(tree, override)
-    plan = reader.plan(tree)
+    plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
         if notes is None:
             warnings.warn(note, stacklevel=2)
@@ -102,6 +108,32 @@ class _Reader:
         for key in reversed(path):
             value = Given({key: value}, value.where)
         return _put(tree, self.named(value, ""), len(path), "")
+
+    def filled(self, tree: Given, processes: int) -> Given:
+        """The tree with a number for a degree that is `auto`: the processes over the other degrees, rounded down; too
+        many processes are then refused like those of any other layout. ZeRO has nobody to share with on one rank."""
+        layout = tree.value.get("layout") if isinstance(tree.value, dict) else None
+        if layout is None or not isinstance(layout.value, dict):
+            return tree
+        items = dict(layout.value)
+        degrees = {axis: str(items[axis].value).lower() if axis in items else "1" for axis in AXES}
+        open_axes = [axis for axis in MAY_BE_AUTO if degrees[axis] == AUTO]
+        if len(open_axes) != 1:
+            if open_axes:
+                self.refuse(items[open_axes[0]].where, "layout.dp_shard and layout.dp_replicate: one can be auto")
+            return tree
+        axis = open_axes[0]
+        degrees[axis] = "1"
+        if not all(word.isdecimal() and int(word) for word in degrees.values()):
+            return tree  # said with the rest of the layout
+        number = max(1, processes // math.prod(map(int, degrees.values())))
+        items[axis] = Given(str(number), items[axis].where)
+        degrees[axis] = str(number)
+        zero = items.get("zero")
+        if zero is not None and zero.value != "0" and degrees["dp_shard"] == degrees["cp"] == "1":
+            items["zero"] = Given("0", zero.where)
+            self.notes.append(f"layout.zero={zero.value} has nobody to share with on {processes} process: read as 0")
+        return Given({**tree.value, "layout": Given(items, layout.where)}, tree.where)
 
     def plan(self, tree: Given) -> Plan:
         """The Plan of a named tree; raises the first problem."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml  # type: ignore[import-untyped]
 
 from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, part_of, sections
-from meshwright.planfile.reading import DEFAULT_MODEL
+from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
@@ -86,6 +86,9 @@ def schema() -> dict[str, Any]:
         _describe(found if not section else found["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
         _allow_word(found, section, kinds)
+    for axis in MAY_BE_AUTO:
+        degree = found["$defs"]["Layout"]["properties"][axis]
+        degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
     found.pop("required")
     return found
 

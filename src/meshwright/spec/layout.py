@@ -15,9 +15,9 @@ class Layout:
     """How a step is laid over devices. Every degree is declared here; 1 = not used."""
 
     dp_replicate: int = 1
-    """Data parallel: replicas that hold the same shards."""
+    """Data parallel: replicas that hold the same shards; auto = what the number of processes leaves."""
     dp_shard: int = 1
-    """Data parallel: ranks that share one replica (ZeRO, FSDP)."""
+    """Data parallel: ranks that share one replica (ZeRO, FSDP); auto = what the number of processes leaves."""
     tp: int = 1
     """Tensor parallel: ranks that share every matrix."""
     cp: int = 1

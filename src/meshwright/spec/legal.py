@@ -140,19 +140,3 @@ def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"recipe.noise_scale_every={recipe.noise_scale_every} compares micro-batches on one device, and the layout "
             f"has {layout.world} ranks: take recipe.noise_scale_every=0"
         )
-
-
-def world_violation(layout: Layout, processes: int) -> str | None:
-    """A sentence where the number of processes is not the layout's; names the nearest layouts that would be."""
-    if layout.world == processes:
-        return None
-    factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
-    rest = layout.cp * layout.tp * layout.pp * layout.dp_replicate
-    advice = f"start {layout.world} processes (torchrun --nproc_per_node {layout.world})"
-    if processes % rest == 0:
-        advice += f", or take layout.dp_shard={processes // rest}"
-    elif processes == 1:
-        advice += ", or take every degree as 1"
-    else:
-        advice += f", or take layout.dp_shard={processes} and every other degree as 1"
-    return f"the layout has {factors} = {layout.world} ranks and {processes} were started: {advice}"

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -10,13 +11,15 @@ class Interrupt:
     """Within `with Interrupt() as stop:`, `stop.requested` is None or the name of the first signal that came.
 
     SIGTERM (what a cluster sends before it takes the machine) and the first Ctrl-C only set it; the second Ctrl-C
-    raises KeyboardInterrupt where the program stands. Handlers are put back at the end. Python lets only the main
-    thread of a process handle signals: in another thread this does nothing.
+    raises KeyboardInterrupt where the program stands; one within `echo_s` of the first counts as the same. Handlers are
+    put back at the end. Python lets only the main thread of a process handle signals: in another thread this does
+    nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, echo_s: float = 0.0) -> None:
         self.requested: str | None = None
-        self._presses = 0
+        self.echo_s = echo_s
+        self._presses: list[float] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -34,6 +37,7 @@ class Interrupt:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        self._presses += number == signal.SIGINT
-        if self._presses > 1:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            self._presses.append(time.monotonic())
+            if len(self._presses) > 1 and self._presses[-1] - self._presses[0] >= self.echo_s:
+                raise KeyboardInterrupt

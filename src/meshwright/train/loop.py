@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.mesh import saving_group
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.train import checkpoint, device
@@ -25,6 +27,9 @@ from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
 from meshwright.train.watch import Summary, Watcher
 
+ECHO_S = 1.0
+"""A launcher passes on the Ctrl-C that its processes have already had from the terminal."""
+
 
 def run(
     plan: Plan,
@@ -32,15 +37,18 @@ def run(
     watchers: Sequence[Watcher] = (),
     resume: str = "no",
     progress: Callable[[int, int], None] | None = None,
+    pulse: Pulse | None = None,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
-    `progress` is told of the encoding of the text: bytes done, bytes in all. Ctrl-C and SIGTERM save and end cleanly.
+    `progress` is told of the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
+    Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
-    mesh = make_mesh(plan.layout)
+    pulse = pulse or Pulse()
+    mesh = make_mesh(plan.layout, count=pulse.calls)
     first = FirstRank(mesh["world"])
-    same_everywhere(mesh["world"], "plans or versions", f"meshwright {__version__}\n{planfile.dump(plan)}")
+    same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target))
@@ -48,7 +56,10 @@ def run(
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    with _folder(plan, corpus, resume, first) as folder, Interrupt() as stop:
+    with (
+        _folder(plan, corpus, resume, first) as folder,
+        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
+    ):
         state = _new_state(plan, mesh, target)
         _resume(state, plan, corpus, folder, resume)
         first.alone(folder.keep_plan)
@@ -63,10 +74,24 @@ def run(
                 columns=state.engine.columns(plan.recipe.sequence),
             ),
             device=target,
+            pulse=pulse,
             saving=saving,
             watchers=tuple(watchers) if first.here else (),
         )
         return trainer.train(stop)
+
+
+def _started_with(plan: Plan, resume: str) -> str:
+    """What must be the same on every rank, a line for each key."""
+    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *_lines("", planfile.dump(plan))))
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _lines(f"{name}.{key}" if name else key, item)
+    else:
+        yield f"{name}={value}"
 
 
 def saves_behind(plan: Plan, target: torch.device) -> bool:

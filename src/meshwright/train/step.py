@@ -20,6 +20,8 @@ class StepResult:
 
     loss: Tensor
     """Nats per valid token of the whole step."""
+    part: Tensor
+    """What this rank's stages added to it, before the loss scale was taken out."""
     grad_norm: Tensor
     """Before clipping, loss scale taken out."""
     balance: Tensor | None
@@ -54,7 +56,7 @@ def train_step(
     engine.forward_backward(passes, after=lambda one: gradients.collect(one.batch.valid * weights.token))
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
-    loss = engine.sum_loss(loss) / weights.scale
+    part, loss = loss, engine.sum_loss(loss) / weights.scale
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     skipped = (~torch.isfinite(norm)).float()
@@ -65,6 +67,7 @@ def train_step(
         scaler.update(skipped.bool())
     return StepResult(
         loss=loss,
+        part=part,
         grad_norm=norm,
         balance=engine.sum_loss(balance) if engine.model.shape.moe else None,
         skipped=skipped,

@@ -10,6 +10,7 @@ import torch
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
 from meshwright.parallel.group import Group
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.flop import TokenFlop, token_flop
@@ -42,6 +43,8 @@ class Trainer:
     share: Share
     """What this rank reads of every step."""
     device: torch.device
+    pulse: Pulse
+    """Told of each step."""
     saving: Group | None
     """Of the thread that writes checkpoints; None = they are written between steps."""
     watchers: tuple[Watcher, ...]
@@ -112,12 +115,12 @@ class Trainer:
 
     def _step(self, feed: Feed) -> StepMetrics:
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
-        started = time.perf_counter()
+        started, step = time.perf_counter(), progress.step + 1
+        self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
         following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
         waited = time.perf_counter() - started
-        step = progress.step + 1
         measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
         result = train_step(
             self.state.engine,
@@ -134,6 +137,7 @@ class Trainer:
             squared = [value.item() for value in result.micro_squared]
             progress.noise.add(squared, result.micro_tokens, norm**2)
         elapsed = time.perf_counter() - started
+        self.pulse.step_ended(elapsed)
         tokens = count * recipe.sequence
         progress.step, progress.cursor = step, progress.cursor + count
         progress.tokens, progress.seconds = progress.tokens + tokens, progress.seconds + elapsed
@@ -146,14 +150,23 @@ class Trainer:
         overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
             return loss, norm
-        raise self._not_finite(step, *(("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)))
+        last = self.pulse.calls.last
+        if math.isfinite(loss):  # a gradient is a sum over ranks before anybody can look at it
+            raise self._not_finite(step, "all ranks, backward", last, "gradient norm", norm)
+        raise self._not_finite(step, f"{self._first_without_number(result)}, forward", last, "loss", loss)
 
-    def _not_finite(self, step: int, what: str, value: float) -> NonFiniteLoss:
+    def _first_without_number(self, result: StepResult) -> str:
+        """The first rank whose own part of the loss is none; asked only when the sum is none."""
+        finite = self.state.engine.mesh["world"].all_gather(torch.isfinite(result.part).reshape(1)).tolist()
+        return "all ranks" if all(finite) else f"rank {finite.index(False)}"
+
+    def _not_finite(self, step: int, who: str, call: str, what: str, value: float) -> NonFiniteLoss:
+        where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         self.saver.settle()
         last = checkpoint.latest(self.folder.checkpoints)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
-            f"step {step}: the {what} is {value}; {kept}. Lower recipe.learning_rate (now "
+            f"step {step}{where}: the {what} is {value}; {kept}. Lower recipe.learning_rate (now "
             f"{self.plan.recipe.learning_rate}), lengthen recipe.warmup_steps, or look at the data of this step"
         )
 

@@ -1,0 +1,85 @@
+"""What happens to a rank in the middle of its work."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BAD = 1
+"""The rank that is disturbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """In the forward pass of a step, rank `bad` does `act` (a name of this module)."""
+
+    step: int
+    act: str
+    bad: int = BAD
+    once: str = ""
+    """A file that is made: where it exists, nothing happens."""
+
+    def __call__(self, rank: int) -> None:
+        from meshwright.model import Transformer
+        from meshwright.train import trainer
+
+        if rank != self.bad or (self.once and Path(self.once).exists()):
+            return
+        act: Callable[[dict[str, Any]], None] = globals()[self.act]
+        stage, train_step = Transformer.stage, trainer.train_step
+        steps = [0]
+
+        def disturbed(model: Any, *given: Any, **named: Any) -> Any:
+            if steps[0] == self.step:
+                if self.once:
+                    Path(self.once).touch()
+                act(named)
+            return stage(model, *given, **named)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            steps[0] += 1
+            return train_step(*given, **named)
+
+        Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
+
+
+def die(named: dict[str, Any]) -> None:
+    """As the kernel kills a process that has taken too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(named: dict[str, Any]) -> None:
+    """No thread of it runs any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep(named: dict[str, Any]) -> None:
+    """The main thread alone stands still."""
+    time.sleep(1000)
+
+
+def break_down(named: dict[str, Any]) -> None:
+    """An error that nobody foresaw."""
+    raise ZeroDivisionError("a fault of this machine")
+
+
+def lose_number(named: dict[str, Any]) -> None:
+    """The loss of this rank is NaN."""
+    named["scale"] = named["scale"] * float("nan")
+
+
+def terminate(named: dict[str, Any]) -> None:
+    """A cluster wants the machine back."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":  # torchrun ... -m tests.cli.faults STEP ACT RANK ONCE WORDS ...
+    from meshwright.cli.main import main
+
+    step, act, bad, once = sys.argv[1:5]
+    In(int(step), act, int(bad), once)(int(os.environ["RANK"]))
+    sys.exit(main(sys.argv[5:]))

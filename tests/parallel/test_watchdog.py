@@ -1,0 +1,137 @@
+"""Who is to blame, from beats alone; what a watched thread is seen to do; how an attempt gets its name."""
+
+import importlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.parallel.meeting import meet, named
+from meshwright.parallel.pulse import Beat, Pulse, Watch
+from meshwright.parallel.verdict import Limits, judge
+from meshwright.parallel.watchdog import _Observed
+from meshwright.spec.errors import RunError
+from meshwright.train.phases import PHASES
+
+MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce over data", where="a.py:1 in f")
+STILL = replace(MOVES, still_s=31.0)
+WAITS = replace(STILL, waits=True)
+AWAKE = [0.0] * 3
+
+
+def blamed(*beats: Beat, silent_s: list[float] = AWAKE, **limits: Any) -> int | None:
+    found = judge(beats, silent_s, Limits(**limits))
+    return None if found is None else found.rank
+
+
+def test_all_is_well() -> None:
+    assert blamed(MOVES, MOVES, MOVES) is None
+    assert blamed(replace(MOVES, still_s=29), replace(WAITS, still_s=29), MOVES) is None
+
+
+def test_who_works_on_is_not_blamed_and_who_waits_for_him_neither() -> None:
+    assert blamed(MOVES, WAITS, WAITS) is None
+
+
+def test_who_stands_outside_of_a_collective_is_blamed() -> None:
+    assert blamed(replace(WAITS, still_s=99), STILL, WAITS) == 1
+    assert blamed(replace(STILL, still_s=40), STILL, WAITS) == 0
+
+
+def test_where_all_wait_the_farthest_behind_is_blamed() -> None:
+    assert blamed(WAITS, WAITS, replace(WAITS, step=6)) == 2
+    assert blamed(WAITS, replace(WAITS, calls=49), replace(WAITS, still_s=50)) == 1
+
+
+def test_limits_follow_the_longest_step_and_slow_phases() -> None:
+    assert blamed(WAITS, replace(STILL, longest_s=10.0), WAITS) is None
+    assert blamed(WAITS, replace(STILL, longest_s=10.0, still_s=101.0), WAITS) == 1
+    saving = replace(STILL, phase="save", slow=True)
+    assert blamed(WAITS, saving, WAITS) is None
+    assert blamed(WAITS, replace(saving, still_s=601), WAITS) == 1
+    assert blamed(WAITS, STILL, WAITS, hang_s=40.0) is None
+    assert blamed(WAITS, replace(STILL, longest_s=10.0), WAITS, hang_s=3.0) == 1
+    assert blamed(WAITS, replace(STILL, still_s=1e6), WAITS, silent_s=[0, 1e6, 0], hang_s=0) is None
+
+
+def test_silence() -> None:
+    assert blamed(WAITS, MOVES, MOVES, silent_s=[0, 31, 0]) == 1
+    assert blamed(WAITS, MOVES, MOVES, silent_s=[0, 8, 0]) is None
+    assert blamed(replace(WAITS, lost="closed by peer"), MOVES, MOVES, silent_s=[0, 8, 0]) == 1
+    assert blamed(MOVES, replace(MOVES, done=True), MOVES, silent_s=[0, 1e6, 0]) is None
+
+
+def test_the_sentence_names_rank_step_phase_and_collective() -> None:
+    found = judge([WAITS, replace(STILL, host="node17"), WAITS], AWAKE, Limits())
+    assert found is not None
+    who = "rank 1 on node17 has stood still for 31 s at step 7, forward, last collective all_reduce over data "
+    assert found.sentence.startswith(who + "(a.py:1 in f)")
+
+
+def test_an_observer_that_was_stopped_itself_blames_nobody() -> None:
+    seen = _Observed(2)
+    seen.note([1, 1], 100.0)
+    seen.note([2, 1], 101.0)
+    assert seen.silent_s == [0.0, 1.0]
+    seen.note([2, 1], 500.0)
+    assert seen.silent_s == [2.0, 3.0]
+
+
+def test_a_thread_is_seen_where_it_stands() -> None:
+    pulse, go, on = Pulse(step=3, ended=5), threading.Event(), threading.Event()
+    watches = []
+
+    def deep() -> None:
+        on.set()
+        go.wait(20)
+
+    def work() -> None:
+        watches.append(Watch(pulse, {f"{__name__}:{deep.__qualname__}": "forward"}))
+        deep()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    on.wait(20)
+    time.sleep(0.05)
+    first = watches[0].look()
+    time.sleep(0.05)
+    second = watches[0].look()
+    assert (first.step, first.phase, first.slow, first.waits) == (3, "forward", False, False)
+    assert second.still_s > first.still_s and "in wait" in second.where
+    pulse.calls("data", "all_reduce", 8)
+    third = watches[0].look()
+    assert third.still_s == 0.0 and third.last == "all_reduce over data" and third.calls == 1
+    assert Beat.decode(third.encode().encode()) == third
+    go.set()
+    thread.join()
+
+
+def test_every_phase_is_a_function_that_exists() -> None:
+    for name in PHASES:
+        module, _, path = name.partition(":")
+        found: Any = importlib.import_module(module)
+        for step in path.split("."):
+            found = getattr(found, step)
+        assert callable(found) and found.__qualname__ == path
+
+
+def test_ranks_meet_in_a_store_that_remembers_a_former_attempt() -> None:
+    store, names = dist.HashStore(), set[str]()
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            found = set(pool.map(lambda rank: meet(store, rank, 3, 20), (2, 1, 0)))
+        assert len(found) == 1
+        names |= found
+    assert len(names) == 3, "every attempt has a name of its own"
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(RunError, match="ranks 1 and 2 of 3 did not come"):
+        meet(dist.HashStore(), 0, 3, 0.1)
+    with pytest.raises(RunError, match="rank 1 waited 0 s for rank 0"):
+        meet(dist.HashStore(), 1, 3, 0.1)
+    assert named({4}) == "rank 4" and named(set(range(8))) == "ranks 0, 1, 2, 3, 4 and 3 more"

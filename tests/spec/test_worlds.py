@@ -1,0 +1,71 @@
+"""A plan and a number of processes that do not go together: both numbers, and the nearest that do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.planfile import read
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.errors import PlanError
+from meshwright.spec.worlds import nearest_layouts, world_violation
+
+PLAN = Plan(model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64))
+
+
+def plan(**layout: Any) -> Plan:
+    return replace(PLAN, layout=Layout(**layout))
+
+
+def test_a_world_that_is_the_layouts() -> None:
+    assert world_violation(plan(tp=2, dp_shard=4), 8) is None
+
+
+def test_both_numbers_and_the_nearest_layouts() -> None:
+    sentence = world_violation(plan(tp=2, dp_shard=2), 8)
+    assert sentence == (
+        "the layout has dp_replicate=1 x dp_shard=2 x cp=1 x tp=2 x pp=1 = 4 ranks and 8 were started: "
+        "start 4 processes (torchrun --nproc_per_node 4), or take layout.dp_shard=4, or layout.dp_replicate=2"
+    )
+    alone = world_violation(plan(tp=2, sp=True), 1)
+    assert alone is not None and alone.endswith("(torchrun --nproc_per_node 2), or take layout.tp=1 layout.sp=false")
+
+
+def test_what_is_proposed_is_legal() -> None:
+    moe = replace(plan(dp_shard=8, ep=8, zero=3), model=presets.model("mixtral-8x7b"))
+    for processes in (1, 2, 6, 12, 16):
+        found = nearest_layouts(moe, processes)
+        assert found and all(layout.world == processes for layout in found)
+        assert not any(replace(moe, layout=layout).violations() for layout in found)
+
+
+def test_no_layout_of_so_many() -> None:
+    sentence = world_violation(plan(dp_shard=37), 37)
+    assert sentence is not None
+    assert "recipe.global_batch=64 is not micro_batch=1 x accumulation x dp=37" in sentence
+    assert sentence.endswith("; no layout of 37 processes is legal for this plan, one of 36 or 38 is")
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "expected"),
+    [
+        (8, ["layout.dp_shard=auto", "layout.tp=2"], {"dp_shard": 4, "tp": 2}),
+        (2, ["layout.dp_shard=auto", "layout.tp=2"], {"dp_shard": 1, "tp": 2}),
+        (6, ["layout.dp_replicate=AUTO", "layout.dp_shard=3", "layout.zero=1"], {"dp_replicate": 2, "dp_shard": 3}),
+        (7, ["layout.dp_shard=auto", "layout.cp=2"], {"dp_shard": 3, "cp": 2}),
+        (4, ["layout={dp_shard: auto, zero: 3}"], {"dp_shard": 4, "zero": 3}),
+        (1, ["layout={dp_shard: auto, zero: 3}"], {"dp_shard": 1, "zero": 0}),
+    ],
+)
+def test_auto_takes_what_is_there(processes: int, words: list[str], expected: dict[str, int]) -> None:
+    notes: list[str] = []
+    found = read(None, words, processes=processes, notes=notes).layout
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert bool(notes) == (processes == 1)
+
+
+def test_one_degree_can_be_auto() -> None:
+    with pytest.raises(PlanError, match="one can be auto"):
+        read(None, ["layout={dp_shard: auto, dp_replicate: auto}"], processes=4)
+    with pytest.raises(PlanError, match=r"layout\.tp=auto must be a whole number"):
+        read(None, ["layout.tp=auto"], processes=4)
