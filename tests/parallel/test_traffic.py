@@ -1,6 +1,7 @@
 """What the ledger counts beside a witness that sees the process groups' own operations, and beside closed forms."""
 
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -35,6 +36,7 @@ TWO: list[dict[str, Any]] = [
     {"tp": 2, "sp": True, "ep": 2},
     {"cp": 2, "ep": 2, "zero": 2, "recompute": "full"},
 ]
+TIED: list[dict[str, Any]] = [{"pp": 2, "micro_batch": 4}, {"tp": 2, "sp": True}, {"dp_shard": 2, "zero": 3}]
 V_STAGES: list[dict[str, Any]] = [
     {"pp": 2, "vp": 2, "schedule": name, "micro_batch": 1} for name in ("interleaved", "zb-v", "dualpipe-v")
 ]
@@ -76,13 +78,13 @@ class Run:
 
 
 def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
-    """Per layout: what two steps told, what the witness saw, and the ranks that an axis stands for."""
+    """Per layout: what a step told, what the witness saw, and the ranks that an axis stands for."""
     made: Made = {}
     found = []
     for each in options:
         run = Run(case, Layout(compile="off", **each), made)
         with Witness() as witness:
-            run.step(), run.step()
+            run.step()
         groups = [*run.mesh.groups.values(), run.engine.same_heads, run.engine.both_ends]
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
@@ -117,7 +119,7 @@ def assert_seen(told: Sent, seen: Seen, axes: dict[str, set[tuple[int, ...]]], t
     ("kind", "world", "options"),
     [
         ("qwen3-30b-a3b", 2, TWO),
-        ("qwen2.5-0.5b", 2, TWO[:12]),
+        ("qwen2.5-0.5b", 2, TIED),
         ("llama-3.1-8b", 2, V_STAGES),
         ("qwen3-30b-a3b", 4, FOUR),
     ],
@@ -143,20 +145,43 @@ SCALARS = {"data": 8 + 8 + 4, "world": 4}
 """Valid tokens and sequences (float64), the loss; the squared gradient norm. One all-reduce each, once a step."""
 
 
+def of_degree(n: int) -> list[dict[str, Any]]:
+    """Layouts of one axis over n ranks."""
+    return [
+        *({"dp_shard": n, "zero": zero} for zero in range(4)),
+        *({"tp": n, "micro_batch": size, "sp": sp} for size in (8, 4) for sp in (False, True)),
+        {"cp": n},
+        {"cp": n, "context": "all-gather"},
+    ]
+
+
+LAYOUTS = {
+    2: [*of_degree(2), *({"dp_shard": 2, "zero": zero, "micro_batch": 1} for zero in range(4))],
+    4: [
+        *of_degree(4),
+        {"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1},
+        {"pp": 4, "micro_batch": 2},
+        {"pp": 4, "micro_batch": 1, "schedule": "zb-h1"},
+        {"pp": 2, "tp": 2, "sp": True, "micro_batch": 2},
+    ],
+}
+"""All that the closed forms below ask for, by number of ranks: one set of processes each."""
+
+
 def sent_by(case: Case, options: list[dict[str, Any]]) -> list[Sent]:
-    """What the second step of each layout sends."""
+    """What a step of each layout sends."""
     made: Made = {}
-    found = []
-    for each in options:
-        run = Run(case, Layout(compile="off", **each), made)
-        run.step()
-        found.append(run.step())
-    return found
+    return [Run(case, Layout(compile="off", **each), made).step() for each in options]
 
 
-def by_layout(world: int, options: list[dict[str, Any]], case: Case = CASE) -> list[list[Sent]]:
-    """For each layout, what each rank sends."""
-    return [list(ranks) for ranks in zip(*on_ranks(world, sent_by, case, options), strict=True)]
+@cache
+def all_of(world: int) -> list[tuple[dict[str, Any], tuple[Sent, ...]]]:
+    return list(zip(LAYOUTS[world], zip(*on_ranks(world, sent_by, CASE, LAYOUTS[world]), strict=True), strict=True))
+
+
+def sent(world: int, **options: Any) -> tuple[Sent, ...]:
+    """What each rank sends under one of LAYOUTS."""
+    return next(ranks for each, ranks in all_of(world) if each == options)
 
 
 def round_of(size: int, whole_bytes: int) -> int:
@@ -172,106 +197,91 @@ def scalars(size: int, axis: str) -> int:
 @pytest.mark.parametrize("n", [2, 4])
 def test_zero_sends_what_the_lectures_say(n: int) -> None:
     """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
-    options = [{"dp_shard": n, "zero": zero} for zero in range(4)]
-    plain, one, two, three = by_layout(n, options)
     quantum, outside = round_of(n, 4 * N), round_of(n, 4 * (N - BLOCKS))
     buckets = SHAPE.layers + 2  # blocks; embedding; norm and head
     modules = SHAPE.layers + 1  # blocks; the rest
     common = {("data", "all_reduce"): (3, scalars(n, "data")), ("world", "all_reduce"): (1, scalars(n, "world"))}
-    for sent in plain:
-        assert sent == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
-    for sent in (*one, *two):
-        assert sent == common | {
+    for found in sent(n, dp_shard=n, zero=0):
+        assert found == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
+    for found in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
+        assert found == common | {
             ("shard", "all_gather"): (modules, quantum),
             ("shard", "reduce_scatter"): (modules, quantum),
         }
-    for sent in three:  # what is outside of the blocks stays gathered between forward and backward
-        assert sent == common | {
+    for found in sent(n, dp_shard=n, zero=3):  # what is outside of the blocks stays gathered until its gradient
+        assert found == common | {
             ("shard", "all_gather"): (2 * SHAPE.layers + 1, 2 * quantum - outside),
             ("shard", "reduce_scatter"): (modules, quantum),
         }
 
 
 def test_zero_grows_with_the_micro_batches_as_its_stage_says() -> None:
-    """m micro-batches: ZeRO-0 and 1 send no more; ZeRO-2 scatters, ZeRO-3 also gathers, each time."""
-    quantum, outside = round_of(2, 4 * N), round_of(2, 4 * (N - BLOCKS))
-    for m, size in ((1, 4), (2, 2), (4, 1)):
-        options = [{"dp_shard": 2, "zero": zero, "micro_batch": size} for zero in range(4)]
-        plain, one, two, three = (ranks[0] for ranks in by_layout(2, options))
-        assert plain["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
-        assert (one["shard", "all_gather"][1], one["shard", "reduce_scatter"][1]) == (quantum, quantum)
-        assert (two["shard", "all_gather"][1], two["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
-        assert three["shard", "all_gather"][1] == m * (2 * quantum - outside)
-        assert three["shard", "reduce_scatter"][1] == m * quantum
+    """m = 4 micro-batches: ZeRO-0 and 1 send no more; ZeRO-2 scatters, ZeRO-3 also gathers, each time."""
+    m, quantum, outside = 4, round_of(2, 4 * N), round_of(2, 4 * (N - BLOCKS))
+    plain, one, two, three = (sent(2, dp_shard=2, zero=zero, micro_batch=1)[0] for zero in range(4))
+    assert plain["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
+    assert (one["shard", "all_gather"][1], one["shard", "reduce_scatter"][1]) == (quantum, quantum)
+    assert (two["shard", "all_gather"][1], two["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
+    assert three["shard", "all_gather"][1] == m * (2 * quantum - outside)
+    assert three["shard", "reduce_scatter"][1] == m * quantum
 
 
 def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
     """A replica's ranks as ZeRO does; then 2 (r - 1) / r of a shard."""
-    options = [{"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1}]
     quantum = round_of(2, 4 * N)
-    for sent in by_layout(4, options)[0]:
-        assert sent["shard", "all_gather"][1] == quantum and sent["shard", "reduce_scatter"][1] == 2 * quantum
-        assert sent["replicate", "all_reduce"] == (SHAPE.layers + 1, 2 * round_of(2, 4 * N // 2))
+    for found in sent(4, dp_replicate=2, dp_shard=2, zero=2, micro_batch=1):
+        assert found["shard", "all_gather"][1] == quantum and found["shard", "reduce_scatter"][1] == 2 * quantum
+        assert found["replicate", "all_reduce"] == (SHAPE.layers + 1, 2 * round_of(2, 4 * N // 2))
 
 
 @pytest.mark.parametrize("t", [2, 4])
-def test_tensor_parallelism_sends_four_activations_a_layer(t: int) -> None:
+@pytest.mark.parametrize("size", [8, 4])
+def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) -> None:
     """A layer: 4 all-reduces of b s h; embedding and head: one more each. With sp the same bytes, as all-gathers and
     reduce-scatters, and once a step the norms' gradients. The loss: three numbers a position."""
-    positions = 8 * 16
-    options = [{"tp": t, "micro_batch": size, "sp": sp} for size in (8, 2) for sp in (False, True)]
-    for each, ranks in zip(options, by_layout(t, options), strict=True):
-        passes = 8 // each["micro_batch"]
-        layers, loss = 4 * SHAPE.layers, 2 * round_of(t, 3 * positions * 4)
-        for sent in ranks:
-            assert sent["world", "all_reduce"] == (1, scalars(t, "world"))
-            if not each["sp"]:
-                activations = 2 * round_of(t, (layers + 2) * ACTIVATION)
-                assert sent["tp", "all_reduce"] == ((layers + 2 + 2) * passes, activations + loss)
-                continue
-            norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
-            for kind in ("all_gather", "reduce_scatter"):
-                assert sent["tp", kind] == ((layers + 2) * passes, round_of(t, (layers + 2) * ACTIVATION))
-            assert sent["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
+    times, passes, positions = 4 * SHAPE.layers + 2, 8 // size, 8 * 16
+    loss = 2 * round_of(t, 3 * positions * 4)
+    for found in sent(t, tp=t, micro_batch=size, sp=False):
+        assert found["tp", "all_reduce"] == ((times + 2) * passes, 2 * round_of(t, times * ACTIVATION) + loss)
+        assert found["world", "all_reduce"] == (1, scalars(t, "world")) and len(found) == 2
+    norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
+    for found in sent(t, tp=t, micro_batch=size, sp=True):
+        for kind in ("all_gather", "reduce_scatter"):
+            assert found["tp", kind] == (times * passes, round_of(t, times * ACTIVATION))
+        assert found["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
 
 
 @pytest.mark.parametrize("c", [2, 4])
 def test_context_parallelism_sends_keys_and_values_hop_by_hop(c: int) -> None:
     """A layer: c - 1 hops of this rank's keys and values forward, backward those again and their gradients."""
     hop = 2 * 8 * (16 // c) * SHAPE.kv_heads * SHAPE.head_dim * 4
-    ring, gather = by_layout(c, [{"cp": c}, {"cp": c, "context": "all-gather"}])
-    for sent in ring:
-        assert sent["cp", "send"] == (3 * (c - 1) * SHAPE.layers, 3 * (c - 1) * hop * SHAPE.layers)
-    for sent in gather:
-        assert sent["cp", "all_gather"] == (2 * SHAPE.layers, 2 * (c - 1) * hop * SHAPE.layers)
-        assert sent["cp", "reduce_scatter"] == (SHAPE.layers, (c - 1) * hop * SHAPE.layers)
+    for found in sent(c, cp=c):
+        assert found["cp", "send"] == (3 * (c - 1) * SHAPE.layers, 3 * (c - 1) * hop * SHAPE.layers)
+    for found in sent(c, cp=c, context="all-gather"):
+        assert found["cp", "all_gather"] == (2 * SHAPE.layers, 2 * (c - 1) * hop * SHAPE.layers)
+        assert found["cp", "reduce_scatter"] == (SHAPE.layers, (c - 1) * hop * SHAPE.layers)
 
 
 def test_a_pipeline_sends_an_activation_and_its_gradient_over_each_border() -> None:
-    options = [
-        {"pp": 4, "micro_batch": 2},
-        {"pp": 4, "micro_batch": 1, "schedule": "zb-h1"},
-        {"pp": 2, "tp": 2, "sp": True, "micro_batch": 2},
-    ]
-    plain, split_off, sliced = by_layout(4, options)
-    for rank, sent in enumerate(plain):
+    plain, late = sent(4, pp=4, micro_batch=2), sent(4, pp=4, micro_batch=1, schedule="zb-h1")
+    for rank in range(4):
         borders = (rank < 3) + (rank > 0)
-        assert sent["pp", "send"] == (4 * borders, borders * ACTIVATION)
-        assert split_off[rank]["pp", "send"] == (8 * borders, borders * ACTIVATION)
-        assert sliced[rank]["pp", "send"] == (4, ACTIVATION // 2)
+        assert plain[rank]["pp", "send"] == (4 * borders, borders * ACTIVATION)
+        assert late[rank]["pp", "send"] == (8 * borders, borders * ACTIVATION)
+    for found in sent(4, pp=2, tp=2, sp=True, micro_batch=2):  # a tp rank has its slice of the sequence
+        assert found["pp", "send"] == (4, ACTIVATION // 2)
 
 
 def test_experts_are_sent_tokens_four_times() -> None:
     """Every token to every expert: (e - 1) / e of k N rows there and back, and the same in the backward pass; 8 bytes
     for each expert of others tell how many."""
     moe = MoEShape(experts=4, top_k=4, ffn=16)
-    case = replace(CASE, shape=replace(SHAPE, family="mixtral", moe=moe))
-    for e in (2, 4):
-        for sent in by_layout(4, [{"dp_shard": 4, "ep": e}], case)[0]:
-            rows = moe.top_k * 8 * 16 // 4
-            journeys = 4 * round_of(e, rows * SHAPE.hidden * 4)
+    case = replace(CASE, shape=replace(SHAPE, layers=2, family="mixtral", moe=moe))
+    for found in on_ranks(4, sent_by, case, [{"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}]):
+        for e, one in zip((2, 4), found, strict=True):
+            journeys = 4 * round_of(e, moe.top_k * 8 * 16 // 4 * SHAPE.hidden * 4)
             counts = 8 * moe.experts * (e - 1) // e
-            assert sent["ep", "all_to_all"] == (5 * SHAPE.layers, (journeys + counts) * SHAPE.layers)
+            assert one["ep", "all_to_all"] == (5 * 2, 2 * (journeys + counts))
 
 
 def test_traffic_remembers_the_last_call_and_counts_between_snapshots() -> None:

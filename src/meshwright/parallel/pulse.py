@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from meshwright.parallel.traffic import Traffic
+
 QUICK = frozenset({"step", "data", "forward", "backward", "gradients", "optimizer", "loss"})
 """Phases of a step; any other one may take long."""
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor")
@@ -20,18 +22,6 @@ COLLECTIVES = ("torch.distributed.", "meshwright.parallel.mail")
 """Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
-
-
-class Calls:
-    """Told of each collective before it begins (parallel.group.Count)."""
-
-    def __init__(self) -> None:
-        self.calls_begun = 0
-        self.last = ""
-
-    def __call__(self, axis: str, collective: str, sent_bytes: int) -> None:
-        self.calls_begun += 1
-        self.last = f"{collective} over {axis}"
 
 
 @dataclass(slots=True)
@@ -44,7 +34,7 @@ class Pulse:
     """Steps this process has ended."""
     longest_s: float = 0.0
     """The longest of them but the first ones."""
-    calls: Calls = field(default_factory=Calls)
+    calls: Traffic = field(default_factory=Traffic)
 
     def step_ended(self, seconds: float) -> None:
         """One more step is done."""

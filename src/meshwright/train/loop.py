@@ -46,7 +46,7 @@ def run(
     """
     plan.check()
     pulse = pulse or Pulse()
-    mesh = make_mesh(plan.layout, count=pulse.calls)
+    mesh = make_mesh(plan.layout, traffic=pulse.calls)
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))

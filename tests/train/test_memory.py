@@ -1,0 +1,205 @@
+"""Bytes that ranks hold, beside the counting from shape and layout alone, and that beside the lectures' formulas."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny import shrink
+from meshwright.observe.verify import RECIPE, Case, case_batch
+from meshwright.parallel import build_engine, data, make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
+from meshwright.spec.held import held, memory
+from meshwright.spec.ledger import Ledger
+from meshwright.train.batches import Share, select, split
+from meshwright.train.memory import memory as measured
+from meshwright.train.optimizer import AdamW
+from meshwright.train.precision import DTYPES
+from meshwright.train.step import MicroPass, Weights
+
+SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)
+"""All that is split divides by 2 and by 4."""
+N = num_parameters(SHAPE)
+UNEVEN = shrink("qwen3-30b-a3b")
+"""A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
+TIED = replace(shrink("qwen2.5-0.5b"), layers=5)
+
+TWO: list[dict[str, Any]] = [
+    {"dp_replicate": 2},
+    *({"dp_shard": 2, "zero": zero, "micro_batch": 2} for zero in range(4)),
+    {"tp": 2},
+    {"cp": 2, "zero": 2},
+    {"pp": 2, "micro_batch": 2},
+    {"pp": 2, "micro_batch": 2, "schedule": "zb-h1"},
+]
+EXPERTS: list[dict[str, Any]] = [
+    *({"dp_shard": 2, "ep": 2, "zero": zero, "micro_batch": 2} for zero in range(4)),
+    {"tp": 2, "sp": True, "ep": 2},
+]
+FOUR: list[dict[str, Any]] = [
+    *({"dp_shard": 4, "zero": zero, "micro_batch": 1} for zero in range(4)),
+    *({"dp_replicate": 2, "dp_shard": 2, "zero": zero, "micro_batch": 1} for zero in (1, 2, 3)),
+    {"tp": 4},
+    {"tp": 2, "dp_shard": 2, "zero": 3},
+    *({"pp": 2, "dp_shard": 2, "zero": zero, "micro_batch": 1} for zero in range(4)),
+]
+FOUR_EXPERTS: list[dict[str, Any]] = [
+    {"dp_shard": 4, "ep": 2, "zero": 3},
+    {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "zero": 2},
+]
+
+
+def sizes(found: Ledger, phase: str) -> dict[str, int]:
+    return {str(kind): int(size) for (kind,), size in found.only(phase=phase).by("what").items()}
+
+
+def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledger:
+    """What this rank holds at the two moments of a step."""
+    case = Case(shape=shape)
+    mesh = make_mesh(layout, made=made)
+    engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision])
+    engine.train()
+    optimizer = AdamW(engine.parameters.items(), RECIPE)
+    index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
+    share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
+    batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
+    weights = Weights(torch.tensor(0.01), torch.tensor(0.1), torch.tensor(0.01), torch.ones(()))
+    seen: list[Ledger] = []
+
+    def look(*_: Any) -> None:
+        if not seen:
+            seen.append(measured(engine, optimizer, "step"))
+
+    reduce_now = data.reduce_now
+    data.reduce_now = lambda modules: (look(), reduce_now(modules))[1]  # under a pipeline: before anything is reduced
+    try:
+        engine.forward_backward([MicroPass(batch, weights) for batch in batches], after=look)
+    finally:
+        data.reduce_now = reduce_now
+    look()
+    engine.finish_gradients()
+    return seen[0] + measured(engine, optimizer, "update")
+
+
+def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -> list[Ledger]:
+    made: Made = {}
+    return [hold(shape, Layout(compile="off", **each), precision, made) for each in options]
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "options", "precision"),
+    [
+        (SHAPE, 2, TWO, "fp32"),
+        (UNEVEN, 2, TWO + EXPERTS, "bf16"),
+        (TIED, 2, TWO, "fp32"),
+        (SHAPE, 4, FOUR, "bf16"),
+        (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32"),
+    ],
+    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven"],
+)
+def test_ranks_hold_what_is_counted_to_the_byte(
+    shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str
+) -> None:
+    for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision)):
+        for each, found in zip(options, results, strict=True):
+            layout = Layout(compile="off", **each)
+            counted, title = memory(shape, layout, precision, rank), f"rank {rank} of {each}"
+            assert sizes(found, "update") == sizes(counted, "update"), title
+            now, right = sizes(found, "step"), sizes(counted, "step")
+            if layout.micro_batches(8) == 1 and layout.pp == 1:
+                continue  # there is no moment between micro-batches
+            if layout.dp_replicate > 1 and layout.zero > 1:  # fully_shard keeps partial sums to itself until the last
+                assert "gradients" not in now
+                del right["gradients"]
+            assert now == right, title
+
+
+def counted(shape: ModelShape, precision: str, rank: int = 0, **options: Any) -> dict[str, dict[str, int]]:
+    found = memory(shape, Layout(**options), precision, rank)
+    return {phase: {k: v for k, v in sizes(found, phase).items() if k != "counters"} for phase in ("step", "update")}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_lectures_table_of_zero_in_fp32(n: int) -> None:
+    """4 + 4 + 8: 16 N; 8 N + 8 N / n; 4 N + 12 N / n; 16 N / n. Beside whole parameters lies the rank's own shard."""
+    table = {0: 16 * N, 1: 4 * N + 4 * N + 8 * N // n, 2: 4 * N + (4 + 8) * N // n, 3: 16 * N // n}
+    for zero, right in table.items() if n > 1 else [(0, 16 * N)]:
+        found = counted(SHAPE, "fp32", dp_shard=n, zero=zero)
+        beside = found["step"].pop("shards", 0)
+        assert sum(found["step"].values()) == right
+        assert beside == (4 * N // n if zero in (1, 2) else 0)
+        assert sum(found["update"].values()) == (16 * N // n if zero else 16 * N)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_lectures_table_of_zero_in_mixed_precision(n: int) -> None:
+    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n."""
+    table = {0: 16 * N, 1: 4 * N + 12 * N // n, 2: 2 * N + 14 * N // n, 3: 16 * N // n}
+    for zero, right in table.items():
+        found = counted(SHAPE, "bf16", dp_shard=n, zero=zero)
+        assert found["step"].pop("shards", 0) == (2 * N // n if zero in (1, 2) else 0)
+        assert sum(found["step"].values()) == right
+    assert counted(SHAPE, "bf16")["update"] == {
+        "parameters": 2 * N,
+        "gradients": 2 * N,
+        "masters": 4 * N,
+        "moments": 8 * N,
+    }
+
+
+def test_hybrid_sharding_divides_by_the_ranks_of_a_replica() -> None:
+    for zero in (1, 2, 3):
+        assert counted(SHAPE, "bf16", dp_replicate=8, dp_shard=4, zero=zero) == counted(
+            SHAPE, "bf16", dp_shard=4, zero=zero
+        )
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_tensor_parallelism_divides_all_but_the_norms(t: int) -> None:
+    norms = (2 * SHAPE.layers + 1) * SHAPE.hidden
+    for rank in range(t):
+        found = counted(SHAPE, "fp32", rank, tp=t)["update"]
+        assert sum(found.values()) == 16 * ((N - norms) // t + norms)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_pipeline_stages_hold_their_layers_and_the_ends_their_matrices(p: int) -> None:
+    """h v for the embedding, h v + h for norm and head, L / p layers of 4 h^2 + 3 h f + 2 h."""
+    h, f, v = SHAPE.hidden, SHAPE.ffn, SHAPE.vocab
+    layer = 4 * h * h + 3 * h * f + 2 * h
+    for rank in range(p):
+        ends = (rank == 0) * h * v + (rank == p - 1) * (h * v + h)
+        found = counted(SHAPE, "fp32", rank, pp=p, micro_batch=1)["update"]
+        assert sum(found.values()) == 16 * (SHAPE.layers // p * layer + ends)
+
+
+def test_a_tied_head_lies_on_both_ends_of_a_pipeline_once() -> None:
+    tied = replace(SHAPE, tied=True)
+    first, last = ({one.parameter.name for one in held(tied, Layout(pp=2), rank)} for rank in range(2))
+    assert first & last == {"embed.weight"}
+    both = [one.parameter.name for one in held(tied, Layout(pp=2, vp=2, schedule="zb-v"), 0)]
+    assert both.count("embed.weight") == 1 and "norm.weight" in both
+
+
+@pytest.mark.parametrize("e", [2, 4])
+def test_experts_divide_by_ep_and_the_rest_by_all_ranks(e: int) -> None:
+    shape = replace(SHAPE, family="mixtral", moe=MoEShape(experts=8, top_k=2, ffn=16))
+    experts = sum(p.numel for p in parameters(shape) if p.group == "expert")
+    rest = num_parameters(shape) - experts
+    plain = counted(shape, "fp32", dp_shard=4, ep=e)["update"]
+    assert sum(plain.values()) == 16 * (experts // e + rest)
+    sharded = counted(shape, "fp32", dp_shard=4, ep=e, zero=3)["update"]  # 4 / e ranks share what ep leaves
+    assert sum(sharded.values()) == 16 * (experts // 4 + rest // 4)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_all_ranks_together_hold_the_model_once_for_each_replica(zero: int) -> None:
+    layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, zero=zero, micro_batch=1)
+    copies = layout.dp if zero == 0 else layout.dp_replicate
+    split_by_tp = sum(p.numel for p in parameters(SHAPE) if "tp" in p.axes)
+    total = sum(one.own for rank in range(layout.world) for one in held(SHAPE, layout, rank))
+    assert total == copies * (split_by_tp + layout.tp * (N - split_by_tp))
