@@ -17,7 +17,7 @@ from meshwright.parallel.watchdog import _Observed
 from meshwright.spec.errors import RunError
 from meshwright.train.phases import PHASES
 
-MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce over data", where="a.py:1 in f")
+MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
 STILL = replace(MOVES, still_s=31.0)
 WAITS = replace(STILL, waits=True)
 AWAKE = [0.0] * 3
@@ -68,7 +68,7 @@ def test_silence() -> None:
 def test_the_sentence_names_rank_step_phase_and_collective() -> None:
     found = judge([WAITS, replace(STILL, host="node17"), WAITS], AWAKE, Limits())
     assert found is not None
-    who = "rank 1 on node17 has stood still for 31 s at step 7, forward, last collective all_reduce over data "
+    who = "rank 1 on node17 has stood still for 31 s at step 7, forward, last collective all_reduce on data "
     assert found.sentence.startswith(who + "(a.py:1 in f)")
 
 
@@ -102,9 +102,9 @@ def test_a_thread_is_seen_where_it_stands() -> None:
     second = watches[0].look()
     assert (first.step, first.phase, first.slow, first.waits) == (3, "forward", False, False)
     assert second.still_s > first.still_s and "in wait" in second.where
-    pulse.calls("data", "all_reduce", 8)
+    pulse.calls.tell("data", "all_reduce", 8)
     third = watches[0].look()
-    assert third.still_s == 0.0 and third.last == "all_reduce over data" and third.calls == 1
+    assert third.still_s == 0.0 and third.last == "all_reduce on data" and third.calls == 1
     assert Beat.decode(third.encode().encode()) == third
     go.set()
     thread.join()

@@ -18,7 +18,10 @@ TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())
     ("plan", "words"),
     [
         (replace(TINY, model=presets.model("llama-3.1-405b")), ("optimizer states", "a smaller model")),
-        (replace(TINY, model=replace(TINY.model, ffn=2**30), recipe=Recipe(sequence=16, global_batch=1)), ("optimizer states", "a smaller model")),
+        (
+            replace(TINY, model=replace(TINY.model, ffn=2**30), recipe=Recipe(sequence=16, global_batch=1)),
+            ("optimizer states", "a smaller model"),
+        ),
         (replace(TINY, recipe=Recipe(sequence=2**24, global_batch=4096)), ("activations", "layout.micro_batch")),
         (
             replace(TINY, recipe=Recipe(sequence=2**20, global_batch=2**22), layout=Layout(micro_batch=1)),

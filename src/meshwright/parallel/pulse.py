@@ -85,7 +85,7 @@ class Beat:
 
     @property
     def place(self) -> str:
-        """`step 7, forward, last collective all_reduce over data`."""
+        """`step 7, forward, last collective all_reduce on data`."""
         return f"step {self.step}, {self.phase}, last collective {self.last or 'none'}"
 
 
