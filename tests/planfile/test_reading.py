@@ -208,7 +208,10 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
         ("cluster: {device: {name: x, memory_bytes: -1}}\n", "cluster.device.memory_bytes=-1 must be"),
         ("recipe:\n  learning_rate: .nan\n", "recipe.learning_rate=.nan must be a number"),
         ("recipe:\n  learning_rate: nan\n", "plan.yaml:2: recipe.learning_rate=nan must be a number"),
-        ("recipe:\n  learning_rate: -1\n", "plan.yaml:2: recipe.learning_rate=-1.0 must be a number of 0 or more"),
+        (
+            "recipe:\n  learning_rate: -1\n",
+            "plan.yaml:2: recipe.learning_rate=-1.0 must be a finite number of 0 or more",
+        ),
         ("recipe:\n  clip: inf\n", "plan.yaml:2: recipe.clip=inf must be"),
         ("recipe:\n  seed: 1\n  warmup_steps: 900\n", "plan.yaml:3: recipe.warmup_steps=900 exceeds recipe.steps=500"),
         ("layout:\n  sp: true\n  tp: 0\n", "plan.yaml:3: layout.tp=0 must be at least 1"),

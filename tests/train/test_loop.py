@@ -405,6 +405,9 @@ def test_raised_steps_go_on_and_all_done_is_said(begun: Plan, make: Make, tmp_pa
     assert any("all 12 steps were already done: raise recipe.steps" in note for note in notes.info.notes)
     assert (summary.step, summary.stopped) == (12, "done") and summary.eval_loss is not None
 
+    loop.run(make(steps=10, learning_rate=0.5), resume="auto")
+    assert RunFolder.open(tmp_path / "run").plan == begun, "no step was made by the other plan"
+
     longer = make(steps=15)
     notes = Notes()
     summary = loop.run(longer, watchers=[notes], resume="auto")
@@ -412,6 +415,13 @@ def test_raised_steps_go_on_and_all_done_is_said(begun: Plan, make: Make, tmp_pa
     assert notes.steps[0].lr == learning_rate(longer.recipe, 13) and notes.steps[0].tokens == 13 * 48
     assert list(steps_of(metrics(tmp_path / "run"))) == list(range(1, 16))
     assert RunFolder.open(tmp_path / "run").plan == longer
+    assert any("goes on otherwise than before: recipe.steps=15 (was 12)" in note for note in notes.info.notes)
+
+
+def test_a_refused_sequence_leaves_no_folder(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs 1000001 tokens and the data has"):
+        loop.run(make(sequence=1_000_000))
+    assert not (tmp_path / "run").exists()
 
 
 def test_auto_begins_where_there_is_nothing_yet(make: Make) -> None:

@@ -86,6 +86,8 @@ def held_out(metrics: EvalMetrics) -> str:
 
 def closing(summary: Summary) -> str:
     """How the run ended, in one line."""
+    if summary.stopped == "done" and not summary.tokens_per_second:
+        return f"nothing was left to train: {summary.step} steps were done already, the plan has {summary.steps}"
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {summary.steps} steps"]
     parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)}")

@@ -96,7 +96,7 @@ class Recipe:
         for field in ("learning_rate", "min_learning_rate", "weight_decay", "clip", "balance_loss"):
             value = getattr(self, field)
             if not math.isfinite(value) or value < 0:
-                raise PlanError(f"recipe.{field}={value} must be a number of 0 or more")
+                raise PlanError(f"recipe.{field}={value} must be a finite number of 0 or more")
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
         for field in ("beta1", "beta2", "dropout"):

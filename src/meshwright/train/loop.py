@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from meshwright import __version__, planfile
-from meshwright.data import Corpus
+from meshwright.data import Corpus, Sampler
 from meshwright.data import prepare as prepare_data
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, PlanError
+from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.train import checkpoint, device
 from meshwright.train.batches import Share
 from meshwright.train.fits import check_fits
@@ -56,13 +56,14 @@ def run(
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
+    _check_length(plan, corpus)
     with (
         _folder(plan, corpus, resume, first) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         state = _new_state(plan, mesh, target)
         _resume(state, plan, corpus, folder, resume)
-        first.alone(folder.keep_plan)
+        changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
             state=state,
@@ -77,21 +78,24 @@ def run(
             pulse=pulse,
             saving=saving,
             watchers=tuple(watchers) if first.here else (),
+            changes=changes,
         )
         return trainer.train(stop)
 
 
 def _started_with(plan: Plan, resume: str) -> str:
     """What must be the same on every rank, a line for each key."""
-    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *_lines("", planfile.dump(plan))))
+    keys = (f"{key}={value}" for key, value in _lines("", planfile.dump(plan)))
+    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *keys))
 
 
-def _lines(name: str, value: Any) -> Iterator[str]:
+def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that lies in a document."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _lines(f"{name}.{key}" if name else key, item)
     else:
-        yield f"{name}={value}"
+        yield name, value
 
 
 def saves_behind(plan: Plan, target: torch.device) -> bool:
@@ -120,6 +124,36 @@ def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
             f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
             f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
         )
+
+
+def _check_length(plan: Plan, corpus: Corpus) -> None:
+    """DataError where the text is shorter than a sequence; asked before a run folder is made."""
+    Sampler(
+        corpus.train,
+        sequence=plan.recipe.sequence,
+        tokenizer_separator=corpus.tokenizer.separator,
+        seed=plan.recipe.seed,
+        shuffle=True,
+    )
+
+
+def _keep_plan(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
+    """Write the plan into the run folder, unless nothing is left to do; gives what a run that goes on does otherwise
+    than before."""
+    if steps_done >= plan.recipe.steps and (folder.path / "plan.yaml").is_file():
+        return ()
+    before = _kept_keys(folder) if steps_done else {}
+    folder.keep_plan()
+    now = dict(_lines("", planfile.dump(plan)))
+    return tuple(f"{key}={value} (was {before[key]})" for key, value in now.items() if before.get(key, value) != value)
+
+
+def _kept_keys(folder: RunFolder) -> dict[str, Any]:
+    """The plan that the run folder has, by dotted keys; nothing where it is of another version."""
+    try:
+        return dict(_lines("", planfile.dump(RunFolder.open(folder.path).plan)))
+    except MeshwrightError:
+        return {}
 
 
 def _check_resume(plan: Plan, resume: str) -> None:

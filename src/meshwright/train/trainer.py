@@ -48,6 +48,8 @@ class Trainer:
     saving: Group | None
     """Of the thread that writes checkpoints; None = they are written between steps."""
     watchers: tuple[Watcher, ...]
+    changes: tuple[str, ...] = ()
+    """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -274,6 +276,8 @@ class Trainer:
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
+        if self.changes:
+            found.append(f"goes on otherwise than before: {', '.join(self.changes)}")
         return tuple(found)
 
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
