@@ -123,8 +123,6 @@ def weight_difference(run: Path, right: Path) -> float:
         apart += float((ours.double() - theirs.double()).square().sum())
         size += float(theirs.double().square().sum())
     return math.sqrt(apart / size)
-        sum(float((a - b).square().sum()) for a, b in pairs) / sum(float(b.square().sum()) for _, b in pairs)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
