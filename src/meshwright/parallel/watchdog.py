@@ -179,16 +179,18 @@ class Watchdog:
         self.store.set("told", "")
         self._kill(verdict.rank)
         # Last, so that no launcher ends another rank before it has ended itself with the right exit code.
-        while self.store.add("ended", 0) < self.place.world - 1 and time.monotonic() < self._verdict_s + GRACE_S:
+        limit = self._verdict_s + (GRACE_S if code == FAILED else TOLD_S)
+        while self.store.add("ended", 0) < self.place.world - 1 and time.monotonic() < limit:
             time.sleep(0.02)
         self.end(code)
 
     def _obey(self, found: bytes) -> None:
-        _, blamed, _, self._code = json.loads(found)
+        speaker, blamed, _, self._code = json.loads(found)
         self._verdict_s = time.monotonic()
         while not self.store.check(["told"]) and time.monotonic() < self._verdict_s + TOLD_S:
             time.sleep(0.02)
-        self._kill(blamed)
+        if blamed != speaker:
+            self._kill(blamed)
         self.store.add("ended", 1)
         self.end(self._code)
 
