@@ -198,6 +198,7 @@ def _say(line: str) -> None:
     os.write(2, cursor + f"meshwright: {line}\n".encode())
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        began = int(time.time()) - 1  # whole seconds: the cause is before the ends it causes
+        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(began)}}
         with open(report, "w", encoding="utf-8") as file:
             json.dump({"message": found}, file)
