@@ -231,7 +231,7 @@ class Watchdog:
             if self._verdict_s:
                 if now > self._verdict_s + 2 * TOLD_S:  # the store answers no more, or a pipe is full
                     self.end(self._code)
-            elif terminated_s and now > terminated_s + GRACE_S and _nobody_saves():
+            elif terminated_s and now > terminated_s + GRACE_S and _nobody_saves() and not self._lost_s:
                 self.end(TERMINATED)
             elif now > self._answered_s + self.limits.silent_s:
                 if self.place.rank == min(set(self.place.neighbours) - dead, default=self.place.rank):
