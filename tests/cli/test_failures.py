@@ -55,18 +55,17 @@ def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
     assert re.search(died, ended.line)
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path, bad: int) -> None:
-    """Also the one that reads the others' beats, and one that hears no SIGTERM: its neighbours kill it."""
-    ended = disturbed(texts, tmp_path, "stop", bad)
-    assert ended.codes[bad] == -signal.SIGKILL and ended.codes[1 - bad] == 1
-    assert f"rank {bad} has been silent for {HANG_S} s in step 5" in ended.line
+def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
+    """Even the first one, which reads the others' beats. It hears no SIGTERM: its neighbours kill it."""
+    ended = disturbed(texts, tmp_path, "stop", bad=0)
+    assert ended.codes == [-signal.SIGKILL, 1]
+    assert re.search(rf"rank 0 has been silent for [{HANG_S}-9] s in step 5, stopped or cut off; its last", ended.line)
 
 
 def test_a_rank_that_stands_still(texts: Path, tmp_path: Path) -> None:
     ended = disturbed(texts, tmp_path, "sleep")
     assert ended.codes == [1, 1]
-    still = rf"rank 1 has stood still for {HANG_S} s at step 5, forward, {CALL} \(cli/faults.py:\d+ in sleep\)"
+    still = rf"rank 1 has stood still for [{HANG_S}-9] s at step 5, forward, {CALL} \(cli/faults.py:\d+ in sleep\)"
     assert re.search(still, ended.line)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -77,6 +78,7 @@ def fail(error: BaseException, line: str, code: int) -> None:
     """Print the line of an error. Of many processes one prints it, all end with its exit code: no return then."""
     watchdog = _watchdog
     if watchdog is None and processes() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another rank was quicker: this one ends by itself, too
         try:
             watchdog = _meet(LAST_WORDS_S, None)
         except Exception:  # nobody to talk to: the first rank speaks, the launcher ends the others
@@ -196,6 +198,7 @@ def _say(line: str) -> None:
     os.write(2, cursor + f"meshwright: {line}\n".encode())
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        began = int(time.time()) - 1  # whole seconds: the cause is before the ends it causes
+        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(began)}}
         with open(report, "w", encoding="utf-8") as file:
             json.dump({"message": found}, file)

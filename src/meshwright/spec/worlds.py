@@ -16,19 +16,16 @@ FARTHEST = 64
 def world_violation(plan: Plan, processes: int) -> str | None:
     """Why a plan cannot run on so many processes, with the nearest layouts and numbers that can; None = it can."""
     layout, found = plan.layout, plan.violations()
-    if layout.world == processes:
-        if not found:
-            return None
+    if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return (
-            found[0]
-            + more
-            + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
-        )
+        others = _instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else ""
+        return found[0] + more + others
+    if layout.world == processes:
+        return None
     factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
-    start = "" if found else f": start {layout.world} processes (torchrun --nproc_per_node {layout.world})"
-    return f"the layout has {factors} = {layout.world} ranks and {processes} were started{start}" + (
-        _instead(plan, processes, ", or take ") or ("" if start else f": {found[0]}")
+    return (
+        f"the layout has {factors} = {layout.world} ranks and {processes} were started: start {layout.world} processes "
+        f"(torchrun --nproc_per_node {layout.world}){_instead(plan, processes, ', or take ')}"
     )
 
 

@@ -224,7 +224,9 @@ class Trainer:
         if not metrics.tokens:
             return None
         if not math.isfinite(metrics.loss):
-            raise self._not_finite(progress.step, "held-out loss", metrics.loss)
+            raise self._not_finite(
+                progress.step, "all ranks, evaluate", self.pulse.calls.last, "held-out loss", metrics.loss
+            )
         progress.eval_loss = metrics.loss
         if progress.best_eval_loss is None or metrics.loss < progress.best_eval_loss:
             progress.best_eval_loss, progress.best_step = metrics.loss, progress.step
