@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.train import checkpoint, device
 from meshwright.train.batches import Feed, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
+from meshwright.train.ledger import StepLedger
 from meshwright.train.rate import learning_rate
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.state import TrainState
@@ -41,6 +42,10 @@ class Trainer:
     """What this rank reads of every step."""
     device: torch.device
     watchers: tuple[Watcher, ...]
+    ledger: StepLedger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = StepLedger(self.state)
 
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
@@ -102,6 +107,7 @@ class Trainer:
         waited = time.perf_counter() - started
         step = progress.step + 1
         measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
+        self.ledger.begin()
         result = train_step(
             self.state.engine,
             self.state.optimizer,
@@ -111,7 +117,9 @@ class Trainer:
             balance_loss=recipe.balance_loss,
             scaler=self.state.scaler,
             measure_noise=measure,
+            before_update=self.ledger.look,
         )
+        self.ledger.end(step)
         loss, norm = self._check(step, result)
         if measure:
             squared = [value.item() for value in result.micro_squared]
@@ -253,6 +261,8 @@ class Trainer:
         records = MetricsLog.read(self.folder.metrics) if self.is_first else []
         if records:
             loss_plot(records, self.folder.loss_plot)
+        if self.is_first and self.ledger.step:
+            self.folder.keep_ledger(self.ledger.document())
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:
