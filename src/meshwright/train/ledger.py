@@ -11,7 +11,7 @@ from meshwright.train.state import TrainState
 
 @dataclass(slots=True)
 class StepLedger:
-    """Costs a microsecond a step: traffic is the difference of two counts, memory is looked at in the first step."""
+    """Costs ten microseconds a step: traffic is the difference of two counts, memory is looked at in the first step."""
 
     state: TrainState
     step: int = 0
