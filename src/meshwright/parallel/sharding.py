@@ -1,8 +1,8 @@
 """The collectives that fully_shard makes itself, told to the groups they are made in.
 
 fully_shard takes objects that gather parameters and scatter gradients (set_custom_all_gather and
-set_custom_reduce_scatter): anything callable that can also allocate. These do what its own do, and count. The
-all-reduce between replicas is heard of only once it has begun, by its hook.
+set_custom_reduce_scatter): anything callable that can also allocate; the classes that name this have no public name.
+These do what its own do, and count. The all-reduce between replicas is heard of only once it has begun, by its hook.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
 from meshwright.parallel.group import Group
 
 
-def tell(module: FSDPModule, replicas: Group, shards: Group) -> None:
+def tell(module: nn.Module, replicas: Group, shards: Group) -> None:
     """Have every collective of a sharded module told to the traffic of the two groups that its mesh was made of."""
-    module.set_custom_all_gather(_Gather(shards))
-    module.set_custom_reduce_scatter(_Scatter(shards))
+    assert isinstance(module, FSDPModule)
+    module.set_custom_all_gather(_Gather(shards))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_Scatter(shards))  # type: ignore[arg-type]
     if replicas.size > 1:
         module.set_all_reduce_hook(replicas.tell_all_reduce)
 

@@ -71,10 +71,8 @@ class Traffic:
 
 def ledger(counts: Counts, rank: int = 0) -> Ledger:
     """Two entries for each axis and collective: calls, and bytes that the rank sends."""
-    return Ledger(
-        tuple(
-            Entry(kind="traffic", what=collective, axis=axis, rank=rank, quantity=quantity, unit=unit)
-            for (axis, collective), count in sorted(counts.items())
-            for unit, quantity in zip(("calls", "bytes"), count, strict=True)
-        )
-    )
+    entries: list[Entry] = []
+    for (axis, what), (calls, sent) in sorted(counts.items()):
+        entries.append(Entry(kind="traffic", what=what, axis=axis, rank=rank, quantity=calls, unit="calls"))
+        entries.append(Entry(kind="traffic", what=what, axis=axis, rank=rank, quantity=sent, unit="bytes"))
+    return Ledger(tuple(entries))

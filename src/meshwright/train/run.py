@@ -23,7 +23,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, loss.png, run.log, checkpoints/, hf/. A context manager."""
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, ledger.json, loss.png, run.log, checkpoints/, hf/. A context
+    manager."""
 
     path: Path
     plan: Plan
@@ -78,6 +79,11 @@ class RunFolder:
         return self.path / "hf"
 
     @property
+    def ledger(self) -> Path:
+        """What a step of the first rank sends and holds."""
+        return self.path / "ledger.json"
+
+    @property
     def loss_plot(self) -> Path:
         """The picture of the loss."""
         return self.path / "loss.png"
@@ -97,6 +103,11 @@ class RunFolder:
     def keep_plan(self) -> None:
         """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
         planfile.write(self.plan, self.path / "plan.yaml")
+
+    def keep_ledger(self, document: Mapping[str, Any]) -> None:
+        """Write ledger.json. RunError: disk full."""
+        with _one_line(self.ledger):
+            replace_file(self.ledger, (json.dumps(document, indent=1) + "\n").encode())
 
     def close(self) -> None:
         """Let others run in the folder."""

@@ -1,6 +1,6 @@
 """One optimizer step. The same function runs on fake tensors: no `.item()`, no data-dependent shape."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,9 @@ def train_step(
     balance_loss: float,
     scaler: LossScaler | None = None,
     measure_noise: bool = False,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Forward and backward over this rank's micro-batches, clip, update.
+    """Forward and backward over this rank's micro-batches, clip, update; `before_update` is called between.
 
     Loss = sum over valid targets of all micro-batches and ranks / their number, so that no split changes it; the
     balance loss is the mean over sequences, times `balance_loss`.
@@ -61,6 +62,8 @@ def train_step(
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     skipped = (~torch.isfinite(norm)).float()
     shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones((), device=device)
+    if before_update is not None:
+        before_update()
     optimizer.step(rate, divide_by=weights.scale / shrink, skip=skipped)
     optimizer.zero_grad()
     if scaler:

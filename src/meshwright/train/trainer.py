@@ -18,6 +18,7 @@ from meshwright.train import checkpoint, device
 from meshwright.train.batches import Feed, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
+from meshwright.train.ledger import StepLedger
 from meshwright.train.rate import learning_rate
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.saver import Saver
@@ -51,8 +52,10 @@ class Trainer:
     changes: tuple[str, ...] = ()
     """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
     saver: Saver = field(init=False)
+    ledger: StepLedger = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ledger = StepLedger(self.state)
         self.saver = Saver(
             self.folder.checkpoints,
             keep_last=self.plan.recipe.keep_last,
@@ -124,6 +127,7 @@ class Trainer:
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
         waited = time.perf_counter() - started
         measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
+        self.ledger.begin()
         result = train_step(
             self.state.engine,
             self.state.optimizer,
@@ -133,7 +137,9 @@ class Trainer:
             balance_loss=recipe.balance_loss,
             scaler=self.state.scaler,
             measure_noise=measure,
+            before_update=self.ledger.look,
         )
+        self.ledger.end(step)
         loss, norm = self._check(step, result)
         if measure:
             squared = [value.item() for value in result.micro_squared]
@@ -288,6 +294,8 @@ class Trainer:
         records = MetricsLog.read(self.folder.metrics) if self.is_first else []
         if records:
             loss_plot(records, self.folder.loss_plot)
+        if self.is_first and self.ledger.step:
+            self.folder.keep_ledger(self.ledger.document())
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:

@@ -1,0 +1,54 @@
+"""RUN/ledger.json: what a step of the first rank sends and holds, as any run leaves it."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.spec import Layout, num_parameters
+from meshwright.spec.held import memory
+from meshwright.train import loop
+from tests.train import running
+from tests.train.running import SHAPE
+
+LAYOUT = Layout(dp_shard=2, zero=3, micro_batch=2, compile="off")
+
+
+def _train(texts: str, run: str, layout: Layout) -> dict[str, Any]:
+    os.fsync = lambda number: None
+    plan = running.plan(Path(texts), Path(run), steps=2)
+    loop.run(replace(plan, layout=layout, data=replace(plan.data, validation=0.0)))
+    found: dict[str, Any] = (
+        json.loads(Path(run, "ledger.json").read_text()) if Path(run, "ledger.json").exists() else {}
+    )
+    return found
+
+
+def held(layout: Layout) -> dict[str, int]:
+    found = memory(SHAPE, layout, "fp32").only(phase="update").by("what")
+    return {str(kind): int(size) for (kind,), size in found.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(micro_batch=2, compile="off"), LAYOUT], ids=["one", "two"])
+def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
+    texts = running.write_texts(tmp_path / "texts")
+    found = on_ranks(layout.world, _train, str(texts), str(tmp_path / "run"), layout)[0]
+    assert {key: found[key] for key in ("source", "rank", "step")} == {"source": "measured", "rank": 0, "step": 2}
+    assert {row["kind"]: row["bytes"] for row in found["memory"]} == held(layout)
+    sent = {(row["axis"], row["collective"]): (row["calls"], row["bytes"]) for row in found["traffic"]}
+    if layout.world == 1:
+        assert sent == {}
+        return
+    blocks = SHAPE.layers
+    assert sent["shard", "reduce_scatter"][0] == blocks + 1 and sent["shard", "all_gather"][0] == 2 * blocks + 1
+    assert sent["shard", "reduce_scatter"][1] >= 4 * num_parameters(SHAPE) // 2
+    assert set(sent) == {
+        ("data", "all_reduce"),
+        ("world", "all_reduce"),
+        ("shard", "all_gather"),
+        ("shard", "reduce_scatter"),
+    }
