@@ -138,6 +138,6 @@ def test_an_export_never_holds_the_model(tmp_path: Path) -> None:
     assert saving.finish(saving.start(measure_export, source, tmp_path, tmp_path / "report")) == [0]
     found: dict[str, int] = json.loads((tmp_path / "report").read_text())
     model_bytes = 4 * num_parameters(LARGE)
-    assert found["streamed"] < model_bytes / 4 < model_bytes < found["at once"]
+    assert found["streamed"] < model_bytes / 3 < model_bytes < found["at once"]
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in found)
     assert one == other

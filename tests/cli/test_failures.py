@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HANG_S = 4
 """Far above a step, also on a machine that does other things."""
-CALL = r"last collective \w+ over \w+"
+CALL = r"last collective \w+ on \w+"
 
 
 @pytest.fixture(scope="module")

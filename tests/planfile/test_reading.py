@@ -207,7 +207,7 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
         ("cluster: h10x8\n", "plan.yaml:1: cluster.device='h10' is not known; nearest: h100"),
         ("cluster: {device: {name: x, memory_bytes: -1}}\n", "cluster.device.memory_bytes=-1 must be"),
         ("recipe:\n  learning_rate: .nan\n", "recipe.learning_rate=.nan must be a number"),
-        ("recipe:\n  learning_rate: nan\n", "plan.yaml:2: recipe.learning_rate=nan must be a number"),
+        ("recipe:\n  learning_rate: nan\n", "plan.yaml:2: recipe.learning_rate=nan must be a finite number"),
         (
             "recipe:\n  learning_rate: -1\n",
             "plan.yaml:2: recipe.learning_rate=-1.0 must be a finite number of 0 or more",

@@ -34,6 +34,14 @@ class FirstRank:
         found = self.alone(do)
         return do() if found is None else found
 
+    def for_all(self, do: Callable[[], T]) -> T:
+        """What the first rank finds, on every rank: a file system may show others an older state."""
+        told: list[T | None] = [self.alone(do)]
+        if self.world.size > 1:
+            dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
+        found = told[0]
+        return found  # type: ignore[return-value]
+
     def _raise_together(self, failure: MeshwrightError | None) -> None:
         if self.world.size > 1:
             told: list[MeshwrightError | None] = [failure]

@@ -62,7 +62,9 @@ def run(
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         state = _new_state(plan, mesh, target)
-        _resume(state, plan, corpus, folder, resume)
+        found = first.for_all(lambda: _checkpoint_of(folder, resume))
+        if found is not None:
+            _resume(state, plan, corpus, folder, found)
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
@@ -179,13 +181,15 @@ def _new_state(plan: Plan, mesh: Mesh, target: torch.device) -> TrainState:
     return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
 
 
-def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, resume: str) -> None:
-    """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
+def _checkpoint_of(folder: RunFolder, resume: str) -> Path | None:
+    """What `resume` means now."""
     if resume == "no":
-        return
-    found = checkpoint.latest(folder.checkpoints) if resume == "auto" else Path(resume)
-    if found is None:
-        return
+        return None
+    return checkpoint.latest(folder.checkpoints) if resume == "auto" else Path(resume)
+
+
+def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, found: Path) -> None:
+    """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
     if not any(name.startswith("optimizer.") for name in checkpoint.names(found)):
         checkpoint.load(found, state.model_tensors())
         state.optimizer.read_masters()
