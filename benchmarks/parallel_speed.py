@@ -398,7 +398,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of a group of a few contestants")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a group of a few contestants")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     given = parser.parse_args()
     groups = {}
