@@ -61,9 +61,9 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 
 def prefers_blockwise(q: Tensor) -> bool:
-    """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of 64
-    dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which was
-    written for them, and so is compiled code: the compiler sees through it."""
+    """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of
+    64 dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which
+    was written for them, and so is compiled code: the compiler sees through it."""
     if q.device.type != "cpu" or torch.compiler.is_compiling() or q.shape[1] * min(q.shape[3], 64) < LONG:
         return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
