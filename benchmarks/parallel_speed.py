@@ -1,6 +1,7 @@
 """Training speed of every parallelism beside what others wrote for it, in one run.
 
-    python -m benchmarks.parallel_speed [--json] [--seconds 25] [--groups dp-2 pp-2]
+    python -m benchmarks.parallel_speed [--json] [--seconds 30] [--groups dp-2 pp-2]
+    python -m benchmarks.parallel_speed --tables FILE    # what --json printed, as the tables of docs/parallel_speed.md
 
 A group is one parallelism over 2 or 4 Gloo processes, one torch thread each, pinned to the cores in turn. All its
 contestants live in the same processes (same allocator, threads, process group) and take turns step by step in an order
@@ -398,9 +399,15 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of a group of a few contestants")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a group of a few contestants")
+    parser.add_argument(
+        "--tables", type=Path, metavar="FILE", help="print a --json document as tables, measure nothing"
+    )
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     given = parser.parse_args()
+    if given.tables:
+        print("\n".join(tables(json.loads(given.tables.read_text())["groups"])))
+        return
     groups = {}
     for name in given.groups:
         groups[name] = report(GROUPS[name], given.seconds)
@@ -410,6 +417,30 @@ def main() -> None:
         print("picotron was left out: no checkout at $PICOTRON", file=sys.stderr)
     if given.json:
         print(json.dumps(summary(groups)))
+
+
+def tables(groups: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Lines of markdown: every contestant, then our schedules measured and simulated."""
+    yield "| group | contestant | tokens/s | over ideal | processor time | ours over it |"
+    yield "|---|---|---|---|---|---|"
+    for name, found in groups.items():
+        over = {rival: value for contest in found["contests"].values() for rival, value in contest["ours_over"].items()}
+        for label, row in found["rows"].items():
+            ratio_cell = f"{over[label]:.2f} x" if label in over else ""
+            yield (
+                f"| {name} | {label} | {row['tokens_per_second']:.0f} | {row['over_ideal']:.2f} x "
+                f"| {row['cpu_s'] * 1e3:.0f} ms | {ratio_cell} |"
+            )
+    yield ""
+    yield "| group | schedule | passes | simulated | bubble | simulated | over 1f1b | simulated |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, found in groups.items():
+        for schedule_name, one in found.get("pipelines", {}).items():
+            yield (
+                f"| {name} | {schedule_name} | {one['wall_s'] * 1e3:.0f} ms | {one['simulated_s'] * 1e3:.0f} ms "
+                f"| {one['bubble']:.0%} | {one['simulated_bubble']:.0%} | {one['over_1f1b']:.3f} "
+                f"| {one['simulated_over_1f1b']:.3f} |"
+            )
 
 
 def show(name: str, found: dict[str, Any]) -> None:
