@@ -29,9 +29,10 @@ from meshwright.kernels import Kernels
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.linear import linear_reference, linears_reference
 from meshwright.model import Transformer, build
-from meshwright.parallel.stages import cut, own_stages
+from meshwright.parallel.stages import cut
 from meshwright.parallel.tensor import replace_kernels
 from meshwright.spec import Layout
+from meshwright.spec.places import own_stages
 from meshwright.spec.schedule import SPLIT, stage_rank
 
 SCHEDULES = {
