@@ -151,7 +151,7 @@ class _Flight:
         group: Group | None,
     ) -> None:
         self.folder, self.step, self.values, self.score, self.keep_last = folder, step, values, score, keep_last
-        self.group = group and group.process_group
+        self.group = None if group is None else group.process_group
         self.ended = Event()
         self.path: Path | None = None
         self.error: BaseException | None = None
