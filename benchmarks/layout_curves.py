@@ -156,7 +156,7 @@ def laid_out(setting: Setting, right: Mapping[str, list[float]], names: Iterable
     for name in names:
         kind, layout = LAYOUTS[name]
         trained(setting.plan(kind, name), layout, setting.recipe.steps)
-        found[name] = _report(setting, right, kind, name) | {"ranks": Layout(**layout).world}
+        found[name] = report(setting, right, kind, name) | {"ranks": Layout(**layout).world}
     return found
 
 
@@ -166,11 +166,12 @@ def journey(setting: Setting, right: Mapping[str, list[float]], kind: str) -> di
     ends = [setting.recipe.steps * (index + 1) // len(legs) for index in range(len(legs))]
     for (_, layout), until in zip(legs, ends, strict=True):
         trained(setting.plan(kind, name), layout, until)
-    found = _report(setting, right, kind, name)
+    found = report(setting, right, kind, name)
     return found | {"legs": [{"layout": leg[0], "until": until} for leg, until in zip(legs, ends, strict=True)]}
 
 
-def _report(setting: Setting, right: Mapping[str, list[float]], kind: str, name: str) -> dict[str, Any]:
+def report(setting: Setting, right: Mapping[str, list[float]], kind: str, name: str) -> dict[str, Any]:
+    """A run beside one device."""
     curve = losses(setting.run(name))
     apart = difference(curve, right[kind])
     return {

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
 PRODUCTS = ("#b0892b", "products of up to five axes")
 EXPERTS = ("#c2354f", "expert parallel and products")
 LEGS = ("#1f5fa8", "#d9661f", "#222222", "#2a8a57")
-FLOOR = 2e-8
+FLOOR = 4e-8
 """Where a difference of zero is drawn: below one bit of a loss."""
+BAR = 1e-4
 FP32_BIT = 2.0**-23
 
 
@@ -59,47 +61,48 @@ def _steps(values: list[float]) -> range:
 
 
 def _draw_curves(axes: "Axes", result: Mapping[str, Any]) -> None:
-    """One device as a broad band, every layout a thin line on it; the runs that change their layout lie lower."""
-    right = result["one_device"]
-    lower = 0.12 * (max(right["dense"]) - min(right["dense"]))
-    axes.plot(_steps(right["dense"]), right["dense"], color=PALE, linewidth=9, solid_capstyle="round", zorder=1)
-    count = 0
-    for name, row in result["layouts"].items():
-        if row["shape"] == "dense":
-            axes.plot(_steps(row["losses"]), row["losses"], color=_family(name)[0], linewidth=0.8, alpha=0.8, zorder=2)
-            count += 1
-    first = right["dense"][0]
+    """One device as a broad band, on it every layout as dashes between those of the others; the run that changes its
+    layout lies lower."""
+    right = result["one_device"]["dense"]
+    lower = 0.44 * (max(right) - min(right))
+    dense = {name: row["losses"] for name, row in result["layouts"].items() if row["shape"] == "dense"}
+    axes.plot(_steps(right), right, color=PALE, linewidth=9, solid_capstyle="round", zorder=1)
+    for number, (name, losses) in enumerate(dense.items()):
+        dashes = (3 * number, (3, 3 * (len(dense) - 1))) if len(dense) > 1 else "-"
+        axes.plot(_steps(losses), losses, color=_family(name)[0], linewidth=2, linestyle=dashes, zorder=2)
+    at = len(right) // 4
     axes.annotate(
-        f"{count} layouts on one device's\ncurve (the grey band)", (4, right["dense"][3]), (10, first - 0.3),
-        color=INK, fontsize=9, va="top", arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8},
+        f"one device: the grey band\n{len(dense)} layouts: a dash of each in turn", (at, right[at - 1]), (18, 26),
+        textcoords="offset points", color=INK, fontsize=9, va="bottom",
+        arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "shrinkB": 6},
     )  # fmt: skip
-    _draw_journey(axes, result, 3 * lower)
-    axes.set_title("40 steps under every layout" if result["steps"] == 40 else "Under every layout", loc="left")
+    _draw_journey(axes, result, lower)
+    axes.set_title(f"{result['steps']} steps on real text", loc="left")
     axes.set_ylabel("loss (nats per token)")
 
 
 def _draw_journey(axes: "Axes", result: Mapping[str, Any], lower: float) -> None:
     """Below the others: the band again, and on it each part of the resumed run in a colour of its own."""
     right, row = result["one_device"]["dense"], result["resumed"]["dense"]
-    axes.plot(
-        _steps(right), [loss - lower for loss in right], color=PALE, linewidth=9, solid_capstyle="round", zorder=1
-    )
+    band = [loss - lower for loss in right]
+    axes.plot(_steps(band), band, color=PALE, linewidth=9, solid_capstyle="round", zorder=1)
     for (begin, until, layout), color in zip(_legs(row), LEGS, strict=False):
         steps = range(max(1, begin), until + 1)
         shown = [row["losses"][step - 1] - lower for step in steps]
-        axes.plot(steps, shown, color=color, linewidth=1.8, zorder=3)
+        axes.plot(steps, shown, color=color, linewidth=2, zorder=3)
         if begin:
             axes.plot(begin, shown[0], "o", color="white", markeredgecolor=INK, markersize=6, zorder=4)
-        middle = (max(1, begin) + until) // 2
+        middle = (max(1, begin) + until) // 2 if begin else until * 4 // 5
         axes.annotate(
-            layout, (middle, row["losses"][middle - 1] - lower), (0, -13), textcoords="offset points",
-            color=color, fontsize=8.5, ha="center", va="top",
+            layout, (middle, row["losses"][middle - 1] - lower), (0, -13) if begin else (-12, -4),
+            textcoords="offset points", color=color, fontsize=8.5, ha="center" if begin else "right", va="top",
         )  # fmt: skip
+    at = round(0.52 * len(right))
     axes.annotate(
-        "one run, resumed under\nother layouts (drawn lower)", (1, row["losses"][0] - lower), (6, -3),
-        textcoords="offset points", color=INK, fontsize=9, va="top",
+        "one run, resumed under other\nlayouts, on the same band\n(drawn lower)", (at, right[at] - lower / 2),
+        color=INK, fontsize=9, va="center",
     )  # fmt: skip
-    axes.set_ylim(min(right) - lower - 0.16 * (max(right) - min(right) + lower), None)
+    axes.set_ylim(min(band) - 0.13 * (max(right) - min(band)), None)
 
 
 def _legs(row: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
@@ -111,31 +114,33 @@ def _legs(row: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
 
 
 def _draw_differences(axes: "Axes", result: Mapping[str, Any]) -> None:
-    """|loss - loss of one device| / loss of one device, on a log axis."""
+    """|loss - loss of one device| / loss of one device, the largest so far, on a log axis."""
     known: set[str] = set()
     for name, row in result["layouts"].items():
         color, label = _family(name)
-        shown = [max(value, FLOOR) for value in row["differences"]]
-        dense = not name.startswith("one device")
-        axes.plot(
-            _steps(shown), shown, color=color, linewidth=1.0 if dense else 1.8, alpha=0.75,
-            label=None if label in known else label,
-        )  # fmt: skip
+        shown = list(accumulate((max(value, FLOOR) for value in row["differences"]), max))
+        width = 2.4 if name.startswith("one device") else 1.2
+        new = None if label in known else label
+        axes.plot(_steps(shown), shown, color=color, linewidth=width, alpha=0.8, drawstyle="steps-post", label=new)
         known.add(label)
-    for kind, style in (("dense", "o"), ("experts", "s")):
+    for kind, style in (("dense", "--"), ("experts", ":")):
         row = result["resumed"][kind]
-        shown = [max(value, FLOOR) for value in row["differences"]]
+        shown = list(accumulate((max(value, FLOOR) for value in row["differences"]), max))
         axes.plot(
-            _steps(shown), shown, linestyle="none", marker=style, markersize=3.2, color="white", markeredgecolor=INK,
-            markeredgewidth=0.8, label=f"resumed under other layouts, {kind}", zorder=5,
+            _steps(shown), shown, linestyle=style, linewidth=1.6, color=INK, drawstyle="steps-post", zorder=5,
+            label=f"resumed, {kind} (o: other layout)",
         )  # fmt: skip
+        ends = [begin for begin, _, _ in _legs(row) if begin]
+        axes.plot(
+            ends, [shown[end - 1] for end in ends], "o", color="white", markeredgecolor=INK, markersize=5, zorder=6
+        )
     axes.set_yscale("log")
-    axes.set_ylim(FLOOR / 1.5, 3e-4)
-    for value, text in ((1e-4, "the bar: 1e-4"), (FP32_BIT, "one bit of an fp32 number")):
-        axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-        axes.text(0.995, value * 1.12, text, transform=axes.get_yaxis_transform(), ha="right", fontsize=8.5, color=INK)
-    axes.set_title("Difference from one device, relative", loc="left")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.69), columnspacing=1.2)
+    axes.set_ylim(FLOOR, 3e-4)
+    for value, height, text in ((BAR, 1.12 * BAR, "the bar: 1e-4"), (FP32_BIT, 1.2 * FLOOR, "dotted: one bit of fp32")):
+        axes.axhline(value, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+        axes.text(0.99, height, text, transform=axes.get_yaxis_transform(), ha="right", fontsize=8.5, color=INK)
+    axes.set_title("Largest difference from one device so far, relative", loc="left")
+    axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper left", bbox_to_anchor=(0.0, 0.86), columnspacing=1.0)
 
 
 def _plain(axes: "Axes", steps: int) -> None:

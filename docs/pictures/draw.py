@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from meshwright.parallel.context import local_positions
-from meshwright.parallel.mesh import place_of
 from meshwright.spec.layout import Layout
+from meshwright.spec.places import place_of
 from meshwright.spec.replay import Times, replay
 from meshwright.spec.schedule import schedule
 

@@ -20,7 +20,7 @@ from typing import Any
 
 LIMIT_S = 120
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.train.step"])
+SERVER.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.train.loop"])
 
 
 class RankError(AssertionError):

@@ -84,6 +84,11 @@ class Saver:
         self._join()
         return False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._flight is not None and not self._flight.landed
+
     def wait(self) -> None:
         """Until nothing is under way; raises what went wrong."""
         started = time.perf_counter()
@@ -146,7 +151,7 @@ class _Flight:
         group: Group | None,
     ) -> None:
         self.folder, self.step, self.values, self.score, self.keep_last = folder, step, values, score, keep_last
-        self.group = group and group.process_group
+        self.group = None if group is None else group.process_group
         self.ended = Event()
         self.path: Path | None = None
         self.error: BaseException | None = None

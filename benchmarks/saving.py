@@ -1,0 +1,123 @@
+"""How long a step waits for a checkpoint: written at once, or by a thread while training goes on.
+
+    python -m benchmarks.saving [--json] [--model llama-100m] [--ranks 1 2] [--saves 3]
+
+A model with its optimizer (fp32: weights and two moments, 12 bytes a parameter) is trained on short random sequences by
+real Gloo processes of one thread each (ZeRO-1 from two on), and saved again and again, four steps apart. `blocked` is
+what the step loop waited for one save: the first, which takes the memory for the copy, and the median of the others.
+`step` is the median step, while no save is under way and while one is. Writing is hashed and on disk (fsync) before a
+checkpoint counts, either way.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import compat
+from meshwright.observe.ranks import on_ranks
+from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.mesh import saving_group
+from meshwright.spec import Layout, Recipe, presets
+from meshwright.train.batches import Batch, split
+from meshwright.train.optimizer import AdamW
+from meshwright.train.saver import Saver
+from meshwright.train.state import Progress, TrainState
+from meshwright.train.step import train_step
+
+TOKENS = 32
+"""Of the one sequence that a rank trains on in a step: what is measured does not depend on it."""
+STEPS_BETWEEN = 4
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds, on one rank."""
+
+    blocked: list[float] = field(default_factory=list)
+    quiet: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+
+
+def new_state(model: str, ranks: int) -> TrainState:
+    """A fresh model and optimizer."""
+    layout = Layout(compile="off", dp_shard=ranks, zero=1 if ranks > 1 else 0)
+    engine = build_engine(presets.model(model), layout, mesh=make_mesh(layout), device=torch.device("cpu"), seed=0)
+    return TrainState(engine, AdamW(engine.parameters.items(), Recipe()), None, Progress())
+
+
+def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Times:
+    """One process: steps, and a save after every few of them."""
+    compat.keep_freed_memory()
+    state, found = new_state(model, ranks), Times()
+    group = saving_group(state.engine.mesh) if behind else None
+    tokens = torch.randint(0, state.engine.model.shape.vocab, (1, TOKENS))
+    batch = Batch(tokens=tokens, targets=tokens, valid=TOKENS, valid_of_rows=(TOKENS,))
+    with Saver(Path(folder), keep_last=1, group=group, saved=lambda step, path: None) as saver:
+        for number in range((saves + 1) * STEPS_BETWEEN):
+            under_way = saver.busy
+            started = time.perf_counter()
+            train_step(state.engine, state.optimizer, split(batch, 1), rate=1e-4, clip=1.0, balance_loss=0.0)
+            if number:
+                (found.beside if under_way else found.quiet).append(time.perf_counter() - started)
+            if number % STEPS_BETWEEN == STEPS_BETWEEN - 1 and len(found.blocked) < saves:
+                before = saver.blocked_s
+                saver.save(number + 1, state.tensors(), {"step": number + 1}, None)
+                found.blocked.append(saver.blocked_s - before)
+    return found
+
+
+def case(model: str, ranks: int, saves: int, behind: bool) -> dict[str, Any]:
+    """One row: the rank that waited longest counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = on_ranks(ranks, on_rank, model, ranks, saves, behind, folder, limit_s=900)
+        written = max(Path(folder).glob("step-*"))
+        size_bytes = sum(path.stat().st_size for path in written.iterdir())
+    blocked = [max(save) for save in zip(*(rank.blocked for rank in times), strict=True)]
+    return {
+        "ranks": ranks,
+        "way": "async" if behind else "sync",
+        "checkpoint_bytes": size_bytes,
+        "first_blocked_seconds": blocked[0],
+        "blocked_seconds": statistics.median(blocked[1:] or blocked),
+        "step_seconds": statistics.median(times[0].quiet),
+        "step_beside_seconds": statistics.median(times[0].beside) if times[0].beside else None,
+    }
+
+
+def measure(model: str, sizes: list[int], saves: int) -> dict[str, Any]:
+    """All rows; `blocked_share` is the largest part of a save's time that steps still wait when it is asynchronous."""
+    rows = [case(model, ranks, saves, behind) for ranks in sizes for behind in (False, True)]
+    shares = [a["blocked_seconds"] / s["blocked_seconds"] for s, a in zip(rows[::2], rows[1::2], strict=True)]
+    return {"model": model, "rows": rows, "blocked_share": max(shares)}
+
+
+def main() -> None:
+    """Print the table, or one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", default="llama-100m")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--saves", type=int, default=3)
+    options = parser.parse_args()
+    result = measure(options.model, options.ranks, options.saves)
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return
+    print(f"{'ranks':>5}  {'way':<6}{'MB':>7}{'first s':>9}{'blocked s':>11}{'step s':>8}{'beside s':>10}")
+    for row in result["rows"]:
+        beside = "" if row["step_beside_seconds"] is None else f"{row['step_beside_seconds']:.2f}"
+        print(
+            f"{row['ranks']:>5}  {row['way']:<6}{row['checkpoint_bytes'] / 1e6:>7.0f}"
+            f"{row['first_blocked_seconds']:>9.2f}{row['blocked_seconds']:>11.2f}{row['step_seconds']:>8.2f}{beside:>10}"
+        )
+
+
+if __name__ == "__main__":
+    main()
