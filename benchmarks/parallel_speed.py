@@ -15,6 +15,7 @@ backend == "nccl".
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -411,7 +412,7 @@ def main() -> None:
     groups = {}
     for name in given.groups:
         groups[name] = report(GROUPS[name], given.seconds)
-        if not given.json:
+        with contextlib.redirect_stdout(sys.stderr) if given.json else _nothing():
             show(name, groups[name])
     if checkout() is None:
         print("picotron was left out: no checkout at $PICOTRON", file=sys.stderr)
