@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import parallel_memory
 from benchmarks.parallel_memory import against, context_bytes, traced
-from benchmarks.parallel_speed import Group, report, summary
+from benchmarks.parallel_speed import report, summary
+from benchmarks.parallel_turns import Group
 from benchmarks.parallel_work import SHAPE, Work
 from meshwright.observe.ranks import on_ranks
 
