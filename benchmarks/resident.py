@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 0.05
-"""Time between two looks; what lives shorter may be missed, unless it is the largest single process."""
+"""Time between two looks. Two in a row must see it: for the moment in which a process starts another one, the new one
+is the old one's memory once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,12 @@ class Watched:
 def watch(command: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Watched:
     """Run a command to its end. Linux: memory is read from /proc; elsewhere it is the largest single process."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        start, peak = time.perf_counter(), 0
+        start, peak, before = time.perf_counter(), 0, 0
         env = {**os.environ, **(environment or {})}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, env=env)
         while True:
-            peak = max(peak, tree_bytes(process.pid))
+            now = tree_bytes(process.pid)
+            peak, before = max(peak, min(before, now)), now
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PERIOD_S)
                 break

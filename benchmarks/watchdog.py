@@ -37,7 +37,7 @@ def measure() -> dict[str, float]:
             store.set(f"beat/{rank}", Beat(count=1).encode())
         observed = _Observed(world)
         found[f"read_{world}_s"] = _each(lambda seen=observed: seen.look(store, Limits()), 10)  # type: ignore[misc]
-    found["count_s"] = _each(lambda: pulse.calls("data", "all_reduce", 8), 100_000)
+    found["count_s"] = _each(lambda: pulse.calls.tell("data", "all_reduce", 8), 100_000)
     return found
 
 

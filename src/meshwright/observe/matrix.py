@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny import shrink
 from meshwright.observe.verify import Case, Outcome, first_difference, outcome
@@ -159,7 +161,10 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
         some = [found for found in chosen if found.layout.world == world]
         for start in range(0, len(some), BATCH):
             part = some[start : start + BATCH]
-            ranks = on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
+            ranks = [
+                list(map(_unpacked, rank))
+                for rank in on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
+            ]
             for index, found in enumerate(part):
                 known = expected.setdefault(found.packed, {})
                 name = f"{found.case.shape.family} {found.case.shape.moe is not None}"
@@ -171,4 +176,13 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
 def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:
     """On one rank: all trials of one world size, over the same process groups."""
     made: Made = {}
-    return [outcome(found.case, found.layout, device=device, made=made) for found in chosen]
+    return [_packed(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
+
+
+def _packed(found: Outcome) -> Outcome:
+    """With arrays for tensors: a tensor travels between processes as an open file, and thousands are too many."""
+    return replace(found, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in found.tensors.items()})
+
+
+def _unpacked(found: Outcome) -> Outcome:
+    return replace(found, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in found.tensors.items()})

@@ -32,17 +32,19 @@ def is_needed(mesh: Mesh) -> bool:
 
 
 def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
-    """Shard each block and what is outside of the blocks, in the order of the forward pass."""
+    """Shard each block and what is outside of the blocks, in the order of the forward pass. Under a pipeline parameters
+    stay whole from a stage's first pass of a step to its last: freed, they would be gathered for every micro-batch."""
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
     compat.let_selective_recomputation_pass_hooks()
+    frees = zero == 3 and mesh["pp"].size == 1
     dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
     for block in model.layers.values():
         if expert is not None and block.routed:
-            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=zero == 3)
+            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees)
             tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
         if dense is not None:
-            fully_shard(block, mesh=dense, reshard_after_forward=zero == 3)
+            fully_shard(block, mesh=dense, reshard_after_forward=frees)
             tell(block, mesh["replicate"], mesh["shard"])
     if dense is not None:
         fully_shard(model, mesh=dense, reshard_after_forward=False)

@@ -176,7 +176,7 @@ def _is_key_or_value(name: str) -> bool:
 def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum."""
     held: list[nn.Parameter] = list(parameters)
-    for dtype in {p.dtype for p in held}:
+    for dtype in dict.fromkeys(p.dtype for p in held):
         some = [p for p in held if p.dtype == dtype]
         for parameter in some:
             if parameter.grad is None:

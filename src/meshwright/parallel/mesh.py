@@ -7,6 +7,7 @@ collectives of tensor parallelism need the fast links; pipeline stages lie farth
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,7 +21,6 @@ PRODUCTS = {
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
     "data": ("dp_replicate", "dp_shard", "cp"),
-    "model": ("pp", "dp_shard", "cp", "tp"),
     "world": AXES,
 }
 """Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same
@@ -69,7 +69,15 @@ def make_mesh(
     mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, made={} if made is None else made)
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
+        _connect(mesh.groups[name])
     return mesh
+
+
+def _connect(group: Group) -> None:
+    """NCCL connects a group at its first collective, which all its ranks must make together: a pipeline's would be a
+    transfer between two of them. Gloo connects when a group is made."""
+    if group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group):
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
 
 
 def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:

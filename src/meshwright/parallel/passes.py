@@ -68,11 +68,13 @@ class Reduction:
     def __init__(self, stages: Sequence[Transformer], replicas: Sequence[Replicas]) -> None:
         self.modules = [data.sharded_modules(stage) for stage in stages]
         self.replicas = replicas
+        self.last: dict[int, Action] = {}
 
     def before(self, action: Action) -> None:
         """At a stage's first action of a step."""
         if action.kind != "F" or action.micro_batch:
             return
+        self.last[action.stage] = last_of(self.pipeline.current, ("W", "BW"))[action.stage]
         for module in self._modules_of(action.stage):
             module.set_requires_gradient_sync(False)
             module.set_requires_all_reduce(False)
@@ -80,7 +82,7 @@ class Reduction:
 
     def after(self, action: Action) -> None:
         """When a stage's gradients are whole."""
-        if action != last_of(self.pipeline.current, ("W", "BW"))[action.stage]:
+        if action != self.last.get(action.stage):
             return
         if self.replicas:
             self.replicas[self._place_of(action.stage)].start()

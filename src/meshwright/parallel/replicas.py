@@ -9,7 +9,7 @@ gradients, two moments) and a block, where DistributedDataParallel's buckets are
 Buckets start in one order on every rank, each after the ones before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.model import Transformer
+from meshwright.model.linear import Linear
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 
@@ -28,9 +29,14 @@ class Bucket:
 
     parameters: Sequence[nn.Parameter]
     group: Group
-    missing: int
+    made_here: int
+    """How many of them get a gradient on this rank: biases that another tp rank adds do not."""
+    missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
     work: dist.Work | None = None
+
+    def __post_init__(self) -> None:
+        self.missing = self.made_here
 
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
@@ -45,7 +51,7 @@ class Bucket:
         """Wait for the sum."""
         if self.work is not None:
             self.work.wait()
-        self.work, self.missing = None, len(self.parameters)
+        self.work, self.missing = None, self.made_here
 
 
 class Replicas:
@@ -103,19 +109,20 @@ def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Repli
     inside = {parameter for block in blocks for parameter in block}
     ends = [p for name, p in model.named_parameters() if p not in inside and name.startswith(("embed.", "positions."))]
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
+    idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
         some = [p for p in parameters if p not in seen]
         seen.update(some)
-        buckets += _buckets([p for p in some if p not in experts], mesh["data"])
-        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"])
+        buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
+        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)
     return Replicas(buckets)
 
 
-def _buckets(parameters: Sequence[nn.Parameter], group: Group) -> list[Bucket]:
+def _buckets(parameters: Sequence[nn.Parameter], group: Group, idle: Container[nn.Parameter | None]) -> list[Bucket]:
     """One for each dtype; none where there is nobody to sum with."""
     if group.size == 1:
         return []
     dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
     held = [[p for p in parameters if p.dtype == dtype] for dtype in dtypes]
-    return [Bucket(some, group, len(some)) for some in held]
+    return [Bucket(some, group, sum(p not in idle for p in some)) for some in held]

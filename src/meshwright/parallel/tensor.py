@@ -133,7 +133,7 @@ def _look_up(embed: nn.Embedding, first: int, number: int, tokens: Tensor) -> Te
 class VocabularyParallelLoss:
     """Head and loss in one (kernels/cross_entropy.py) where each rank holds some rows of the head.
 
-    Per chunk of rows three small collectives (maximum, sum of exponentials and the target's logit, (R,) each); no rank
+    Per chunk of rows two small collectives (maximum; sum of exponentials with the target's logit); no rank
     ever sees another's logits. The gradient of x is a rank's part; `enter` before the head sums it.
     """
 

@@ -61,8 +61,8 @@ def run(
         _folder(plan, corpus, resume, first) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
-        state = _new_state(plan, mesh, target)
         found = first.for_all(lambda: _checkpoint_of(folder, resume))
+        state = _new_state(plan, mesh, target, initialize=found is None)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
@@ -165,9 +165,9 @@ def _check_resume(plan: Plan, resume: str) -> None:
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
-def _new_state(plan: Plan, mesh: Mesh, target: torch.device) -> TrainState:
+def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
     recipe = plan.recipe
-    seed_everything(recipe.seed + _data_index(mesh))
+    seed_everything(recipe.seed + _data_index(mesh) + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
         plan.model,
         plan.layout,
@@ -176,6 +176,7 @@ def _new_state(plan: Plan, mesh: Mesh, target: torch.device) -> TrainState:
         dtype=DTYPES[recipe.precision],
         seed=recipe.seed,
         dropout=recipe.dropout,
+        initialize=initialize,
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
     return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
