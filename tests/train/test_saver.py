@@ -170,7 +170,7 @@ def test_a_full_disk_is_told_at_the_next_step(texts: Path, tmp_path: Path, monke
     assert "\n" not in str(caught.value) and "earlier checkpoints are kept" in str(caught.value)
     assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [10]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000010"]
-    assert max(running.steps_of(running.metrics(tmp_path / "run"))) == 21
+    assert 20 < max(running.steps_of(running.metrics(tmp_path / "run"))) < 30, "before the save after it"
     monkeypatch.undo()
     assert loop.run(plan, resume="auto").stopped == "done"
 
