@@ -11,7 +11,7 @@ from meshwright.observe.tiny import shrink
 from meshwright.observe.verify import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
-from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
+from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.held import held, memory
 from meshwright.spec.ledger import Ledger
 from meshwright.train.batches import Share, select, split
@@ -25,6 +25,8 @@ SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, m
 N = num_parameters(SHAPE)
 UNEVEN = shrink("qwen3-30b-a3b")
 """A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
+FEW = replace(UNEVEN, moe=MoEShape(experts=2, top_k=1, ffn=12))
+"""Fewer experts than 4 ranks."""
 TIED = replace(shrink("qwen2.5-0.5b"), layers=5)
 
 TWO: list[dict[str, Any]] = [
@@ -50,6 +52,10 @@ FOUR_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 4, "ep": 2, "zero": 3},
     {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
     {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "zero": 2},
+]
+FEW_EXPERTS: list[dict[str, Any]] = [
+    *({"dp_shard": 4, "ep": ep, "zero": zero, "micro_batch": 1} for ep in (1, 2) for zero in (1, 3)),
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 1},
 ]
 
 
@@ -98,8 +104,9 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -
         (TIED, 2, TWO, "fp32"),
         (SHAPE, 4, FOUR, "bf16"),
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32"),
+        (FEW, 4, FEW_EXPERTS, "bf16"),
     ],
-    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven"],
+    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven", "four, few experts"],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(
     shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str
@@ -194,6 +201,15 @@ def test_experts_divide_by_ep_and_the_rest_by_all_ranks(e: int) -> None:
     assert sum(plain.values()) == 16 * (experts // e + rest)
     sharded = counted(shape, "fp32", dp_shard=4, ep=e, zero=3)["update"]  # 4 / e ranks share what ep leaves
     assert sum(sharded.values()) == 16 * (experts // 4 + rest // 4)
+
+
+def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
+    """DeepSeek-V3 over 1024 ranks, 4 experts on each of ep=64: 16 ranks share them, and each has a sixteenth."""
+    shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
+    for rank in (0, 64 * 15):
+        experts = [one for one in held(shape, layout, rank) if one.parameter.group == "expert"]
+        assert all(16 * one.own == 16 * one.padded == one.box.numel for one in experts)
+        assert all(one.box.sizes[0] == 4 for one in experts)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

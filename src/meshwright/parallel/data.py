@@ -11,18 +11,20 @@ shards once a step. Gradients are buckets of one block each. They are summed, ne
 the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Mesh, device_mesh
 from meshwright.parallel.sharding import tell
-from meshwright.spec.boxes import rows_of
+from meshwright.spec.boxes import shard, sharded_dim
 
 
 def is_needed(mesh: Mesh) -> bool:
@@ -41,10 +43,12 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
     for block in model.layers.values():
         if expert is not None and block.routed:
-            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees)
+            placement = _placement(mesh["expert_shard"].size)
+            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees, shard_placement_fn=placement)
             tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
         if dense is not None:
-            fully_shard(block, mesh=dense, reshard_after_forward=frees)
+            placement = _placement(mesh["shard"].size)
+            fully_shard(block, mesh=dense, reshard_after_forward=frees, shard_placement_fn=placement)
             tell(block, mesh["replicate"], mesh["shard"])
     if dense is not None:
         fully_shard(model, mesh=dense, reshard_after_forward=False)
@@ -96,16 +100,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor, box: Box) -> Box:
-    """The box of `local(parameter)`: fully_shard gives each rank ceil(n / ranks) rows of what the rank held."""
+    """The box of `local(parameter)`."""
     if not isinstance(parameter, DTensor):
         return box
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    parts, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    start, _ = rows_of(rows, parts, index)
-    held = parameter.to_local().shape
-    return Box(
-        whole=box.whole,
-        offsets=(box.offsets[0] + start, *box.offsets[1:]),
-        sizes=tuple(held),
-        owner=box.owner,
-    )
+    mesh = parameter.device_mesh
+    return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+
+
+def _placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Along which dim fully_shard cuts each parameter."""
+    return lambda parameter: Shard(sharded_dim(parameter.shape, ranks))

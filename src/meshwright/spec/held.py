@@ -10,16 +10,16 @@ gradients are reduced), "update" is when the optimizer runs, after all reduction
     3      1 / n                 1 / n       1 / n                           1 / n
 
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
-rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Under a
-pipeline ZeRO 2 and 3 are as ZeRO 1 within the step (docs/parallel.md).
+rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Experts
+fewer than n are cut inside instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
+(docs/parallel.md).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
-from meshwright.spec.boxes import Box, boxes, rows_of
+from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import Entry, Ledger
@@ -64,12 +64,12 @@ class Held:
     @property
     def own(self) -> int:
         """Elements that are this rank's to update."""
-        return rows_of(self.box.sizes[0], self.ranks, self.index)[1] * prod(self.box.sizes[1:])
+        return shard(self.box, self.ranks, self.index).numel
 
     @property
     def padded(self) -> int:
-        """Elements of a shard, the same on every rank: ceil(rows / ranks) rows."""
-        return -(-self.box.sizes[0] // self.ranks) * prod(self.box.sizes[1:])
+        """Elements of a shard, the same on every rank: that of the first, who has no less than the others."""
+        return shard(self.box, self.ranks, 0).numel
 
 
 def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
