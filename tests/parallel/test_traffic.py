@@ -140,7 +140,7 @@ CASE = Case(shape=SHAPE, sequence=16, global_batch=8)
 ACTIVATION = 8 * 16 * 32 * 4
 """b s h elements of fp32, of the whole batch."""
 N = num_parameters(SHAPE)
-BLOCKS = sum(p.numel for p in parameters(SHAPE) if p.layer >= 0)
+HEAD = sum(p.numel for p in parameters(SHAPE) if p.name.startswith(("norm.", "head.")))
 SCALARS = {"data": 8 + 8 + 4, "world": 4}
 """Valid tokens and sequences (float64), the loss; the squared gradient norm. One all-reduce each, once a step."""
 
@@ -197,32 +197,31 @@ def scalars(size: int, axis: str) -> int:
 @pytest.mark.parametrize("n", [2, 4])
 def test_zero_sends_what_the_lectures_say(n: int) -> None:
     """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
-    quantum, outside = round_of(n, 4 * N), round_of(n, 4 * (N - BLOCKS))
+    quantum, kept = round_of(n, 4 * N), round_of(n, 4 * HEAD)
     buckets = SHAPE.layers + 2  # blocks; embedding; norm and head
-    modules = SHAPE.layers + 1  # blocks; the rest
     common = {("data", "all_reduce"): (3, scalars(n, "data")), ("world", "all_reduce"): (1, scalars(n, "world"))}
     for found in sent(n, dp_shard=n, zero=0):
         assert found == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
     for found in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
         assert found == common | {
-            ("shard", "all_gather"): (modules, quantum),
-            ("shard", "reduce_scatter"): (modules, quantum),
+            ("shard", "all_gather"): (buckets, quantum),
+            ("shard", "reduce_scatter"): (buckets, quantum),
         }
-    for found in sent(n, dp_shard=n, zero=3):  # what is outside of the blocks stays gathered until its gradient
+    for found in sent(n, dp_shard=n, zero=3):  # norm and head stay gathered until their gradient
         assert found == common | {
-            ("shard", "all_gather"): (2 * SHAPE.layers + 1, 2 * quantum - outside),
-            ("shard", "reduce_scatter"): (modules, quantum),
+            ("shard", "all_gather"): (2 * buckets - 1, 2 * quantum - kept),
+            ("shard", "reduce_scatter"): (buckets, quantum),
         }
 
 
 def test_zero_grows_with_the_micro_batches_as_its_stage_says() -> None:
     """m = 4 micro-batches: ZeRO-0 and 1 send no more; ZeRO-2 scatters, ZeRO-3 also gathers, each time."""
-    m, quantum, outside = 4, round_of(2, 4 * N), round_of(2, 4 * (N - BLOCKS))
+    m, quantum, kept = 4, round_of(2, 4 * N), round_of(2, 4 * HEAD)
     plain, one, two, three = (sent(2, dp_shard=2, zero=zero, micro_batch=1)[0] for zero in range(4))
     assert plain["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
     assert (one["shard", "all_gather"][1], one["shard", "reduce_scatter"][1]) == (quantum, quantum)
     assert (two["shard", "all_gather"][1], two["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
-    assert three["shard", "all_gather"][1] == m * (2 * quantum - outside)
+    assert three["shard", "all_gather"][1] == m * (2 * quantum - kept)
     assert three["shard", "reduce_scatter"][1] == m * quantum
 
 
@@ -231,7 +230,7 @@ def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
     quantum = round_of(2, 4 * N)
     for found in sent(4, dp_replicate=2, dp_shard=2, zero=2, micro_batch=1):
         assert found["shard", "all_gather"][1] == quantum and found["shard", "reduce_scatter"][1] == 2 * quantum
-        assert found["replicate", "all_reduce"] == (SHAPE.layers + 1, 2 * round_of(2, 4 * N // 2))
+        assert found["replicate", "all_reduce"] == (SHAPE.layers + 2, 2 * round_of(2, 4 * N // 2))
 
 
 @pytest.mark.parametrize("t", [2, 4])

@@ -11,7 +11,8 @@ shards once a step. Gradients are buckets of one block each. They are summed, ne
 the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from meshwright.parallel.mesh import Mesh, device_mesh
 from meshwright.parallel.sharding import tell
 from meshwright.spec.boxes import shard, sharded_dim
 
+FIRST, LAST = ("embed", "positions"), ("norm", "head")
+"""What lies outside of the blocks."""
+
 
 def is_needed(mesh: Mesh) -> bool:
     """Whether any parameter of this rank has another rank's gradient to be summed with. Experts may lie on fewer ranks
@@ -34,30 +38,56 @@ def is_needed(mesh: Mesh) -> bool:
 
 
 def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
-    """Shard each block and what is outside of the blocks, in the order of the forward pass. Under a pipeline parameters
-    stay whole from a stage's first pass of a step to its last: freed, they would be gathered for every micro-batch."""
+    """Shard embedding, blocks, and norm with head, each as a unit. Under a pipeline parameters stay whole from a
+    stage's first pass of a step to its last: freed, they would be gathered for every micro-batch. So does a head from
+    its forward pass to its backward pass, which is the next."""
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
+    assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     frees = zero == 3 and mesh["pp"].size == 1
-    dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
+    routed = any(block.routed for block in model.layers.values())
+    dense, expert = _meshes(mesh, device, experts=routed)
+    first, last = _ends(model)
+    blocks: list[list[nn.Module]] = []
     for block in model.layers.values():
+        blocks.append([block])
         if expert is not None and block.routed:
-            placement = _placement(mesh["expert_shard"].size)
-            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees, shard_placement_fn=placement)
-            tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
-        if dense is not None:
-            placement = _placement(mesh["shard"].size)
-            fully_shard(block, mesh=dense, reshard_after_forward=frees, shard_placement_fn=placement)
-            tell(block, mesh["replicate"], mesh["shard"])
-    if dense is not None:
-        fully_shard(model, mesh=dense, reshard_after_forward=False)
-        tell(model, mesh["replicate"], mesh["shard"])
+            _shard([block.mlp.experts], mesh, "expert_shard", expert, frees=frees)
+            blocks[-1].append(block.mlp.experts)
+        _shard([block], mesh, "shard", dense, frees=frees)
+    _shard(first, mesh, "shard", dense, frees=frees)
+    _shard(last, mesh, "shard", dense, frees=False)
+    _shard([model], mesh, "shard", dense, frees=False)
+    _prefetch([first[:1] or [model], *blocks, last[:1]])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if dense is not None:
-        register_fsdp_forward_method(model, "stage")
+    register_fsdp_forward_method(model, "stage")
+
+
+def _shard(unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, *, frees: bool) -> None:
+    """Share modules that are gathered together over the ranks of a group; `ranks` are those and their replicas."""
+    if unit:
+        placement = _placement(mesh[group].size)
+        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, shard_placement_fn=placement)
+        tell(unit[0], mesh["replicate"], mesh[group])
+
+
+def _ends(model: Transformer) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What comes before the blocks and what after, each to be gathered together. A tied head's matrix is in both, which
+    leaves them to the model as a whole: gathered from its beginning to its end."""
+    children = {} if model.shape.tied else dict(model.named_children())
+    first, last = ([children[name] for name in names if name in children] for names in (FIRST, LAST))
+    return first, last
+
+
+def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Have each unit, when its own parameters are there, begin to gather those of the next, and in the backward pass of
+    the one before. Left to itself FSDP begins when the host comes by, which in a routed layer waits for the device."""
+    for one, following in pairwise(filter(None, units)):
+        one[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]
+        following[0].set_modules_to_backward_prefetch(list(one))  # type: ignore[operator]
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -65,9 +95,9 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """(for all parameters, for expert stacks where those are spread over ep); None = nobody to sum with."""
-    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type) if mesh["data"].size > 1 else None
+def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(for all parameters, for expert stacks where those are spread over ep)."""
+    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type)
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)

@@ -175,7 +175,7 @@ def _is_key_or_value(name: str) -> bool:
 
 def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum."""
-    held: list[nn.Parameter] = list(parameters)
+    held = [parameter for parameter in parameters if parameter.requires_grad]
     for dtype in dict.fromkeys(p.dtype for p in held):
         some = [p for p in held if p.dtype == dtype]
         for parameter in some:

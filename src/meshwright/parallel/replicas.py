@@ -112,7 +112,7 @@ def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Repli
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
-        some = [p for p in parameters if p not in seen]
+        some = [p for p in parameters if p.requires_grad and p not in seen]
         seen.update(some)
         buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
         buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)

@@ -95,7 +95,8 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     if model.last:
         model.norm.register_forward_hook(lambda module, inputs, out: enter(out, group, sp))
         loss = VocabularyParallelLoss(group, model.shape.vocab)
-        model.kernels = replace(model.kernels, linear_cross_entropy=loss)
+        head = model if model.shape.tied else model.head
+        head.kernels = replace(head.kernels, linear_cross_entropy=loss)
 
 
 def _surround(module: nn.Module, group: Group, sp: bool) -> None:
