@@ -108,7 +108,8 @@ class OursPlayed(Ours):
     def __init__(self, work: Work, made: Made | None = None, **layout: Any) -> None:
         super().__init__(work, made, **layout)
         self.played = Played()
-        pipeline = self.engine._pipeline
+        pipeline = self.engine.pipeline
+        assert pipeline is not None
         before, after, run = pipeline.before, pipeline.after, pipeline.run
 
         def timed_before(action: Action) -> None:

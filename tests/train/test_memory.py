@@ -184,6 +184,17 @@ def test_pipeline_stages_hold_their_layers_and_the_ends_their_matrices(p: int) -
         assert sum(found.values()) == 16 * (SHAPE.layers // p * layer + ends)
 
 
+def test_stages_by_hand_hold_what_they_were_dealt() -> None:
+    h, f, v = SHAPE.hidden, SHAPE.ffn, SHAPE.vocab
+    layer = 4 * h * h + 3 * h * f + 2 * h
+    for rank, (layers, ends) in enumerate(((1 + 1, h * v + h * v + h), (1 + 1, 0))):
+        found = counted(SHAPE, "fp32", rank, pp=2, vp=2, schedule="zb-v", stages=(1, 1, 1, 1), micro_batch=1)["update"]
+        assert sum(found.values()) == 16 * (layers * layer + ends)
+    for rank, layers in enumerate((3, 1)):
+        found = counted(SHAPE, "fp32", rank, pp=2, stages=(3, 1), micro_batch=1)["update"]
+        assert sum(found.values()) == 16 * (layers * layer + h * v + (rank == 1) * h)
+
+
 def test_a_tied_head_lies_on_both_ends_of_a_pipeline_once() -> None:
     tied = replace(SHAPE, tied=True)
     first, last = ({one.parameter.name for one in held(tied, Layout(pp=2), rank)} for rank in range(2))

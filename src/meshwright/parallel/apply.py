@@ -20,6 +20,7 @@ from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
@@ -85,11 +86,13 @@ def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box],
             materialize(stage, device)
     share_embedding(stages)
     shape = stages[0].shape
+    replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
-        replicas=replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else (),
+        replicas=replicas,
+        pipeline=make_pipeline(stages, mesh, replicas) if mesh["pp"].size > 1 else None,
         same_heads=_same_heads(shape, mesh),
         both_ends=ends_group(shape, mesh),
     )

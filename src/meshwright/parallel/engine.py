@@ -1,7 +1,7 @@
 """A model laid over the mesh, and what a step asks of all ranks together."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from meshwright.parallel.boxes import Box
 from meshwright.parallel.context import local_positions
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.passes import Pass, make_pipeline
+from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.replicas import Replicas
 from meshwright.parallel.tensor import is_partial
@@ -40,7 +40,8 @@ class Engine:
     """Pipeline ranks that hold a tied head's matrix, first and last."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
-    _pipelines: list[Pipeline] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+    """What runs the stages; None where there is one."""
 
     @property
     def model(self) -> Transformer:
@@ -97,8 +98,8 @@ class Engine:
     def forward_backward(self, passes: Sequence[P], after: Callable[[P], None] | None = None) -> None:
         """Every micro-batch forward and backward through all stages; `passes` keep what they want to tell. Without a
         pipeline `after` is called after each."""
-        if self.mesh["pp"].size > 1:
-            self._pipeline.run(passes)
+        if self.pipeline is not None:
+            self.pipeline.run(passes)
             return
         for index, one in enumerate(passes):
             last = index == len(passes) - 1
@@ -114,17 +115,10 @@ class Engine:
 
     def evaluate(self, one: Pass) -> Tensor:
         """One micro-batch forward: this rank's part of its loss ()."""
-        if self.mesh["pp"].size > 1:
-            return self._pipeline.evaluate([one])
+        if self.pipeline is not None:
+            return self.pipeline.evaluate([one])
         with torch.no_grad():
             return one(self.model, None)[1]
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        """Made at its first use, when all ranks come by."""
-        if not self._pipelines:
-            self._pipelines.append(make_pipeline(self.stages, self.mesh, self.replicas))
-        return self._pipelines[0]
 
     def finish_gradients(self) -> None:
         """Wait for the sums over replicas; sum what is only a part on this rank: parameters that tp ranks, or both

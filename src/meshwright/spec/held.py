@@ -23,8 +23,7 @@ from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import Entry, Ledger
-from meshwright.spec.places import expert_ranks, own_stages, place_of
-from meshwright.spec.schedule import stage_layers
+from meshwright.spec.places import expert_ranks, layers_of_stages, own_stages, place_of
 from meshwright.spec.shape import ModelShape
 
 Phase = Literal["step", "update"]
@@ -92,8 +91,8 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
 
 def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
     """The parameters of a pipeline stage."""
-    stages = layout.pp * layout.vp if layout.pp > 1 else 1
-    layers = stage_layers(shape.layers, stages)[stage]
+    ranges = layers_of_stages(shape.layers, layout)
+    stages, layers = len(ranges), ranges[stage]
     for parameter in parameters(shape):
         first = parameter.group == "embedding"
         if parameter.layer in layers if parameter.layer >= 0 else stage == (0 if first else stages - 1):
