@@ -21,7 +21,7 @@ from meshwright.train.batches import Share
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, LossScaler
+from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
@@ -174,6 +174,8 @@ def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool
         mesh=mesh,
         device=target,
         dtype=DTYPES[recipe.precision],
+        reduce_dtype=reduce_dtype(recipe),
+        micro_batches=plan.micro_batches,
         seed=recipe.seed,
         dropout=recipe.dropout,
         initialize=initialize,
