@@ -28,7 +28,7 @@ def support_page(outcomes: Sequence[tuple[Trial, str | None]], refused: Mapping[
         "# Support",
         "",
         "Which features train the same model together, found by running them: a tiny model, two steps, on real",
-        "processes beside one device (loss, gradient norm, every gradient, every weight, within 1e-5; with bf16: beside",
+        "processes beside one device (loss, gradient norm, every gradient, every weight, within 1e-5; in bf16: beside",
         "one device in bf16, within the band of [decision 5](decisions/0005-gradient-precision.md)). **yes**: some",
         "layout with both was equal. **refused**: with a sentence, below. **-**: alternatives, or more than 8 ranks.",
         f"Written by `meshwright verify --page docs/support.md` on {date.today()}, torch {torch.__version__}, Python",
