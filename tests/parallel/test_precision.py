@@ -39,14 +39,14 @@ class _Constructed:
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         out, found = model.stage(x, tokens, tokens)
         loss = 0.0 * found.cross_entropy
-        return out, loss + (self.value * model.norm.weight.float()).sum() if model.last else loss
+        return out, loss + self.value * model.get_parameter("norm.weight").float().sum() if model.last else loss
 
 
 def _sums(options: Sequence[dict[str, Any]], reduce_dtype: torch.dtype, small: int) -> list[tuple[Any, set[float]]]:
     """Per layout the dtype and the values of this rank's part of the norm's gradient (nothing where another stage has
     it): 1 from the first data-parallel rank, then SMALL so many times from each."""
     made: Made = {}
-    found = []
+    found: list[tuple[Any, set[float]]] = []
     for each in options:
         layout = Layout(compile="off", **each)
         mesh = make_mesh(layout, made=made)
@@ -101,7 +101,7 @@ def test_weight_gradients_that_come_late_are_added_in_the_gradients_dtype() -> N
         with splitting():
             product = linear(torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True), weight)
             with WeightGradients() as queue:
-                product.backward(torch.full_like(product, value))
+                torch.autograd.backward(product, torch.full_like(product, value))
             queue.run()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     assert bool((weight.grad == 1.0 + 64 * SMALL).all())

@@ -160,10 +160,16 @@ def _pairs(found: Trial) -> Iterator[frozenset[str]]:
 
 
 def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
-    """Each trial with its first difference from one device (None = equal), by world size; ranks live for one size.
+    """Each trial with its first difference from one device (None = equal), by world size.
 
     `device` cuda = a GPU for each rank, NCCL between them.
     """
+    for found, alone, ranks in outcomes(chosen, device):
+        yield found, first_difference(alone, ranks, BANDS[found.precision])
+
+
+def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Outcome, list[Outcome]]]:
+    """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
     expected: dict[Case, Outcome] = {}
     for world in sorted({found.layout.world for found in chosen}):
         some = [found for found in chosen if found.layout.world == world]
@@ -177,7 +183,7 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
                 if found.case not in expected:
                     expected[found.case] = outcome(found.case, Layout(compile="off"), device=device)
                 here = [rank[index] for rank in ranks]
-                yield found, first_difference(expected[found.case], here, BANDS[found.precision])
+                yield found, expected[found.case], here
 
 
 def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:

@@ -181,15 +181,21 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
         whole = assemble(others)
     except AssertionError as error:
         return str(error)
-    smallest = ZERO * max(one.norms)
-    size, unit = (torch.linalg.vector_norm, "length") if band.by_length else (_largest, "largest element")
-    for name, (_, expected) in one.tensors.items():
+    for name in one.tensors:
         if name not in whole:
             return f"{name} is on no rank"
-        error = size(whole[name] - expected) / max(size(expected).item(), smallest)
+        error = distance(name, one, whole, by_length=band.by_length)
         if not error <= (band.gradient if " gradient of " in name else band.weight):
-            return f"{name} differs by {error:.1e} of its {unit}"
+            return f"{name} differs by {error:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
+
+
+def distance(name: str, one: Outcome, whole: dict[str, Tensor], *, by_length: bool) -> float:
+    """How far the ranks' tensor is from one device's: see first_difference."""
+    size = torch.linalg.vector_norm if by_length else _largest
+    expected = one.tensors[name][1]
+    smallest = ZERO * max(one.norms)
+    return float(size(whole[name] - expected) / max(size(expected).item(), smallest))
 
 
 def _largest(x: Tensor) -> Tensor:
