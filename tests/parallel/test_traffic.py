@@ -67,9 +67,8 @@ class Run:
 
     def step(self) -> Sent:
         """What one training step sends."""
-        places, layout = self.mesh.places, self.layout
-        index = places["dp_replicate"] * layout.dp_shard + places["dp_shard"]
-        share = Share(index=index, parts=layout.dp, columns=self.engine.columns(self.case.sequence))
+        layout = self.layout
+        share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.engine.columns(self.case.sequence))
         batch = select(case_batch(self.case, 1), share)
         batches = split(batch, layout.micro_batch_of(self.case.global_batch))
         before = self.mesh.traffic.snapshot()
