@@ -90,10 +90,13 @@ class Beat:
 
 
 class Watch:
-    """Looks at one thread of this process; `look` is called by another one, from time to time."""
+    """Looks at one thread of this process; `look` is called by another one, from time to time.
 
-    def __init__(self, pulse: Pulse, phases: Mapping[str, str]) -> None:
-        self.pulse, self.phases = pulse, phases
+    `phases`: function -> what is done in it; `reads`: functions that read what the device is still computing.
+    """
+
+    def __init__(self, pulse: Pulse, phases: Mapping[str, str], reads: frozenset[str] = frozenset()) -> None:
+        self.pulse, self.phases, self.reads = pulse, phases, reads
         self._thread = threading.get_ident()
         self._seen: object = None
         self._moved_s = time.monotonic()
@@ -107,14 +110,15 @@ class Watch:
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved_s = seen, now
-        phase = self.phase([_name(frame) for frame in frames])
+        names = [_name(frame) for frame in frames]
+        phase = self.phase(names)
         return Beat(
             step=self.pulse.step,
             phase=phase,
             last=calls.last,
             calls=calls.calls_begun,
             still_s=now - self._moved_s,
-            waits=phase == "loss" or (bool(frames) and _module(frames[0]).startswith(COLLECTIVES)),
+            waits=bool(names) and (names[0] in self.reads or names[0].startswith(COLLECTIVES)),
             slow=phase not in QUICK or self.pulse.ended < FIRST_STEPS,
             longest_s=self.pulse.longest_s,
             where=_where(frames),
