@@ -116,6 +116,26 @@ def test_a_thread_is_seen_where_it_stands() -> None:
     thread.join()
 
 
+@pytest.mark.parametrize(("phase", "moves"), [("save", True), ("forward", False)])
+def test_who_waits_for_threads_that_write_does_not_stand_still(phase: str, moves: bool) -> None:
+    """A save may take longer than the limit of one that stands; a step is not excused by it."""
+    pulse, held, watches = Pulse(), threading.Lock(), []
+
+    def joins() -> None:
+        watches.append(Watch(pulse, {f"{__name__}:{joins.__qualname__}": phase}))
+        held.acquire()
+
+    held.acquire()
+    thread = threading.Thread(target=joins)
+    thread.start()
+    time.sleep(0.05)
+    watches[0].look()
+    pulse.piece_begun()
+    assert (watches[0].look().still_s == 0.0) == moves
+    held.release()
+    thread.join()
+
+
 def test_who_reads_a_number_that_all_compute_waits_for_the_others() -> None:
     """On GPUs a collective returns at once: a rank stands where it wants the result."""
     device, on, watches = threading.Lock(), threading.Event(), []

@@ -61,6 +61,7 @@ class Trainer:
             keep_last=self.plan.recipe.keep_last,
             group=self.saving,
             saved=lambda step, path: self._tell("saved", step, path),
+            begun=self.pulse.piece_begun,
         )
 
     def train(self, stop: Interrupt) -> Summary:
