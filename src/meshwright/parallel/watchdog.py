@@ -36,6 +36,8 @@ LOST_S = 15.0
 """A rank that lost a connection waits so long for somebody who knows which rank is gone."""
 GRACE_S = 1.0
 """After SIGTERM, where nothing is to be saved: time for a verdict that may be the reason of it."""
+LAST_S = 30.0
+"""The first rank waits at the end so long for the others to be done."""
 FAILED, TERMINATED = 1, 143
 GONE = "the launcher's store does not answer: torchrun, or the machine it ran on, is gone"
 
@@ -109,6 +111,19 @@ class Watchdog:
         os.write(self._bell, b"\0")
         for thread in self._threads:
             thread.join(TOLD_S)
+        if self.place.rank == 0:
+            self._go_last()
+
+    def _go_last(self) -> None:
+        """The first rank may keep the store: others that still want it would take its end for a failure."""
+        keys = [_key(rank) for rank in range(self.place.world)]
+        end_s = time.monotonic() + LAST_S
+        with suppress(RuntimeError):
+            while time.monotonic() < end_s and not self._all_done(keys):
+                time.sleep(0.02)
+
+    def _all_done(self, keys: list[str]) -> bool:
+        return self.store.check(keys) and all(Beat.decode(text).done for text in self.store.multi_get(keys))
 
     def failed(self, sentence: str, code: int) -> None:
         """This rank failed: one rank says so, all end. Does not come back, unless `end` does."""
