@@ -111,7 +111,7 @@ class Watchdog:
         os.write(self._bell, b"\0")
         for thread in self._threads:
             thread.join(TOLD_S)
-        if self.place.rank == 0:
+        if self.place.rank == 0 and not self._cut_off:
             self._go_last()
 
     def _go_last(self) -> None:
