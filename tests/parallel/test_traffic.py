@@ -296,8 +296,6 @@ def test_traffic_remembers_the_last_call_and_counts_between_snapshots() -> None:
     found = ledger(traffic.snapshot(), rank=3)
     assert found.by("axis", "what") == {("tp", "all_reduce"): 42, ("pp", "send"): 5}
     assert found.only(axis="tp", rank=3).total("calls") == 2
-    traffic.reset()
-    assert not traffic.snapshot() and traffic.calls_begun == 4
 
 
 def test_one_device_sends_nothing() -> None:
