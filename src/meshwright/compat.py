@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -106,6 +107,19 @@ def has_flash_attention(device: torch.device) -> bool:
     """Whether this torch has both of the above for a device."""
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device.type == "cpu" else "")
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
+
+
+def time_limit(group: Any) -> timedelta | None:
+    """How long a collective of a process group may take; None = this torch does not say.
+
+    torch gives every group that is made later a limit of its own (30 minutes), whatever was asked for at first, and
+    has no public question for it.
+    """
+    try:
+        found = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:

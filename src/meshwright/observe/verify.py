@@ -103,7 +103,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     engine.train()
     optimizer = _Recording(engine.parameters.items(), RECIPE)
     share = Share(
-        index=mesh["dp_replicate"].index * layout.dp_shard + mesh["dp_shard"].index,
+        index=mesh.reader,
         parts=layout.dp,
         columns=engine.columns(case.sequence),
     )

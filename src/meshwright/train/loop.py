@@ -72,7 +72,7 @@ def run(
             corpus=corpus,
             folder=folder,
             share=Share(
-                index=_data_index(mesh),
+                index=mesh.reader,
                 parts=plan.layout.dp,
                 columns=state.engine.columns(plan.recipe.sequence),
             ),
@@ -104,11 +104,6 @@ def saves_behind(plan: Plan, target: torch.device) -> bool:
     """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
     training has, so there only where it is asked for."""
     return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
-
-
-def _data_index(mesh: Mesh) -> int:
-    """Which of the data-parallel readers this rank is."""
-    return mesh["dp_replicate"].index * mesh["dp_shard"].size + mesh["dp_shard"].index
 
 
 @contextmanager
@@ -167,7 +162,7 @@ def _check_resume(plan: Plan, resume: str) -> None:
 
 def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
     recipe = plan.recipe
-    seed_everything(recipe.seed + _data_index(mesh) + plan.layout.dp * mesh["pp"].index)
+    seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
         plan.model,
         plan.layout,
