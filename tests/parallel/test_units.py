@@ -43,7 +43,7 @@ def watched(layout: Layout) -> Seen:
 
         block.attention.register_forward_pre_hook(forward)
     model.norm.register_forward_pre_hook(lambda module, inputs: look("forward end"))
-    batch = select(case_batch(CASE, 1), Share(index=mesh["dp_shard"].index, parts=layout.dp))
+    batch = select(case_batch(CASE, 1), Share(index=mesh.places["dp_shard"], parts=layout.dp))
     one = torch.ones(())
     engine.forward_backward([MicroPass(batch, Weights(one, one, one, one))])
     look("after")

@@ -9,6 +9,10 @@
 n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate) sum their
 shards once a step. Gradients are buckets of one block each. They are summed, never averaged: the loss was divided by
 the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
+
+Sums of gradients, over micro-batches and over ranks, are taken in `reduce_dtype` (decision 5): a parameter's `grad` is
+as wide from its first micro-batch to the optimizer. torch's mixed precision alone would round every reduction to the
+dtype of the shards, and add micro-batches up in that.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
@@ -37,7 +41,9 @@ def is_needed(mesh: Mesh) -> bool:
     return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
 
 
-def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+def apply_data_parallel(
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None
+) -> None:
     """Shard embedding, blocks, and norm with head, each as a unit. Under a pipeline parameters stay whole from a
     stage's first pass of a step to its last: freed, they would be gathered for every micro-batch. So does a head from
     its forward pass to its backward pass, which is the next."""
@@ -46,6 +52,7 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     frees = zero == 3 and mesh["pp"].size == 1
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     routed = any(block.routed for block in model.layers.values())
     dense, expert = _meshes(mesh, device, experts=routed)
     first, last = _ends(model)
@@ -53,12 +60,12 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     for block in model.layers.values():
         blocks.append([block])
         if expert is not None and block.routed:
-            _shard([block.mlp.experts], mesh, "expert_shard", expert, frees=frees)
+            _shard([block.mlp.experts], mesh, "expert_shard", expert, policy, frees=frees)
             blocks[-1].append(block.mlp.experts)
-        _shard([block], mesh, "shard", dense, frees=frees)
-    _shard(first, mesh, "shard", dense, frees=frees)
-    _shard(last, mesh, "shard", dense, frees=False)
-    _shard([model], mesh, "shard", dense, frees=False)
+        _shard([block], mesh, "shard", dense, policy, frees=frees)
+    _shard(first, mesh, "shard", dense, policy, frees=frees)
+    _shard(last, mesh, "shard", dense, policy, frees=False)
+    _shard([model], mesh, "shard", dense, policy, frees=False)
     _prefetch([first[:1] or [model], *blocks, last[:1]])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -66,11 +73,13 @@ def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) ->
     register_fsdp_forward_method(model, "stage")
 
 
-def _shard(unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, *, frees: bool) -> None:
+def _shard(
+    unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
+) -> None:
     """Share modules that are gathered together over the ranks of a group; `ranks` are those and their replicas."""
     if unit:
         placement = _placement(mesh[group].size)
-        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, shard_placement_fn=placement)
+        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
         tell(unit[0], mesh["replicate"], mesh[group])
 
 
@@ -101,6 +110,24 @@ def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceM
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
+
+
+def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Have every gradient added up and reduced in a dtype other than the parameter's. Of stages that keep whole
+    gradients, whole parameters are gathered once, a block at a time: those that autograd adds to are made by that."""
+    modules = sharded_modules(model)
+    if mesh.layout.zero == 1 or mesh["pp"].size > 1:
+        for module in modules:
+            module.unshard()
+            _set_grad_dtype(model, dtype)
+            module.reshard()
+    compat.fsdp_keep_reduce_dtype(modules)
+    _set_grad_dtype(model, dtype)
+
+
+def _set_grad_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
