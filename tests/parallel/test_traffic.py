@@ -91,14 +91,13 @@ def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, di
     found = []
     for each in options:
         run = Run(case, Layout(compile="off", **each), made)
-        run.mesh.traffic.reset()  # stages that keep whole gradients gather their parameters once while they are built
         with Witness() as witness:
-            run.step()
+            told = run.step()
         groups = [*run.mesh.groups.values(), run.engine.same_heads, run.engine.both_ends]
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
             axes.setdefault(group.axis, set()).add(group.ranks)
-        found.append((dict(run.mesh.traffic.snapshot()), witness.seen, axes))
+        found.append((told, witness.seen, axes))
     return found
 
 
