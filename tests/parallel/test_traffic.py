@@ -238,7 +238,8 @@ def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
 @pytest.mark.parametrize("size", [8, 4])
 def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) -> None:
     """A layer: 4 all-reduces of b s h; embedding and head: one more each. With sp the same bytes, as all-gathers and
-    reduce-scatters, and once a step the norms' gradients. The loss: three numbers a position."""
+    reduce-scatters, 2 all-gathers more a layer, since slices are kept and not what they gather to, and once a step the
+    norms' gradients. The loss: three numbers a position."""
     times, passes, positions = 4 * SHAPE.layers + 2, 8 // size, 8 * 16
     loss = 2 * round_of(t, 3 * positions * 4)
     for found in sent(t, tp=t, micro_batch=size, sp=False):
@@ -246,8 +247,8 @@ def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) ->
         assert found["world", "all_reduce"] == (1, scalars(t, "world")) and len(found) == 2
     norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
     for found in sent(t, tp=t, micro_batch=size, sp=True):
-        for kind in ("all_gather", "reduce_scatter"):
-            assert found["tp", kind] == (times * passes, round_of(t, times * ACTIVATION))
+        for kind, number in (("all_gather", times + 2 * SHAPE.layers), ("reduce_scatter", times)):
+            assert found["tp", kind] == (number * passes, round_of(t, number * ACTIVATION))
         assert found["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
 
 
