@@ -16,7 +16,8 @@ from meshwright.parallel.traffic import Traffic
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.places import expert_ranks, expert_replicas, ranks_along
 
-Made = dict[tuple[int, ...], dist.ProcessGroup | None]
+Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+"""(purpose, ranks): a purpose of its own makes another group of the same ranks."""
 PRODUCTS = {
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
@@ -30,7 +31,8 @@ parameters."""
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
     """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in
-    one replica) and `expert_data` (in all) hold the same ones; `alone` is this rank."""
+    one replica) and `expert_data` (in all) hold the same ones; `pp_backward` are the ranks of `pp` once more, whose
+    transfers do not wait for those of `pp`; `alone` is this rank."""
 
     layout: Layout
     rank: int
@@ -38,7 +40,7 @@ class Mesh:
     traffic: Traffic
     """Told of every collective of every group."""
     made: Made
-    """Process groups by their ranks; another mesh of the same process takes them over."""
+    """Process groups; another mesh of the same process takes them over."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -70,6 +72,8 @@ def make_mesh(
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
         _connect(mesh.groups[name])
+    mesh.groups["pp_backward"] = make_group("pp", ranks["pp"], mesh, purpose="backward")
+    _connect(mesh.groups["pp_backward"])
     return mesh
 
 
@@ -80,11 +84,12 @@ def _connect(group: Group) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
 
 
-def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:
+def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
     """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
-    if ranks not in mesh.made:
-        mesh.made[ranks] = _process_group(ranks, mesh.layout.world)
-    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[ranks], mesh.traffic)
+    key = purpose if len(ranks) > 1 else "", ranks
+    if key not in mesh.made:
+        mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
 
 
 def saving_group(mesh: Mesh) -> Group:
@@ -95,10 +100,10 @@ def saving_group(mesh: Mesh) -> Group:
     return Group("saving", world.ranks, world.index, process_group)
 
 
-def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.ProcessGroup | None:
     if world == 1:
         return None
-    if len(ranks) == world:
+    if len(ranks) == world and not purpose:
         return dist.group.WORLD
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group
