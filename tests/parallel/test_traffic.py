@@ -141,8 +141,8 @@ ACTIVATION = 8 * 16 * 32 * 4
 """b s h elements of fp32, of the whole batch."""
 N = num_parameters(SHAPE)
 BLOCKS = sum(p.numel for p in parameters(SHAPE) if p.layer >= 0)
-SCALARS = {"data": 8 + 8 + 4, "world": 4}
-"""Valid tokens and sequences (float64), the loss; the squared gradient norm. One all-reduce each, once a step."""
+SCALARS = {"data": 8, "losses": 4 + 4, "world": 4}
+"""Valid tokens (float64); loss and balance loss; the squared gradient norm. One all-reduce each, once a step."""
 
 
 def of_degree(n: int) -> list[dict[str, Any]]:
@@ -200,9 +200,9 @@ def test_zero_sends_what_the_lectures_say(n: int) -> None:
     quantum, outside = round_of(n, 4 * N), round_of(n, 4 * (N - BLOCKS))
     buckets = SHAPE.layers + 2  # blocks; embedding; norm and head
     modules = SHAPE.layers + 1  # blocks; the rest
-    common = {("data", "all_reduce"): (3, scalars(n, "data")), ("world", "all_reduce"): (1, scalars(n, "world"))}
+    common = {(axis, "all_reduce"): (1, scalars(n, axis)) for axis in SCALARS}
     for found in sent(n, dp_shard=n, zero=0):
-        assert found == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
+        assert found == common | {("data", "all_reduce"): (1 + buckets, 2 * quantum + scalars(n, "data"))}
     for found in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
         assert found == common | {
             ("shard", "all_gather"): (modules, quantum),

@@ -22,10 +22,11 @@ PRODUCTS = {
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
     "data": ("dp_replicate", "dp_shard", "cp"),
+    "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": AXES,
 }
-"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same
-parameters."""
+"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters;
+losses: ranks whose parts of the loss are summed (those of tp ranks are equal)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
