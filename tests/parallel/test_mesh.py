@@ -48,6 +48,8 @@ def _collectives() -> dict[str, Any]:
     assert torch.equal(tp.reduce_scatter(mine), (mine + theirs)[tp.index : tp.index + 1])
     wide = torch.cat((mine, mine), 1)
     assert torch.equal(tp.reduce_scatter(wide, 1), mine + theirs)
+    assert torch.equal(tp.all_gather(mine[None], 1), torch.cat(pair)[None])  # no copy: nothing lies before the dim
+    assert torch.equal(tp.reduce_scatter(torch.cat(pair)[None], 1), 2 * pair[tp.index][None])
     sent = [[1, 0], [0, 2]][tp.index]
     rows = tp.all_to_all(torch.full((sum(sent), 3), float(tp.index)), sent, sent)
     assert rows.shape[0] == sum(sent) and (rows == tp.index).all()

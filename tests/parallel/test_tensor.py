@@ -1,15 +1,18 @@
-"""What tensor and sequence parallelism keep between the passes."""
+"""What tensor and sequence parallelism keep between the passes, and what runs beside what in the second."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny import shrink
-from meshwright.parallel import build_engine
+from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.columns import Columns
 from meshwright.spec import Layout, ModelShape
 
 ROWS, SEQUENCE = 2, 32
@@ -51,3 +54,41 @@ def test_sequence_parallelism_keeps_a_part_of_every_activation(kind: str, t: int
     (whole,) = kept_bytes(shape, [{}])
     for split, unsplit in on_ranks(t, kept_bytes, shape, [{"tp": t, "sp": True}, {"tp": t}]):
         assert split * t == whole < unsplit * t
+
+
+class Order(TorchDispatchMode):
+    """Products and collectives in the order in which they begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        if operation.namespace == "c10d" or name in ("mm", "addmm_"):
+            self.seen.append(name.strip("_"))
+        return operation(*args, **(kwargs or {}))
+
+
+def backward_order(sp: bool) -> list[str]:
+    tp = make_mesh(Layout(tp=2, sp=sp))["tp"]
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    weights = [torch.randn(6, 8, requires_grad=True) for _ in range(2)]
+    first, second = Columns(tp, sp).linears(x, weights, (None, None))
+    with Order() as order:
+        (first.sum() + second.sum()).backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    return order.seen
+
+
+@pytest.mark.parametrize(
+    ("sp", "order"),
+    [
+        (False, ["mm", "addmm", "allreduce", "mm", "mm"]),
+        (True, ["allgather_base", "mm", "addmm", "reduce_scatter_base", "mm", "mm"]),
+    ],
+)
+def test_collectives_of_the_backward_pass_begin_before_the_products_that_they_run_beside(
+    sp: bool, order: list[str]
+) -> None:
+    assert on_ranks(2, backward_order, sp) == [order, order]
