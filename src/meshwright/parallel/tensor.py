@@ -117,7 +117,8 @@ def _surround(module: nn.Module, group: Group, sp: bool) -> None:
     readers = [child for name, child in module.named_children() if name in READERS]
     for reader in readers:
         columns = Columns(group, sp)
-        reader.kernels = replace(reader.kernels, linear=columns.linear, linears=columns.linears)  # type: ignore[arg-type]
+        assert isinstance(reader, Linear), "what reads the input of a block must take its product from its kernels"
+        reader.kernels = replace(reader.kernels, linear=columns.linear, linears=columns.linears)
     if not readers:
         module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
