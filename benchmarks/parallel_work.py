@@ -89,7 +89,7 @@ class Ours:
         self.engine.train()
         self.optimizer = AdamW(self.engine.parameters.items(), Recipe())
         self.share = Share(
-            index=self.mesh["dp_replicate"].index * self.layout.dp_shard + self.mesh["dp_shard"].index,
+            index=self.mesh.reader,
             parts=self.layout.dp,
             columns=self.engine.columns(work.sequence),
         )

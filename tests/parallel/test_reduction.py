@@ -35,11 +35,11 @@ def _begun(layout: Layout, made: Made) -> tuple[int, int]:
     kind = ("shard", "reduce_scatter") if layout.zero else ("data", "all_reduce")
     seen: list[int] = []
     reduce = pipeline.after
-    mesh.traffic.reset()
+    before = mesh.traffic.snapshot()
 
     def after(action: Action) -> None:
         if action == last:
-            seen.append(mesh.traffic.snapshot().get(kind, (0, 0))[0])
+            seen.append(mesh.traffic.since(before).get(kind, (0, 0))[0])
         assert reduce is not None
         reduce(action)
 
@@ -47,7 +47,7 @@ def _begun(layout: Layout, made: Made) -> tuple[int, int]:
     engine.forward_backward([MicroPass(batch, weights) for batch in batches])
     engine.finish_gradients()
     everything = len(sharded_modules(engine.model)) if layout.zero else len(engine.replicas[0].buckets)
-    assert mesh.traffic.snapshot()[kind][0] == everything
+    assert mesh.traffic.since(before)[kind][0] == everything
     return seen[0], everything
 
 

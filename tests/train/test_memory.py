@@ -61,7 +61,14 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledge
     """What this rank holds at the two moments of a step."""
     case = Case(shape=shape)
     mesh = make_mesh(layout, made=made)
-    engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision])
+    engine = build_engine(
+        shape,
+        layout,
+        mesh=mesh,
+        dtype=DTYPES[precision],
+        reduce_dtype=torch.float32,
+        micro_batches=layout.micro_batches(case.global_batch),
+    )
     engine.train()
     optimizer = AdamW(engine.parameters.items(), RECIPE)
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
@@ -107,10 +114,11 @@ def test_ranks_hold_what_is_counted_to_the_byte(
     for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision)):
         for each, found in zip(options, results, strict=True):
             layout = Layout(compile="off", **each)
-            counted, title = memory(shape, layout, precision, rank), f"rank {rank} of {each}"
+            passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
+            counted = memory(shape, layout, precision, rank, micro_batches=passes)
             assert sizes(found, "update") == sizes(counted, "update"), title
             now, right = sizes(found, "step"), sizes(counted, "step")
-            if layout.micro_batches(8) == 1 and layout.pp == 1:
+            if passes == 1 and layout.pp == 1:
                 continue  # there is no moment between micro-batches
             if layout.dp_replicate > 1 and layout.zero > 1:  # fully_shard keeps partial sums to itself until the last
                 assert "gradients" not in now
@@ -118,8 +126,10 @@ def test_ranks_hold_what_is_counted_to_the_byte(
             assert now == right, title
 
 
-def counted(shape: ModelShape, precision: str, rank: int = 0, **options: Any) -> dict[str, dict[str, int]]:
-    found = memory(shape, Layout(**options), precision, rank)
+def counted(
+    shape: ModelShape, precision: str, rank: int = 0, *, reduce_dtype: str = "fp32", **options: Any
+) -> dict[str, dict[str, int]]:
+    found = memory(shape, Layout(**options), precision, rank, reduce_dtype=reduce_dtype)
     return {phase: {k: v for k, v in sizes(found, phase).items() if k != "counters"} for phase in ("step", "update")}
 
 
@@ -136,13 +146,18 @@ def test_the_lectures_table_of_zero_in_fp32(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_the_lectures_table_of_zero_in_mixed_precision(n: int) -> None:
-    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n."""
-    table = {0: 16 * N, 1: 4 * N + 12 * N // n, 2: 2 * N + 14 * N // n, 3: 16 * N // n}
+@pytest.mark.parametrize("gradient", [2, 4])
+def test_the_lectures_table_of_zero_in_mixed_precision(n: int, gradient: int) -> None:
+    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n. Gradients summed in fp32: two bytes more."""
+    g, reduce_dtype = gradient, {2: "model", 4: "fp32"}[gradient]
+    table = {0: (14 + g) * N, 1: (2 + g) * N + 12 * N // n, 2: 2 * N + (12 + g) * N // n, 3: (14 + g) * N // n}
     for zero, right in table.items():
-        found = counted(SHAPE, "bf16", dp_shard=n, zero=zero)
+        found = counted(SHAPE, "bf16", reduce_dtype=reduce_dtype, dp_shard=n, zero=zero)
         assert found["step"].pop("shards", 0) == (2 * N // n if zero in (1, 2) else 0)
         assert sum(found["step"].values()) == right
+
+
+def test_one_process_and_one_micro_batch_keep_the_lectures_sixteen_bytes() -> None:
     assert counted(SHAPE, "bf16")["update"] == {
         "parameters": 2 * N,
         "gradients": 2 * N,

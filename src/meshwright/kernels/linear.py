@@ -102,7 +102,7 @@ class WeightGradients:
                 while products:
                     total = total + products.pop(0)()
                 if weight.grad is None:
-                    weight.grad = total
+                    weight.grad = total.to(weight.grad_dtype)
                 else:
                     weight.grad += total
 

@@ -9,12 +9,16 @@
 n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate) sum their
 shards once a step. Gradients are buckets of one block each. They are summed, never averaged: the loss was divided by
 the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
+
+Sums of gradients, over micro-batches and over ranks, are taken in `reduce_dtype` (decision 5): a parameter's `grad` is
+as wide from its first micro-batch to the optimizer. torch's mixed precision alone would round every reduction to the
+dtype of the shards, and add micro-batches up in that.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from meshwright import compat
@@ -31,23 +35,26 @@ def is_needed(mesh: Mesh) -> bool:
     return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
 
 
-def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+def apply_data_parallel(
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None
+) -> None:
     """Shard each block and what is outside of the blocks, in the order of the forward pass. Under a pipeline parameters
     stay whole from a stage's first pass of a step to its last: freed, they would be gathered for every micro-batch."""
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
     compat.let_selective_recomputation_pass_hooks()
     frees = zero == 3 and mesh["pp"].size == 1
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
     for block in model.layers.values():
         if expert is not None and block.routed:
-            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees)
+            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees, mp_policy=policy)
             tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
         if dense is not None:
-            fully_shard(block, mesh=dense, reshard_after_forward=frees)
+            fully_shard(block, mesh=dense, reshard_after_forward=frees, mp_policy=policy)
             tell(block, mesh["replicate"], mesh["shard"])
     if dense is not None:
-        fully_shard(model, mesh=dense, reshard_after_forward=False)
+        fully_shard(model, mesh=dense, reshard_after_forward=False, mp_policy=policy)
         tell(model, mesh["replicate"], mesh["shard"])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -67,6 +74,24 @@ def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceM
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
+
+
+def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Have every gradient added up and reduced in a dtype other than the parameter's. Of stages that keep whole
+    gradients, whole parameters are gathered once, a block at a time: those that autograd adds to are made by that."""
+    modules = sharded_modules(model)
+    if mesh.layout.zero == 1 or mesh["pp"].size > 1:
+        for module in modules:
+            module.unshard()
+            _set_grad_dtype(model, dtype)
+            module.reshard()
+    compat.fsdp_keep_reduce_dtype(modules)
+    _set_grad_dtype(model, dtype)
+
+
+def _set_grad_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:

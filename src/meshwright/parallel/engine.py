@@ -38,6 +38,8 @@ class Engine:
     """tp ranks that hold the same key head (fewer key heads than ranks)."""
     both_ends: Group
     """Pipeline ranks that hold a tied head's matrix, first and last."""
+    reduce_dtype: torch.dtype | None = None
+    """In what gradients are summed; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
     _pipelines: list[Pipeline] = field(default_factory=list)
@@ -131,15 +133,30 @@ class Engine:
         for replicas in self.replicas:
             replicas.finish()
         if self.both_ends.size > 1:
-            _sum_gradients([self.parameters["embed.weight"]], self.both_ends)
+            self._sum([self.parameters["embed.weight"]], self.both_ends)
         tp, sp = self.mesh["tp"], self.mesh.layout.sp
         if tp.size == 1:
             return
         named = self.parameters
         whole = [n for n in named if self._is_whole(n) and is_partial(n, sp=sp)]
-        _sum_gradients([named[n] for n in whole], tp)
+        self._sum([named[n] for n in whole], tp)
         if self.same_heads.size > 1:
-            _sum_gradients([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+            self._sum([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+
+    def _sum(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum,
+        which is rounded once where gradients are narrower than it."""
+        held: list[nn.Parameter] = list(parameters)
+        for dtype in dict.fromkeys(p.dtype for p in held):
+            some = [p for p in held if p.dtype == dtype]
+            for parameter in some:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            grads = [data.local(p.grad) for p in some if p.grad is not None]
+            parts = torch.cat([g.reshape(-1) for g in grads])
+            flat = group.all_reduce(parts.to(self.reduce_dtype or parts.dtype))
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Euclidean norm () fp32 over the gradients of the whole model, each element counted once."""
@@ -170,20 +187,6 @@ class Engine:
 
 def _is_key_or_value(name: str) -> bool:
     return ".attention.k." in name or ".attention.v." in name
-
-
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
-    """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum."""
-    held: list[nn.Parameter] = list(parameters)
-    for dtype in dict.fromkeys(p.dtype for p in held):
-        some = [p for p in held if p.dtype == dtype]
-        for parameter in some:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [data.local(p.grad) for p in some if p.grad is not None]
-        flat = group.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
 
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:

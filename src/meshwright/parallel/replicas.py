@@ -4,7 +4,8 @@ A bucket is a block; embedding, and norm with head, are one each. When the backw
 made the last gradient of a bucket, they are laid into one buffer whose all-reduce runs while the backward pass goes on
 with the blocks before (Li et al. 2020, arXiv:2006.15704). From then on the gradients are views of that buffer: nothing
 is copied back, and only the bucket that is being laid exists twice. A rank holds 4 N elements in fp32 (parameters,
-gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N.
+gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N. Sums are taken in the dtype
+that the gradients have (`data.widen_gradients`).
 
 Buckets start in one order on every rank, each after the ones before it.
 """
@@ -39,7 +40,7 @@ class Bucket:
 
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         parts = flat.split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):

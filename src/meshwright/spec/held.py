@@ -12,10 +12,13 @@ gradients are reduced), "update" is when the optimizer runs, after all reduction
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
 rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Under a
 pipeline ZeRO 2 and 3 are as ZeRO 1 within the step (docs/parallel.md).
+
+Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
+(docs/decisions/0005-gradient-precision.md).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -48,8 +51,21 @@ WIDTHS = {
     "bf16": Widths(parameter=2, gradient=2, master=4),
     "fp16": Widths(parameter=2, gradient=2, master=4),
 }
-"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way."""
+"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
+`gradient_bytes` wide."""
 COUNTER_BYTES = 4
+
+
+def adds_gradients(layout: Layout, micro_batches: int) -> bool:
+    """Whether any gradient is a sum over several micro-batches, or over ranks that read other tokens with the same
+    parameters. Experts may lie on fewer ranks than the tp group that they borrow: those hold the same ones."""
+    return micro_batches > 1 or layout.dp * layout.cp > 1 or 1 < layout.ep < layout.tp
+
+
+def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, reduce_dtype: str = "fp32") -> int:
+    """Bytes of an element of a gradient, for steps of at most so many micro-batches on a rank."""
+    wide = reduce_dtype == "fp32" and adds_gradients(layout, micro_batches)
+    return 4 if wide else WIDTHS[precision].gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +118,21 @@ def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
         yield "embed.weight"
 
 
-def memory(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> Ledger:
-    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out."""
-    width, found = WIDTHS[precision], held(shape, layout, rank)
+def memory(
+    shape: ModelShape,
+    layout: Layout,
+    precision: str,
+    rank: int = 0,
+    *,
+    micro_batches: int = 1,
+    reduce_dtype: str = "fp32",
+) -> Ledger:
+    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
+
+    `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
+    """
+    gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
+    width, found = replace(WIDTHS[precision], gradient=gradient), held(shape, layout, rank)
     return Ledger(
         tuple(
             Entry(kind="memory", what=kind, rank=rank, phase=phase, quantity=size, unit="bytes")

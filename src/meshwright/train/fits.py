@@ -62,7 +62,10 @@ def _pipeline_ranks(layout: Layout) -> list[int]:
 def _needs(plan: Plan, rank: int) -> tuple[int, int, int, int]:
     """Bytes of states, of activations, of tokens; and the rank."""
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
-    states = memory(shape, layout, recipe.precision, rank).only(phase="update").total()
+    held = memory(
+        shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
+    )
+    states = held.only(phase="update").total()
     positions = recipe.sequence // layout.cp
     sequences = layout.micro_batch_of(recipe.global_batch)
     kept = shape.layers // layout.pp * sequences * positions * _kept_of_token(shape, layout)

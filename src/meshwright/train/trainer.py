@@ -61,6 +61,7 @@ class Trainer:
             keep_last=self.plan.recipe.keep_last,
             group=self.saving,
             saved=lambda step, path: self._tell("saved", step, path),
+            begun=self.pulse.piece_begun,
         )
 
     def train(self, stop: Interrupt) -> Summary:
@@ -100,14 +101,16 @@ class Trainer:
     def _stops(self, stop: Interrupt) -> bool:
         """Whether any rank was asked to stop: all end after the same step. CheckpointError on all where one could not
         write in the background."""
-        world, failed = self.state.engine.mesh["world"], int(self.saver.failed())
+        world, asked, failed = self.state.engine.mesh["world"], stop.requested, int(self.saver.failed())
         if world.size > 1:
-            told = torch.tensor((SIGNALS.index(stop.requested), failed), dtype=torch.int32, device=self.device)
+            told = torch.tensor((SIGNALS.index(asked), failed), dtype=torch.int32, device=self.device)
             signal, failed = world.all_reduce(told, "max").tolist()
-            stop.requested = SIGNALS[signal]
+            asked = SIGNALS[signal]
         if failed:
             self.saver.give_up()
-        return stop.requested is not None
+        if asked is not None:  # a signal that came meanwhile stays for the next step
+            stop.requested = asked
+        return asked is not None
 
     def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
         return Sampler(
