@@ -38,9 +38,10 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
 
 
 def test_only_groups_that_somebody_uses_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_process_group", lambda ranks, world: None)
+    monkeypatch.setattr(mesh, "_process_group", lambda ranks, world, purpose: None)
     dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).made
-    assert dense.keys() == {(5, 13), (5, 7), (4, 5), (1, 3, 5, 7), tuple(range(16)), (5,)}
+    once = [(5, 13), (5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
+    assert dense.keys() == {("", ranks) for ranks in once} | {("backward", (5, 13))}
     routed = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2, ep=2, sp=True), rank=5)
     assert routed["ep"].ranks == (4, 5) and routed["expert_shard"].ranks == (1, 3, 5, 7)
     assert [routed.reader, routed.places["cp"]] == [1, 0]
@@ -60,6 +61,8 @@ def _collectives() -> dict[str, Any]:
     assert torch.equal(tp.reduce_scatter(mine), (mine + theirs)[tp.index : tp.index + 1])
     wide = torch.cat((mine, mine), 1)
     assert torch.equal(tp.reduce_scatter(wide, 1), mine + theirs)
+    assert torch.equal(tp.all_gather(mine[None], 1), torch.cat(pair)[None])  # no copy: nothing lies before the dim
+    assert torch.equal(tp.reduce_scatter(torch.cat(pair)[None], 1), 2 * pair[tp.index][None])
     sent = [[1, 0], [0, 2]][tp.index]
     rows = tp.all_to_all(torch.full((sum(sent), 3), float(tp.index)), sent, sent)
     assert rows.shape[0] == sum(sent) and (rows == tp.index).all()

@@ -150,8 +150,8 @@ ACTIVATION = 8 * 16 * 32 * 4
 """b s h elements of fp32, of the whole batch."""
 N = num_parameters(SHAPE)
 HEAD = sum(p.numel for p in parameters(SHAPE) if p.name.startswith(("norm.", "head.")))
-SCALARS = {"data": 8 + 8 + 4, "world": 4}
-"""Valid tokens and sequences (float64), the loss; the squared gradient norm. One all-reduce each, once a step."""
+SCALARS = {"data": 8, "losses": 4 + 4, "world": 4}
+"""Valid tokens (float64); loss and balance loss; the squared gradient norm. One all-reduce each, once a step."""
 
 
 def of_degree(n: int) -> list[dict[str, Any]]:
@@ -208,9 +208,9 @@ def test_zero_sends_what_the_lectures_say(n: int) -> None:
     """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
     quantum, kept = round_of(n, 4 * N), round_of(n, 4 * HEAD)
     buckets = SHAPE.layers + 2  # blocks; embedding; norm and head
-    common = {("data", "all_reduce"): (3, scalars(n, "data")), ("world", "all_reduce"): (1, scalars(n, "world"))}
+    common = {(axis, "all_reduce"): (1, scalars(n, axis)) for axis in SCALARS}
     for found in sent(n, dp_shard=n, zero=0):
-        assert found == common | {("data", "all_reduce"): (3 + buckets, 2 * quantum + scalars(n, "data"))}
+        assert found == common | {("data", "all_reduce"): (1 + buckets, 2 * quantum + scalars(n, "data"))}
     for found in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
         assert found == common | {
             ("shard", "all_gather"): (buckets, quantum),
@@ -259,7 +259,8 @@ def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
 @pytest.mark.parametrize("size", [8, 4])
 def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) -> None:
     """A layer: 4 all-reduces of b s h; embedding and head: one more each. With sp the same bytes, as all-gathers and
-    reduce-scatters, and once a step the norms' gradients. The loss: three numbers a position."""
+    reduce-scatters, 2 all-gathers more a layer, since slices are kept and not what they gather to, and once a step the
+    norms' gradients. The loss: three numbers a position."""
     times, passes, positions = 4 * SHAPE.layers + 2, 8 // size, 8 * 16
     loss = 2 * round_of(t, 3 * positions * 4)
     for found in sent(t, tp=t, micro_batch=size, sp=False):
@@ -267,8 +268,8 @@ def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) ->
         assert found["world", "all_reduce"] == (1, scalars(t, "world")) and len(found) == 2
     norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
     for found in sent(t, tp=t, micro_batch=size, sp=True):
-        for kind in ("all_gather", "reduce_scatter"):
-            assert found["tp", kind] == (times * passes, round_of(t, times * ACTIVATION))
+        for kind, number in (("all_gather", times + 2 * SHAPE.layers), ("reduce_scatter", times)):
+            assert found["tp", kind] == (number * passes, round_of(t, number * ACTIVATION))
         assert found["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
 
 

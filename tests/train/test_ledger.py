@@ -48,6 +48,7 @@ def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
     assert sent["shard", "reduce_scatter"][1] >= 4 * num_parameters(SHAPE) // 2
     assert set(sent) == {
         ("data", "all_reduce"),
+        ("losses", "all_reduce"),
         ("world", "all_reduce"),
         ("shard", "all_gather"),
         ("shard", "reduce_scatter"),

@@ -87,12 +87,12 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledge
         if not seen:
             seen.append(measured(engine, optimizer, "step"))
 
-    reduce_now = data.reduce_now
-    data.reduce_now = lambda modules: (look(), reduce_now(modules))[1]  # under a pipeline: before anything is reduced
+    reduce_next = data.reduce_next
+    data.reduce_next = lambda modules: (look(), reduce_next(modules))[1]  # under a pipeline: before anything is reduced
     try:
         engine.forward_backward([MicroPass(batch, weights) for batch in batches], after=look)
     finally:
-        data.reduce_now = reduce_now
+        data.reduce_next = reduce_next
     look()
     engine.finish_gradients()
     return seen[0] + measured(engine, optimizer, "update")

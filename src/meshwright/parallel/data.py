@@ -141,13 +141,18 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
             module.set_reshard_after_backward(last)
 
 
-def reduce_now(modules: list[FSDPModule]) -> None:
-    """Reduce the gradients that the modules of one model (its own root first) have gathered, outside of any backward
-    pass, and shard its parameters again."""
+def reduce_next(modules: list[FSDPModule]) -> None:
+    """Have the next backward pass of a model reduce the gradients that its modules have gathered, its own included, and
+    shard the parameters again."""
     for module in modules:
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(True)
         module.set_reshard_after_backward(True)
+
+
+def reduce_now(modules: list[FSDPModule]) -> None:
+    """The same at once, outside of any backward pass; of the modules of one model the root comes first."""
+    reduce_next(modules)
     compat.fsdp_post_backward(modules)
 
 

@@ -77,9 +77,8 @@ class Engine:
         return self.mesh["data"].all_reduce(torch.full((), float(number), dtype=torch.float64, device=device))
 
     def sum_loss(self, loss: Tensor) -> Tensor:
-        """Each rank's part of a loss () -> the step's loss, on every rank. Ranks of one tp group have the same part."""
-        found = self.mesh["data"].all_reduce(loss.detach().clone())
-        return self.mesh["pp"].all_reduce(found)
+        """Each rank's parts of losses (...) -> those of the step, on every rank. tp ranks have the same parts."""
+        return self.mesh["losses"].all_reduce(loss.detach().clone())
 
     def train(self) -> None:
         """As nn.Module.train."""
@@ -115,12 +114,12 @@ class Engine:
         for replicas in self.replicas:
             replicas.start()
 
-    def evaluate(self, one: Pass) -> Tensor:
-        """One micro-batch forward: this rank's part of its loss ()."""
+    def evaluate(self, passes: Sequence[Pass]) -> Tensor:
+        """Some micro-batches forward: this rank's part of their loss ()."""
         if self.pipeline is not None:
-            return self.pipeline.evaluate([one])
+            return self.pipeline.evaluate(passes)
         with torch.no_grad():
-            return one(self.model, None)[1]
+            return torch.stack([one(self.model, None)[1] for one in passes]).sum()
 
     def finish_gradients(self) -> None:
         """Wait for the sums over replicas; sum what is only a part on this rank: parameters that tp ranks, or both

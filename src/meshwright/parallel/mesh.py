@@ -17,7 +17,8 @@ from meshwright.parallel.traffic import Traffic
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.places import expert_ranks, expert_replicas, place_of, ranks_along
 
-Made = dict[tuple[int, ...], dist.ProcessGroup | None]
+Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+"""(purpose, ranks): a purpose of its own makes another group of the same ranks."""
 GROUPS = {
     "pp": ("pp",),
     "cp": ("cp",),
@@ -25,16 +26,19 @@ GROUPS = {
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
     "data": ("dp_replicate", "dp_shard", "cp"),
+    "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": AXES,
 }
-"""Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters. No group
-is made that nobody uses: with NCCL each costs memory and time at the start."""
+"""Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters; losses:
+ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
+each costs memory and time at the start."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: those of GROUPS; `ep` shares the experts, `expert_shard` (in one replica) and
-    `expert_data` (in all) hold the same ones, where ep > 1; `alone` is this rank."""
+    """The groups of one rank by name: those of GROUPS; `pp_backward` are the ranks of `pp` once more, whose transfers
+    do not wait for those of `pp`; `ep` shares the experts, `expert_shard` (in one replica) and `expert_data` (in all)
+    hold the same ones, where ep > 1; `alone` is this rank."""
 
     layout: Layout
     rank: int
@@ -42,7 +46,7 @@ class Mesh:
     traffic: Traffic
     """Told of every collective of every group."""
     made: Made
-    """Process groups by their ranks; another mesh of the same process takes them over."""
+    """Process groups; another mesh of the same process takes them over."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -79,6 +83,8 @@ def make_mesh(
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
         _connect(mesh.groups[name])
+    mesh.groups["pp_backward"] = make_group("pp", ranks["pp"], mesh, purpose="backward")
+    _connect(mesh.groups["pp_backward"])
     return mesh
 
 
@@ -89,11 +95,12 @@ def _connect(group: Group) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
 
 
-def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:
+def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
     """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
-    if ranks not in mesh.made:
-        mesh.made[ranks] = _process_group(ranks, mesh.layout.world)
-    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[ranks], mesh.traffic)
+    key = purpose if len(ranks) > 1 else "", ranks
+    if key not in mesh.made:
+        mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
 
 
 def saving_group(mesh: Mesh) -> Group:
@@ -106,10 +113,10 @@ def saving_group(mesh: Mesh) -> Group:
     return Group("saving", world.ranks, world.index, process_group)
 
 
-def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.ProcessGroup | None:
     if world == 1:
         return None
-    if len(ranks) == world:
+    if len(ranks) == world and not purpose:
         return dist.group.WORLD
     limit = compat.time_limit(dist.group.WORLD)
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
-from meshwright.parallel.group import Group
+from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
 
 
@@ -34,7 +33,7 @@ class Bucket:
     """How many of them get a gradient on this rank: biases that another tp rank adds do not."""
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
-    work: dist.Work | None = None
+    pending: Pending | None = None
 
     def __post_init__(self) -> None:
         self.missing = self.made_here
@@ -46,13 +45,13 @@ class Bucket:
         parts = flat.split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
-        self.work = self.group.start_all_reduce(flat)
+        self.pending = self.group.start_all_reduce(flat)
 
     def finish(self) -> None:
         """Wait for the sum."""
-        if self.work is not None:
-            self.work.wait()
-        self.work, self.missing = None, self.made_here
+        if self.pending is not None:
+            self.pending.wait()
+        self.pending, self.missing = None, self.made_here
 
 
 class Replicas:

@@ -156,7 +156,7 @@ class Trainer:
 
     def _check(self, step: int, result: StepResult) -> tuple[float, float]:
         """Loss and gradient norm as numbers; a loss that is none ends the run (the weights were not touched)."""
-        loss, norm = result.loss.item(), result.grad_norm.item()
+        loss, norm = torch.stack((result.loss, result.grad_norm)).tolist()
         scaler = self.state.scaler
         overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
