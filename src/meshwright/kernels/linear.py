@@ -152,7 +152,7 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Te
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), weight.to(wide)
         total = torch.mm(rows, matrix) if total is None else total.addmm_(rows, matrix)
     assert total is not None
-    return total.to(first.dtype).view(*first.shape[:-1], -1)
+    return total.to(first.dtype).view(*first.shape[:-1], total.shape[-1])
 
 
 def parameter_gradients(
