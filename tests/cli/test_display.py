@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from meshwright.cli import display, fields
 from meshwright.cli.display import LiveDisplay, PlainDisplay, choose
 from meshwright.cli.panel import Panel
+from meshwright.spec import Layout
 from tests.cli import watched
 
 
@@ -178,3 +180,13 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[36m" in drawn()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[36m" not in drawn()
+
+
+def test_the_layout_is_said_where_there_is_one() -> None:
+    told = watched.info()
+    assert "layout" not in dict(fields.opening(told))
+    layout = Layout(tp=2, sp=True, cp=2, pp=2, vp=2, schedule="interleaved", dp_shard=2, zero=1, ep=4)
+    rows = dict(fields.opening(replace(told, plan=replace(told.plan, layout=layout))))
+    assert rows["layout"] == (
+        "16 ranks = dp_shard 2 x cp 2 (ring) x tp 2 (sp) x pp 2 (interleaved, vp 2), ep 4, zero 1"
+    )

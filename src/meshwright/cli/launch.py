@@ -41,6 +41,12 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def nodes() -> int:
+    """Machines of which torchrun started equally many processes each; 1 where nothing says so."""
+    found = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return found if processes() % found == 0 else 1
+
+
 @contextmanager
 def joined(hang_after_s: float | None = None) -> Iterator["Pulse"]:
     """Within, this process is one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs; alone, nothing.

@@ -96,13 +96,19 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             f"{by_hand}, and layout.pp={layout.pp} x layout.vp={layout.vp} stages want the model's {shape.layers}: "
             f"take layout.stages={even}"
         )
-    if shape.tied and name in V_PLACED and layout.dp * layout.cp > 1:
+    if shares_tied_ends(shape, layout):
         yield (
             f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
             "parallelism cannot share yet: take layout.schedule=interleaved or zb-h1"
         )
     for batch in {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}:
         yield from _micro_batches(layout, batch)
+
+
+def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
+    """Whether two stages of one rank have a matrix in common that data-parallel ranks share, too: no reduction knows
+    of both."""
+    return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
 
 
 def _micro_batches(layout: Layout, batch: int) -> Iterator[str]:

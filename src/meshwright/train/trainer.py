@@ -294,9 +294,10 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        records = MetricsLog.read(self.folder.metrics) if self.is_first else []
-        if records:
-            loss_plot(records, self.folder.loss_plot)
+        if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
+            records = MetricsLog.read(self.folder.metrics)
+            if records:
+                loss_plot(records, self.folder.loss_plot)
         if self.is_first and self.ledger.step:
             self.folder.keep_ledger(self.ledger.document())
         progress, validation = self.state.progress, self.corpus.validation
