@@ -16,7 +16,7 @@ from meshwright.cli.failure import explain
 from meshwright.cli.generate import generate
 from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
-from meshwright.cli.launch import fail, processes
+from meshwright.cli.launch import fail, processes, rank
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
@@ -103,13 +103,17 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance."""
+    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance,
+    141 nobody reads stdout."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"] or ["--help"]
     if not debug:
         warnings.simplefilter("ignore")
     _share_cores()
+    if processes() > 1 and not debug:
+        # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Not app(...): it would answer Ctrl-C and closed pipes in its own words.
         verbs = typer.main.get_command(app)
@@ -117,8 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verbs.invoke(context)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         _close_stdout()
+        if processes() > 1:  # the others must learn why this rank ends
+            fail(error, f"rank {rank()} ended: nothing reads its stdout any more (a closed pipe)", BROKEN_PIPE)
         return BROKEN_PIPE
     except typer.Exit as request:
         return request.exit_code
