@@ -70,11 +70,13 @@ app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face d
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
-data = typer.Typer(cls=Verbs, help="Look at what is trained, before anything is.", short_help="Show what is trained.")
+data = typer.Typer(
+    cls=Verbs, help="Look at text, split and tokens before training.", short_help="Show text, split and tokens."
+)
 app.add_typer(data, name="data")
 
 
-@data.command(cls=Verb, name="show")
+@data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
 def data_show(
     words: Words = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,

@@ -108,6 +108,7 @@ def _shape_from_folder(folder: Path) -> "ModelShape":
 
 
 def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
-    from meshwright.train.watchers import TensorBoard, WandB
+    from meshwright.train.watchers import Forgiving, TensorBoard, WandB
 
-    return [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
+    wanted: list[Watcher] = [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
+    return [Forgiving(watcher) for watcher in wanted]

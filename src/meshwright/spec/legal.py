@@ -38,6 +38,8 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield (f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}")
     if tp > shape.ffn or tp > shape.vocab:
         yield f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}: take a smaller layout.tp"
+    if shape.moe is not None and layout.ep == 1 and tp > shape.moe.ffn:
+        yield f"layout.tp={tp} exceeds model.moe.ffn={shape.moe.ffn}: take a smaller layout.tp, or spread by layout.ep"
     if layout.sp and tp == 1:
         yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp"
     local = recipe.sequence // layout.cp

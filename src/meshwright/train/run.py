@@ -38,6 +38,8 @@ class RunFolder:
         RunError: another process runs in it; it holds a run and `resume` is not given; it has another tokenizer; it
         cannot be written. CheckpointError: a run is to be resumed and every checkpoint of it is broken.
         """
+        if path.exists() and not path.is_dir():
+            raise RunError(f"run={path} is a file, not a folder: choose another run=")
         with _one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             if (path / "plan.yaml").exists() and not (path / "checkpoints").exists():
