@@ -218,6 +218,13 @@ class MetricsLog:
         return [_heard(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
 
 
+    @staticmethod
+    def losses(path: Path, every: int, most: int = 200) -> tuple[float, ...]:
+        """Of every n-th step (0: of none), the last ones: more than what a smoothed curve still holds. RunError."""
+        steps = [row for row in MetricsLog.read(path) if "kind" not in row] if every else []
+        return tuple(row["loss"] for row in steps if row["step"] % every == 0)[-most:]
+
+
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with _one_line(path):
         *lines, _torn = path.read_bytes().split(b"\n")

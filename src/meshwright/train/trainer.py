@@ -28,8 +28,6 @@ from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, W
 
 SIGNALS = (None, "SIGTERM", "SIGINT")
 """What may have asked a run to end, as ranks tell each other."""
-REMEMBERED = 200
-"""Losses of before a resumption that are told: more than what a smoothed curve still holds."""
 SMALLEST_LOSS_SCALE = 1.0
 """fp16: below this scale the overflow is not the scale's fault any more."""
 
@@ -274,17 +272,13 @@ class Trainer:
             train_tokens=self.corpus.train.num_tokens,
             bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
             peak_flop_per_s=device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device),
-            losses=self._losses(),
+            losses=self._losses_before(),
             notes=self._notes(),
         )
 
-    def _losses(self) -> tuple[float, ...]:
-        """Of the logged steps that this run goes on from; nothing for a fresh one, and on ranks that nobody watches."""
-        if not self.watchers or not self.state.progress.step:
-            return ()
-        steps = (row for row in MetricsLog.read(self.folder.metrics) if "kind" not in row and "loss" in row)
-        logged = [row["loss"] for row in steps if _due(row["step"], self.plan.recipe.log_every, self.plan.recipe.steps)]
-        return tuple(logged[-REMEMBERED:])
+    def _losses_before(self) -> tuple[float, ...]:
+        goes_on = self.watchers and self.state.progress.step
+        return MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else ()
 
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, []
