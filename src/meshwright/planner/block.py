@@ -1,0 +1,424 @@
+"""The operations of one layer, of the embedding and of the head, for one micro-batch on one rank.
+
+Letters as in docs/notation.md: N tokens of the rank (B S / cp), D hidden, H and K heads times head_dim, F ffn, V vocab,
+t the tensor-parallel degree. Sequence parallel divides by t what lies between the tensor-parallel regions: `between`.
+Sources of what is kept: Korthikanti et al. 2022 (arXiv:2205.05198) section 4, checked in tests against their
+closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is meshwright.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.planner.stack import Stack
+from meshwright.planner.work import Attention, Exchange, Kept, Operation, Pass, Product, Work
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """One micro-batch on one rank."""
+
+    shape: ModelShape
+    stack: Stack
+    batch: int
+    """Sequences."""
+    sequence: int
+    """Positions of the whole sequence."""
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ep: int = 1
+    ring: bool = True
+    width: int = 2
+    """Bytes of an activation."""
+    dropout: bool = False
+
+    @property
+    def tokens(self) -> float:
+        """N: tokens of the rank."""
+        return self.batch * self.sequence / self.cp
+
+    @property
+    def between(self) -> float:
+        """Tokens of the rank between tensor-parallel regions."""
+        return self.tokens / self.tp if self.sp else self.tokens
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of (N, D)."""
+        return self.tokens * self.shape.hidden * self.width
+
+    @property
+    def between_bytes(self) -> float:
+        """Of (N, D) where sequence parallelism shares it."""
+        return self.between * self.shape.hidden * self.width
+
+
+def local(
+    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0
+) -> Local:
+    """What the counting needs to know of a layout."""
+    return Local(
+        shape=shape,
+        stack=stack,
+        batch=batch,
+        sequence=sequence,
+        tp=layout.tp,
+        sp=layout.sp and layout.tp > 1,
+        cp=layout.cp,
+        ep=layout.ep,
+        ring=layout.context == "ring",
+        width=width,
+        dropout=stack.dropout or dropout > 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A layer (or the embedding, or the head) as operations and as kept tensors.
+
+    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward pass.
+    """
+
+    operations: tuple[Operation, ...]
+    kept: tuple[Kept, ...] = ()
+    boundary_bytes: float = 0.0
+    transient_bytes: float = 0.0
+
+    def kept_bytes(self, recompute: str) -> float:
+        """From the forward to the backward pass of a micro-batch."""
+        if recompute == "full":
+            return self.boundary_bytes
+        return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
+
+
+def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
+    """A transformer block."""
+    attention = list(_attention(of, window))
+    mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
+    operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
+    kept = [*_norm_kept(of, "attention"), *_attention_kept(of), *_mask_kept(of, "attention")]
+    kept += [*_norm_kept(of, "mlp"), *(_experts_kept(of) if routed else _mlp_kept(of)), *_mask_kept(of, "mlp")]
+    return Block(
+        operations=tuple(operations),
+        kept=tuple(kept),
+        boundary_bytes=of.between_bytes,
+        transient_bytes=_widest_gradient(of, routed),
+    )
+
+
+def embedding(of: Local) -> Block:
+    """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
+    moved = of.tokens * of.shape.hidden * of.width
+    out = _leave(of, 1.0)
+    kept = (Kept("embedding mask", of.between * of.shape.hidden, 0.0),) if of.dropout else ()
+    return Block(
+        operations=(
+            Operation(
+                name="embed", forward=(Pass(2 * moved),), weights=(Pass(3 * moved),), forward_exchanges=out[0],
+                backward_exchanges=out[1],
+            ),
+        ),
+        kept=kept,
+    )  # fmt: skip
+
+
+def head(of: Local) -> Block:
+    """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass."""
+    stack, shape = of.stack, of.shape
+    vocab = shape.vocab / of.tp
+    logits = of.tokens * vocab
+    product = Product(of.tokens, shape.hidden, vocab)
+    data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
+    enter, leave = _enter(of), _leave(of, 1.0)
+    softmax = Pass(logits * 4 * 3 * stack.passes, 4)
+    if stack.head_chunk_bytes:
+        rows = max(1.0, min(of.tokens, max(256.0, stack.head_chunk_bytes / (4 * vocab))))
+        chunks = of.tokens / rows
+        gather = Pass(chunks * vocab * shape.hidden * 8)
+        forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
+        made = of.tokens * shape.hidden * of.width + vocab * shape.hidden * 4
+        kept = [Kept("head gradients", made, made)]
+        transient = rows * vocab * (4 + of.width)
+        operation = Operation(
+            name="head", forward=forward, forward_exchanges=enter[0] + leave[1], backward_exchanges=()
+        )
+    else:
+        kept = [Kept("logits", logits * stack.logit_kept, logits * stack.logit_kept)]
+        transient = logits * (stack.logit_peak - stack.logit_kept)
+        operation = Operation(
+            name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
+            forward_exchanges=enter[0], backward_exchanges=enter[1],
+        )  # fmt: skip
+    kept += _norm_kept(of, "head")
+    return Block(operations=(_norm(of, "norm"), operation), kept=tuple(kept), transient_bytes=transient)
+
+
+def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward."""
+    if of.tp == 1:
+        return (), ()
+    if not of.sp:
+        return (), (Exchange("tp", "all-reduce", of.hidden_bytes),)
+    again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather else ()
+    return (Exchange("tp", "all-gather", of.hidden_bytes),), (
+        Exchange("tp", "reduce-scatter", of.hidden_bytes),
+        *again,
+    )
+
+
+def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """f* or g* behind row-split matrices."""
+    if of.tp == 1:
+        return (), ()
+    size = of.hidden_bytes * share
+    if not of.sp:
+        return (Exchange("tp", "all-reduce", size),), ()
+    return (Exchange("tp", "reduce-scatter", size),), (Exchange("tp", "all-gather", size),)
+
+
+def _norm(of: Local, name: str) -> Operation:
+    moved = of.between_bytes * of.stack.passes
+    return Operation(name=name, forward=(Pass(2 * moved),), inputs=(Pass(4 * moved, 2),), again=True)
+
+
+def _add(of: Local) -> Operation:
+    """Residual addition, and dropout with its mask."""
+    moved = of.between_bytes * of.stack.passes
+    mask = of.between * of.shape.hidden if of.dropout else 0.0
+    return Operation(
+        name="residual", forward=(Pass(3 * moved + 2 * mask),), inputs=(Pass(2 * moved + mask),), again=True
+    )
+
+
+def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> Operation:
+    moved = (tokens * out * of.width,) if bias and of.stack.passes > 1 else ()
+    return Operation(
+        name=name,
+        forward=(Product(tokens, into, out), *(Pass(2 * b) for b in moved)),
+        inputs=(Product(tokens, out, into),),
+        weights=(Product(into, tokens, out), *(Pass(b) for b in moved)),
+    )
+
+
+def _widths(of: Local) -> tuple[float, float, float]:
+    """(query dims, key and value dims together, output dims of the core) of a rank."""
+    shape = of.shape
+    if shape.mla:
+        mla = shape.mla
+        qk = mla.nope_dim + mla.rope_dim
+        return shape.heads * qk / of.tp, shape.heads * (qk + mla.v_dim) / of.tp, shape.heads * mla.v_dim / of.tp
+    queries = shape.heads * shape.head_dim / of.tp
+    keys = max(shape.kv_heads / of.tp, 1.0) * shape.head_dim
+    return queries, 2 * keys, queries
+
+
+def _attention(of: Local, window: int) -> Iterator[Operation]:
+    shape, tokens = of.shape, of.tokens
+    queries, keys_values, out = _widths(of)
+    enter, leave = _enter(of), _leave(of, 1.0)
+    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    if shape.mla:
+        yield from _latent(of, queries, keys_values)
+    else:
+        yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
+    if shape.positions == "rope":
+        moved = tokens * (queries + keys_values / 2) * of.width * of.stack.passes
+        yield Operation(name="rope", forward=(Pass(2 * moved, 2),), inputs=(Pass(2 * moved, 2),), again=True)
+    yield _core(of, window, queries, keys_values)
+    yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
+    yield Operation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _latent(of: Local, queries: float, keys_values: float) -> Iterator[Operation]:
+    """Multi-head latent attention's projections (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    mla, hidden = of.shape.mla, of.shape.hidden
+    assert mla is not None
+    if mla.q_rank:
+        yield _linear(of, "q_down", of.tokens, hidden, mla.q_rank)
+        yield _linear(of, "q_up", of.tokens, mla.q_rank, queries)
+    else:
+        yield _linear(of, "q", of.tokens, hidden, queries)
+    yield _linear(of, "kv_down", of.tokens, hidden, mla.kv_rank + mla.rope_dim)
+    up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
+    yield _linear(of, "kv_up", of.tokens, mla.kv_rank, up)
+
+
+def _core(of: Local, window: int, queries: float, keys_values: float) -> Operation:
+    """softmax(q k^T) v. Fused kernels skip what lies above the diagonal; the others do all of it and write S x S."""
+    shape, sequence = of.shape, of.sequence
+    heads = shape.heads / of.tp
+    value = keys_values - queries if shape.mla else queries
+    exchanges = _ring(of, keys_values)
+    if of.stack.attention == "flash":
+        span = min(window or sequence, sequence)
+        keys = span - span * span / (2 * sequence)
+        flop = 2 * of.tokens * keys * (queries + value)
+        return Operation(
+            name="attention", forward=(Attention(flop),), inputs=(Attention(2.5 * flop, backward=True),), again=True,
+            forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
+        )  # fmt: skip
+    dim, pairs = queries / heads, heads * of.batch
+    scores = pairs * (sequence / of.cp) * sequence
+    moves = 4.0 if of.stack.attention == "fused-softmax" else 9.0
+    if of.dropout:
+        moves += 5.0
+    batched = Product(sequence / of.cp, dim, sequence, pairs), Product(sequence / of.cp, sequence, dim, pairs)
+    moved = Pass(moves * scores, 3.0)
+    return Operation(
+        name="attention", forward=(*batched, moved), inputs=(*batched, *batched, Pass(1.5 * moves * scores, 3.0)),
+        again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
+    )  # fmt: skip
+
+
+def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """Context parallelism: all keys and values pass by; backward also their gradients, in fp32 on the ring."""
+    if of.cp == 1:
+        return (), ()
+    size = of.batch * of.sequence * keys_values * of.width
+    if not of.ring:
+        return (Exchange("cp", "all-gather", size),), (
+            Exchange("cp", "all-gather", size),
+            Exchange("cp", "reduce-scatter", size),
+        )
+    return (Exchange("cp", "ring", size),), (Exchange("cp", "ring", size * (1 + 4 / of.width)),)
+
+
+def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
+    shape = of.shape
+    enter, leave = (_enter(of), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
+    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    gates = 2 if shape.mlp == "swiglu" else 1
+    yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
+    moved = tokens * ffn * of.width
+    yield Operation(
+        name=f"{name} activation",
+        forward=(Pass((gates + 1) * moved * of.stack.passes),),
+        inputs=(Pass((2 * gates + 1) * moved * of.stack.passes),),
+        again=True,
+    )
+    yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
+    yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _routed(of: Local) -> tuple[float, float, float]:
+    """(tokens a rank routes, copies its experts see, ffn of an expert on a rank)."""
+    moe = of.shape.moe
+    assert moe is not None
+    own = of.between if of.ep > 1 else of.tokens
+    return own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp
+
+
+def _experts(of: Local) -> Iterator[Operation]:
+    """Router, dispatch, experts as grouped products, combine; shared experts as an MLP. Even routing."""
+    shape, moe = of.shape, of.shape.moe
+    assert moe is not None
+    own, copies, ffn = _routed(of)
+    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of), _leave(of, 1.0))
+    yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield _linear(of, "router", own, shape.hidden, moe.experts)
+    moved = copies * shape.hidden * of.width
+    trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
+    yield Operation(
+        name="dispatch", forward=(Pass(2 * moved, 6),), inputs=(Pass(2 * moved, 3),),
+        forward_exchanges=trip, backward_exchanges=trip,
+    )  # fmt: skip
+    experts = moe.experts / of.ep
+    each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
+    for name, into, out in (("experts up", shape.hidden, gates * ffn), ("experts down", ffn, shape.hidden)):
+        yield Operation(
+            name=name,
+            forward=(Product(each, into, out, experts),),
+            inputs=(Product(each, out, into, experts),),
+            weights=(Product(into, each, out, experts),),
+        )
+    inner = copies * ffn * of.width * of.stack.passes
+    yield Operation(
+        name="experts activation",
+        forward=(Pass((gates + 1) * inner),),
+        inputs=(Pass((2 * gates + 1) * inner),),
+        again=True,
+    )
+    yield Operation(
+        name="combine", forward=(Pass(2 * moved, 3),), inputs=(Pass(2 * moved, 3),),
+        forward_exchanges=trip, backward_exchanges=trip,
+    )  # fmt: skip
+    if moe.shared_experts:
+        yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
+    yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _norm_kept(of: Local, name: str) -> Iterator[Kept]:
+    """The residual stream at this point, and the normed input of the matrices behind."""
+    stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
+    normed = of.between_bytes if of.stack.regather and of.sp else of.hidden_bytes
+    keeps = of.stack.selective == "core"
+    yield Kept(f"{name} norm input", stream, stream if keeps or name == "attention" else 0.0)
+    yield Kept(f"{name} norm output", normed, normed if keeps else 0.0)
+
+
+def _attention_kept(of: Local) -> Iterator[Kept]:
+    queries, keys_values, out = _widths(of)
+    word, core = of.tokens * of.width, of.stack.selective == "core"
+    if of.shape.mla:
+        mla = of.shape.mla
+        low = word * (2 * mla.q_rank + 2 * mla.kv_rank + mla.rope_dim)
+        yield Kept("low ranks", low, low)
+    yield Kept("queries, keys, values", word * (queries + keys_values), word * (queries + keys_values))
+    rotated = of.tokens * (queries + keys_values / 2) * of.stack.rope_kept
+    yield Kept("rotation", rotated, rotated if core else 0.0)
+    if of.stack.attention == "flash":
+        yield Kept("log-sum-exp", 4 * of.tokens * of.shape.heads / of.tp, 0.0)
+    else:
+        scores = of.tokens * of.sequence * of.shape.heads / of.tp
+        yield Kept("softmax", scores * of.width, 0.0)
+        if of.dropout:
+            yield Kept("softmax mask and dropout", scores * (1 + of.width), 0.0)
+    made = word * (out if core else of.shape.hidden)
+    yield Kept("attention output" if core else "projection", word * out, made)
+
+
+def _mlp_kept(of: Local) -> Iterator[Kept]:
+    yield from _inner_kept(of, "mlp", of.tokens, of.shape.ffn / of.tp)
+    if of.stack.selective == "products":
+        yield Kept("down product", 0.0, of.hidden_bytes)
+
+
+def _inner_kept(of: Local, name: str, tokens: float, ffn: float) -> Iterator[Kept]:
+    gates = 2 if of.shape.mlp == "swiglu" else 1
+    inner = tokens * ffn
+    yield Kept(f"{name} up", gates * inner * of.width, gates * inner * of.width)
+    extra = inner * of.stack.activation_kept * of.width / 2
+    if gates == 1:
+        extra = inner * of.width  # the activated input of the last matrix
+    yield Kept(f"{name} activation", extra, extra if of.stack.selective == "core" else 0.0)
+
+
+def _experts_kept(of: Local) -> Iterator[Kept]:
+    shape, moe = of.shape, of.shape.moe
+    assert moe is not None
+    own, copies, ffn = _routed(of)
+    word, core = of.width, of.stack.selective == "core"
+    yield Kept("router", own * moe.experts * 4 * 2, own * moe.experts * 4)
+    sent = copies * shape.hidden * word
+    yield Kept("dispatched", sent, sent)
+    yield from _inner_kept(of, "experts", copies, ffn)
+    yield Kept("returned", sent, sent if core else sent)
+    if moe.shared_experts:
+        yield from _inner_kept(of, "shared", of.tokens, moe.shared_experts * moe.ffn / of.tp)
+
+
+def _mask_kept(of: Local, name: str) -> Iterator[Kept]:
+    if of.dropout:
+        mask = of.between * of.shape.hidden
+        yield Kept(f"{name} dropout mask", mask, mask if of.stack.selective == "core" else mask)
+
+
+def _widest_gradient(of: Local, routed: bool) -> float:
+    """Gradients alive at once inside a backward pass: those of the widest place, and of the stream."""
+    gates = 2 if of.shape.mlp == "swiglu" else 1
+    tokens, ffn = of.tokens, of.shape.ffn / of.tp
+    if routed:
+        _, tokens, ffn = _routed(of)
+    return (gates + 1) * tokens * ffn * of.width + 2 * of.hidden_bytes

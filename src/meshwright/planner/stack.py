@@ -1,0 +1,86 @@
+"""Stack: how a piece of training software spends memory and time where shape, recipe and layout leave it a choice.
+
+The planner counts the same operations for all of them. Meshwright's own is what `plan` uses; the others exist because
+published measurements were made with them. Every field says what it counts; sources stand with each stack.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Bytes are per element of a 16-bit run unless they say otherwise."""
+
+    name: str
+    """What accuracy tables call it."""
+    attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
+    """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
+    dropout: bool = False
+    """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
+    norm_kept: float = 2.0
+    """A norm keeps so much of its input (2: the input itself; an eager fp32 norm keeps more)."""
+    rope_kept: float = 0.0
+    """Beyond the rotated queries and keys, which attention keeps."""
+    activation_kept: float = 2.0
+    """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
+    regather: bool = True
+    """Sequence parallel: a product's gathered input is gathered again in the backward pass, not kept."""
+    selective: Literal["core", "products"] = "core"
+    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only."""
+    logit_kept: float = 6.0
+    """Bytes of a logit from the forward to the backward pass of the head."""
+    logit_peak: float = 10.0
+    """Bytes of a logit at the worst moment of the head."""
+    head_chunk_bytes: float = 0.0
+    """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
+    gradient_bytes: float = 2.0
+    """Bytes of a parameter's gradient as it is kept over a step."""
+    sharded_gradient_bytes: float = 0.0
+    """ZeRO >= 1: of the rank's own shard beside them (fp32 copies)."""
+    master_bytes: float = 4.0
+    """fp32 master weight, sharded as the moments are."""
+    update_bytes: float = 0.0
+    """Of each updated parameter while the optimizer runs: temporary copies."""
+    reserve_bytes: float = 0.0
+    """Constant: workspaces, communication buffers."""
+    slack: float = 1.0
+    """Allocator: reserved over asked-for bytes of activations."""
+    pipeline_kept: Literal["schedule", "all"] = "schedule"
+    """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
+    outputs_kept: bool = False
+    """A pipeline stage also keeps its output for each micro-batch in flight."""
+
+    host_s: float = 6e-6
+    """Seconds of the host to launch one kernel: a layer takes at least its launches."""
+    passes: float = 1.0
+    """How often elementwise operations move their data, over a fused kernel."""
+    step_s: float = 0.0
+    """Of a step: data, logging, synchronisation."""
+    micro_batch_s: float = 0.0
+    """Of a micro-batch: the same."""
+    hides_gradients: float = 1.0
+    """Share of the backward pass behind which reductions of gradients run."""
+    hides_weights: float = 1.0
+    """Share of the computation behind which ZeRO-3's gathers run."""
+    hides_tensor: float = 0.0
+    """Share of tensor-parallel exchanges that runs behind products."""
+    hides_sends: float = 1.0
+    """Share of pipeline transfers that runs behind computation."""
+    contention: float = 0.1
+    """Computation is so much slower while a collective runs beside it (streaming multiprocessors, memory)."""
+    gradient_exchange_bytes: float = 0.0
+    """Bytes of a gradient as it is reduced; 0 = as kept."""
+    source: str = ""
+    """Where the figures stand or how they were found."""
+
+
+MESHWRIGHT = Stack(
+    name="meshwright",
+    activation_kept=0.0,
+    selective="products",
+    logit_kept=0.0,
+    logit_peak=0.0,
+    head_chunk_bytes=512 * 2**20,
+    source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
+)

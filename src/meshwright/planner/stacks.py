@@ -1,0 +1,76 @@
+"""The software with which published measurements were made. `plan` uses none of these but Meshwright's own."""
+
+from dataclasses import replace
+
+from meshwright.planner.stack import MESHWRIGHT, Stack
+
+MEGATRON_2022 = Stack(
+    name="megatron-2022",
+    attention="fused-softmax",
+    dropout=True,
+    gradient_bytes=4.0,
+    sharded_gradient_bytes=0.0,
+    hides_sends=0.5,
+    source="Korthikanti et al. 2022, arXiv:2205.05198, section 4 and 6",
+)
+MEGATRON_DEEPSPEED = Stack(
+    name="megatron-deepspeed",
+    attention="fused-softmax",
+    dropout=True,
+    passes=1.5,
+    host_s=1.2e-5,
+    hides_gradients=0.0,
+    hides_sends=0.0,
+    source="VIA-Research/vTrain: configs of its validation runs",
+)
+ALEPH = Stack(
+    name="aleph-alpha-scaling",
+    passes=2.0,
+    norm_kept=2.0,
+    activation_kept=4.0,
+    rope_kept=0.0,
+    gradient_bytes=2.0,
+    hides_gradients=0.0,
+    hides_sends=0.0,
+    source="Hagemann et al. 2023, arXiv:2311.05610",
+)
+NANOTRON = Stack(
+    name="nanotron",
+    passes=2.0,
+    activation_kept=4.0,
+    gradient_bytes=4.0,
+    regather=False,
+    hides_sends=0.0,
+    hides_gradients=0.5,
+    source="huggingface/nanotron: scripts/scaling_benchmarks.py",
+)
+FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
+TORCHTITAN = Stack(name="torchtitan", selective="products", source="pytorch/torchtitan benchmarks/")
+MEGATRON_CORE = Stack(
+    name="megatron-core", activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
+    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
+)  # fmt: skip
+
+BY_FRAMEWORK = (
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED), ("aleph", ALEPH), ("nanotron", NANOTRON), ("llm-foundry", FSDP1),
+    ("fms-fsdp", FSDP1), ("torchtitan", TORCHTITAN), ("megatron-lm 202", MEGATRON_2022), ("megatron", MEGATRON_CORE),
+    ("meta in-house", MEGATRON_CORE), ("nemo", MEGATRON_CORE), ("meshwright", MESHWRIGHT),
+)  # fmt: skip
+
+
+def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
+    """(the software of a published row, fields of the layout that follow from it)."""
+    framework = (columns.get("framework") or "").lower()
+    found = next((stack for word, stack in BY_FRAMEWORK if word in framework), None)
+    if found is None:
+        raise ValueError(f"framework={columns.get('framework')!r} is not known")
+    kernel = (columns.get("attn_kernel") or "").lower()
+    if "unfused" in kernel or kernel == "torch":
+        found = replace(found, attention="unfused")
+    elif "fused softmax" in kernel or kernel == "fused":
+        found = replace(found, attention="fused-softmax")
+    elif "flash" in kernel:
+        found = replace(found, attention="flash")
+    if "rms" in kernel:
+        found = replace(found, passes=1.0)
+    return found, {}

@@ -1,0 +1,147 @@
+"""The schedule that is executed, played with the planner's seconds; then what data parallelism and the optimizer add."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from meshwright.planner.links import Links
+from meshwright.planner.speeds import Speeds
+from meshwright.planner.stack import Stack
+from meshwright.planner.stages import Cost, stride_of
+from meshwright.planner.states import Counts, States
+from meshwright.planner.work import Pass
+from meshwright.spec.layout import Layout
+from meshwright.spec.replay import Replay, Times, replay
+from meshwright.spec.schedule import Actions, schedule
+
+ROUNDS = 4
+"""A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state."""
+UPDATE_BYTES = 30.0
+"""AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
+2); an fp32 run moves 28."""
+NORM_BYTES = 4.0
+"""Reading the gradients once for their norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on; they add up to `total_s`."""
+
+    compute_s: float
+    """Busiest rank: forward and backward passes, what recomputation repeats included."""
+    exchange_s: float
+    """Exposed exchanges of tensor, context and expert parallelism inside them."""
+    bubble_s: float
+    """Waiting in the pipeline."""
+    weights_s: float
+    """Exposed gathers of ZeRO-3."""
+    gradients_s: float
+    """Exposed reductions of gradients, and gathers of updated parameters."""
+    optimizer_s: float
+    other_s: float
+    """Host work of a step and of its micro-batches."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        parts = (self.compute_s, self.exchange_s, self.bubble_s, self.weights_s, self.gradients_s, self.optimizer_s)
+        return sum(parts) + self.other_s
+
+
+@cache
+def actions_of(name: str, ranks: int, micro_batches: int, virtual: int) -> Actions:
+    """As spec.schedule, kept: the same few are asked for again and again."""
+    return schedule(name, ranks, micro_batches, virtual)
+
+
+def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
+    """Micro-batches that are enough to play: equal rounds, long enough for a steady state."""
+    most = ROUNDS * ranks
+    if name == "afab" or micro_batches <= most + ranks:
+        return micro_batches
+    return most + micro_batches % ranks if virtual == 1 else most
+
+
+def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> tuple[float, Replay]:
+    """Seconds of all passes of a step, and the (shortened) play."""
+    few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
+    times = [Times(forward_s=c.forward_s, input_s=c.input_s, weight_s=c.weight_s, send_s=send_s) for c in stages]
+    played = replay(actions_of(layout.schedule, layout.pp, few, layout.vp), times)
+    busiest = max(played.busy_s)
+    return played.total_s + (micro_batches - few) * busiest / few, played
+
+
+def step_time(
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
+    gather_s: float, update_s: float,
+) -> StepTime:  # fmt: skip
+    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO)."""
+    m = micro_batches
+    per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
+    busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
+    own = [stages[s] for s in _owned(layout)[busiest]]
+    exchange = m * sum(cost.exchange_s for cost in own)
+    busy = m * per_rank[busiest]
+    total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)[0]
+    behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
+    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
+    hidden = max(0.0, reduce_s - gradients)
+    slowed = stack.contention * min(hidden, behind) if layout.dp * layout.cp > 1 else 0.0
+    return StepTime(
+        compute_s=busy - exchange + slowed,
+        exchange_s=exchange,
+        bubble_s=total - busy,
+        weights_s=weights,
+        gradients_s=gradients,
+        optimizer_s=update_s,
+        other_s=stack.step_s + m * stack.micro_batch_s,
+    )
+
+
+def _both(cost: Cost) -> float:
+    return cost.forward_s + cost.backward_s
+
+
+def _owned(layout: Layout) -> list[tuple[int, ...]]:
+    from meshwright.spec.places import own_stages
+
+    return [own_stages(layout, rank) for rank in range(layout.pp)]
+
+
+def _data_parallel(
+    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float
+) -> tuple[float, float]:
+    """(exposed gathers, exposed reductions) of a step."""
+    forward = stack.hides_weights * sum(cost.forward_s for cost in own)
+    if layout.zero == 3 and layout.pp == 1:
+        backward = stack.hides_weights * sum(cost.backward_s for cost in own)
+        first = gather_s / 50
+        weights = m * (max(first, gather_s - forward) + max(0.0, gather_s + reduce_s - backward))
+        return weights, reduce_s / 50
+    last = reduce_s / 20 if stack.hides_gradients else reduce_s
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    gradients = times * max(last, reduce_s - behind)
+    weights = max(0.0, gather_s - forward) if layout.zero else 0.0
+    return weights, gradients
+
+
+def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
+    """The optimizer over a rank's own elements, and the norm of its gradients."""
+    moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
+    return speeds.seconds(Pass(moved, 4))
+
+
+def data_parallel_seconds(
+    layout: Layout, stack: Stack, links: Links, count: Counts, state: States
+) -> tuple[float, float]:
+    """(reducing all gradients of a rank once, gathering all its parameters once)."""
+    width = stack.gradient_exchange_bytes or state.gradient_bytes
+    shards, stride = layout.dp_shard * layout.cp, stride_of(layout, "cp")[1]
+    copies, apart = stride_of(layout, "dp_replicate")
+    reduce_s = gather_s = 0.0
+    if layout.zero:
+        reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
+        gather_s = links.seconds("all-gather", count.whole * state.parameter_bytes, shards, stride)
+        reduce_s += links.seconds("all-reduce", count.shard * width, copies, apart)
+    else:
+        reduce_s = links.seconds("all-reduce", count.whole * width, shards * copies, stride)
+    return reduce_s, gather_s
