@@ -21,22 +21,35 @@ SHOWN = 8
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file.")
+        str,
+        typer.Argument(
+            metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."
+        ),
     ],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8.")
+        str | None,
+        typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8."),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
     layout: Annotated[
         str | None,
-        typer.Option("--layout", metavar="KEY=N,...", help="Fix some degrees: dp=8,tp=2,zero=3,recompute=full; the rest is searched."),
+        typer.Option(
+            "--layout",
+            metavar="KEY=N,...",
+            help="Fix some degrees: dp=8,tp=2,zero=3,recompute=full; the rest is searched.",
+        ),
     ] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option("--recipe", metavar="KEY=VALUE", help="sequence=8192, global_batch=1024, precision=bf16 ...")
+        list[str] | None,
+        typer.Option("--recipe", metavar="KEY=VALUE", help="sequence=8192, global_batch=1024, precision=bf16 ..."),
     ] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
+    ] = None,
     price: Annotated[float, typer.Option("--price", help="Of a device hour, for the bill of --tokens.")] = 0.0,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
@@ -52,7 +65,9 @@ def plan(
     found = search(of, asked, fixed=fixed)
     if not found.best:
         one = found.nearest
-        raise DoesNotFit(unfit(of, one) if one and found.legal == 1 and one.peak_bytes > usable_bytes(asked) else failure(of, found))
+        raise DoesNotFit(
+            unfit(of, one) if one and found.legal == 1 and one.peak_bytes > usable_bytes(asked) else failure(of, found)
+        )
     if save:
         from meshwright import planfile
 

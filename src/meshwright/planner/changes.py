@@ -47,7 +47,9 @@ def without(of: Estimator, plan: Plan) -> Iterator[Change]:
             if found:
                 yield found
     if layout.zero:
-        lower = replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1) if layout.cp == 1 else replace(layout, zero=0)
+        lower = (
+            replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1) if layout.cp == 1 else replace(layout, zero=0)
+        )
         found = predicted(of, plan, lower, "zero=0")
         if found:
             yield found

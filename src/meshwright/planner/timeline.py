@@ -71,7 +71,12 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 @lru_cache(maxsize=256)
 def played(
-    name: str, ranks: int, virtual: int, micro_batches: int, times: tuple[tuple[float, float, float], ...], send_s: float
+    name: str,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    times: tuple[tuple[float, float, float], ...],
+    send_s: float,
 ) -> tuple[float, float]:
     """(seconds of the whole schedule, seconds of work of its busiest rank)."""
     spans = [Times(forward_s=f, input_s=b, weight_s=w, send_s=send_s) for f, b, w in times]

@@ -23,7 +23,11 @@ NAMES = {
 
 def layout_words(layout: Layout) -> str:
     """`dp=8 (zero=3) tp=4 sp pp=2 1f1b micro_batch=1 recompute=full`: what is not the default."""
-    words = [f"dp={layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 < layout.dp_shard else f"dp={layout.dp}"]
+    words = [
+        f"dp={layout.dp_replicate}x{layout.dp_shard}"
+        if layout.dp_replicate > 1 < layout.dp_shard
+        else f"dp={layout.dp}"
+    ]
     if layout.zero:
         words[0] += f" zero={layout.zero}"
     for axis in ("tp", "cp", "pp", "ep"):
@@ -39,7 +43,20 @@ def layout_words(layout: Layout) -> str:
 
 def overrides(layout: Layout) -> str:
     """The layout as `key=value` words for the command line."""
-    fields = ("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "pp", "vp", "schedule", "ep", "micro_batch", "recompute")
+    fields = (
+        "dp_replicate",
+        "dp_shard",
+        "zero",
+        "tp",
+        "sp",
+        "cp",
+        "pp",
+        "vp",
+        "schedule",
+        "ep",
+        "micro_batch",
+        "recompute",
+    )
     default = Layout()
     changed = [(name, getattr(layout, name)) for name in fields if getattr(layout, name) != getattr(default, name)]
     return " ".join(f"layout.{name}={str(value).lower()}" for name, value in changed)
