@@ -1,0 +1,129 @@
+// Peak memory of each pipeline rank: planner/states.py and planner/memory.py, ported. What is linear comes from Python
+// (planner/coefficients.py) in DATA.memory; tests hold the two against each other on random plans.
+
+const KINDS = ["parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits",
+  "buffers", "temporaries", "reserve"];
+const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
+const flights = new Map();
+
+// Memory of a legal layout: for each pipeline rank {when, kinds: {kind: bytes}, total}.
+function memoryOf(data, recipe, layout) {
+  const m = microBatches(layout, recipe.global_batch);
+  const tokens = microBatchOf(layout, recipe.global_batch) * recipe.sequence / layout.cp;
+  const {pp, vp} = layout;
+  const split = stageLayers(data.model.layers, pp * vp);
+  const stages = stageCosts(data, layout, tokens, split);
+  const whole = layout.zero === 3 && pp === 1 ? gathered(data, layout) : 0;
+  const between = layout.sp ? tokens / layout.tp : tokens;
+  const buffers = whole + (pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0);
+  return [...Array(pp).keys()].map((rank) => {
+    const own = pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank);
+    const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), own.includes(pp * vp - 1));
+    const costs = own.map((stage) => stages[stage]);
+    return rankMemory(data, layout, count, costs, momentsOf(layout, m, rank), buffers);
+  });
+}
+
+// Bytes of a rank at the worse of two moments: a backward pass, or the optimizer's update.
+function rankMemory(data, layout, count, costs, alive, buffers) {
+  const table = data.memory.states[layout.zero][layout.pp > 1 ? 1 : 0];
+  const most = (size) => Math.max(...costs.map((cost) => cost[size]));
+  const step = {
+    ...stateBytes(data, table.step, count),
+    activations: Math.max(...alive.map((moment) => moment.reduce((sum, n, s) => sum + n * costs[s].kept_bytes, 0))),
+    logits: most("logit_bytes"),
+    buffers,
+    temporaries: most("transient_bytes"),
+  };
+  const update = {...stateBytes(data, table.update, count), temporaries: count.own * data.stack.update_bytes};
+  const sum = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
+  const inside = sum(step) >= sum(update);
+  const kinds = {...(inside ? step : update), reserve: data.stack.reserve_bytes};
+  return {when: inside ? "backward pass" : "optimizer step", kinds, total: sum(kinds)};
+}
+
+function stateBytes(data, table, count) {
+  const dot = (widths) => widths.reduce((sum, width, n) => sum + width * count[data.memory.elements[n]], 0);
+  return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
+}
+
+// Elements on a rank: whole, its padded shard, its own, gathered again, and the number of tensors.
+function countOf(data, layout, layers, first, last) {
+  const pieces = data.memory.pieces[`${layout.tp},${layout.ep}`];
+  const number = layers.reduce((sum, range) => sum + range.end - range.start, 0);
+  const routed = layers.reduce((sum, range) => sum + routedOf(data.model, range), 0);
+  const parts = [[pieces.dense, number - routed], [pieces.routed, routed]];
+  if (first) parts.push([pieces.embedding, 1]);
+  if (last) parts.push([pieces.norm, 1]);
+  if (last && !(data.model.tied && first)) parts.push([pieces.head, 1]);
+  const {tp, cp, ep, zero} = layout;
+  const ranks = zero ? layout.dp_shard * cp : 1;
+  const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
+  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0};
+  for (const [sizes, times] of parts)
+    for (const [rows, row, expert, copies] of sizes) {
+      const n = expert ? same : ranks, each = Math.ceil(rows / n), many = times * copies;
+      count.whole += many * rows * row;
+      count.shard += many * each * row;
+      count.own += many * Math.min(each, rows) * row;
+      count.gathered += many * each * n * row;
+      count.tensors += many;
+    }
+  return count;
+}
+
+// Layers of a range that are mixtures of experts.
+const routedOf = (model, {start, end}) =>
+  model.experts ? Math.max(0, end - Math.max(start, model.first_dense)) : 0;
+
+// What ZeRO-3 gathers without a pipeline: two layers, and one's gradients.
+function gathered(data, layout) {
+  const last = {start: data.model.layers - 1, end: data.model.layers};
+  const table = data.memory.states[3][0];
+  const unit = countOf(data, layout, [last], false, false).gathered;
+  return 2 * unit * table.parameter_bytes + unit * table.gradient_bytes;
+}
+
+// Bytes of each stage for one micro-batch: kept ones add up, the others are the largest of any part.
+function stageCosts(data, layout, tokens, split) {
+  const {tp, sp, ep} = layout, {sizes} = data.memory;
+  const parts = data.memory.kept[`${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}`][layout.recompute];
+  const at = (lines) => lines.length === 2 ? lines[0] + lines[1] * tokens :
+    Math.min(lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
+  const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) => [part, lines.map(at)]));
+  return split.map((range, stage) => {
+    const routed = routedOf(data.model, range);
+    const times = {
+      dense: range.end - range.start - routed, routed, embedding: Number(stage === 0),
+      head: Number(stage === split.length - 1),
+    };
+    return Object.fromEntries(sizes.map((size, n) => [size, Object.entries(times).reduce((sum, [part, many]) => {
+      if (size === "kept_bytes") return sum + many * bytes[part][n];
+      return many ? Math.max(sum, bytes[part][n]) : sum;
+    }, 0)]));
+  });
+}
+
+// The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another.
+function momentsOf(layout, m, rank) {
+  const {pp, vp} = layout, name = layout.schedule;
+  if (pp === 1) return [[1]];
+  const few = name !== "afab" && m > ENOUGH * pp + pp ? ENOUGH * pp + (vp === 1 ? m % pp : 0) : m;
+  const key = `${name},${pp},${few},${vp}`;
+  if (!flights.has(key)) flights.set(key, schedule(name, pp, few, vp).map(aliveIn));
+  return flights.get(key)[rank];
+}
+
+function aliveIn(own) {
+  const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
+  const alive = stages.map(() => 0), found = new Map();
+  for (const {kind, stage} of own) {
+    const place = stages.indexOf(stage);
+    if (kind === "F") {
+      alive[place]++;
+      found.set(alive.join(), [...alive]);
+    } else if (kind !== "B") alive[place]--;
+  }
+  const all = [...found.values()];
+  return all.filter((a) => !all.some((b) => b !== a && a.every((n, s) => n <= b[s])));
+}

@@ -1,0 +1,2 @@
+def landscape(of, plan):
+    return {}
