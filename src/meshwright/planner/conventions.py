@@ -16,6 +16,8 @@ from meshwright.spec.shape import ModelShape
 
 Count = Callable[[ModelShape, int], float]
 """FLOP of a token from shape and sequence."""
+BAR = 0.005
+"""A figure counts as made again within this share and what rounding in print takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +32,33 @@ class Convention:
     """With what its runs recompute: its HFU."""
     hardware_rate: bool = False
     """The TFLOP/s it prints are those of `hardware`."""
+    other_tflops: bool = False
+    """The TFLOP/s it prints follow a third formula, which is not made again here."""
+    ends_twice: bool = False
+    """A pipeline holds a tied embedding on both ends, and N counts it there twice (inferred from the rows)."""
 
     def step_s(self, plan: Plan, columns: dict[str, str]) -> float:
         """Seconds of a step from the printed TFLOP/s or MFU; 0 where neither is."""
         rate = number(columns, "tflops_gpu", 0.0) * 1e12
         if not rate:
             rate = number(columns, "mfu_pct", 0.0) / 100 * peak_flop_per_s(columns)
-            count = self.training
+            count = self.training_flop(plan)
         else:
-            count = self.hardware if self.hardware_rate and self.hardware else self.training
+            count = self.hardware_flop(plan) if self.hardware_rate else self.training_flop(plan)
         tokens = plan.recipe.global_batch * plan.recipe.sequence
-        return tokens * count(plan.model, plan.recipe.sequence) / (rate * plan.layout.world) if rate else 0.0
+        return tokens * count / (rate * plan.layout.world) if rate else 0.0
+
+    def training_flop(self, plan: Plan) -> float:
+        """Of a token, as its MFU counts."""
+        shape = plan.model
+        twice = self.ends_twice and shape.tied and plan.layout.pp > 1
+        return self.training(shape, plan.recipe.sequence) + (6.0 * shape.vocab * shape.hidden if twice else 0.0)
+
+    def hardware_flop(self, plan: Plan) -> float:
+        """Of a token, as its HFU counts, where the run recomputes."""
+        if self.hardware is None or plan.layout.recompute == "none":
+            return self.training_flop(plan)
+        return self.hardware(plan.model, plan.recipe.sequence)
 
 
 def _keys(shape: ModelShape, sequence: int, share: float = 1.0) -> float:
@@ -90,11 +108,11 @@ def _megatron_full(shape: ModelShape, sequence: int) -> float:
 
 
 def _megatron_selective(shape: ModelShape, sequence: int) -> float:
-    return _megatron(shape, sequence) + _keys(shape, sequence, 1 / 3)
+    return _megatron(shape, sequence) + _keys(shape, sequence)
 
 
-NANOTRON = Convention(name="nanotron", formula="6 N + 12 L D S", training=_palm)
-ALEPH = Convention(name="Aleph Alpha", formula="6 N + 12 L D S", training=_palm)
+NANOTRON = Convention(name="nanotron", formula="6 N + 12 L D S", training=_palm, ends_twice=True)
+ALEPH = Convention(name="Aleph Alpha", formula="6 N + 12 L D S", training=_palm, other_tflops=True)
 FOUNDRY = Convention(
     name="llm-foundry", formula="6 N + 12 L D S; HFU 8 N + 16 L D S", training=_palm, hardware=_palm_again
 )
@@ -108,7 +126,7 @@ NARAYANAN = Convention(
     hardware_rate=True,
 )  # fmt: skip
 KORTHIKANTI = Convention(
-    name="Korthikanti 2022", formula="72 L D^2 (1 + S / 6D + V / 12LD); HFU + 4 L D S", training=_megatron,
+    name="Korthikanti 2022", formula="72 L D^2 (1 + S / 6D + V / 12LD); HFU + 12 L D S", training=_megatron,
     hardware=_megatron_selective,
 )  # fmt: skip
 MEGATRON_CORE = Convention(name="Megatron-Core 0.8", formula="72 L D^2 (1 + S / 6D + V / 12LD)", training=_megatron)
@@ -145,11 +163,18 @@ class Figure:
     """tflops, mfu or hfu."""
     printed: float
     again: float
+    rounding: float
+    """Share of the figure that its digits in print, and those of the tokens/s, leave open."""
 
     @property
     def error(self) -> float:
         """Relative."""
         return self.again / self.printed - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Within BAR, beyond rounding."""
+        return abs(self.error) <= BAR + self.rounding
 
 
 def figures(columns: dict[str, str]) -> list[Figure]:
@@ -159,24 +184,26 @@ def figures(columns: dict[str, str]) -> list[Figure]:
     tokens = _tokens_per_s(columns, plan)
     if convention is None or not tokens:
         return []
-    shape, sequence = plan.model, plan.recipe.sequence
-    training = tokens * convention.training(shape, sequence)
-    hardware = tokens * convention.hardware(shape, sequence) if convention.hardware else 0.0
+    training, hardware = tokens * convention.training_flop(plan), tokens * convention.hardware_flop(plan)
+    peak = peak_flop_per_s(columns)
     again = {
         "tflops_gpu": (hardware if convention.hardware_rate else training) / 1e12,
-        "mfu_pct": 100 * training / peak_flop_per_s(columns),
-        "hfu_pct": 100 * (hardware if _recomputes(plan, convention) else training) / peak_flop_per_s(columns),
+        "mfu_pct": 100 * training / peak,
+        "hfu_pct": 100 * hardware / peak,
     }
     found = []
     for column, value in again.items():
         printed = number(columns, column, 0.0)
-        if printed and value:
-            found.append(Figure(kind=column.partition("_")[0], printed=printed, again=value))
+        if printed and value and not (column == "tflops_gpu" and convention.other_tflops):
+            rounding = _rounding(columns[column]) + (0.0 if columns.get("step_time_s") else _rounding(columns["tok_s_gpu"]))
+            found.append(Figure(kind=column.partition("_")[0], printed=printed, again=value, rounding=rounding))
     return found
 
 
-def _recomputes(plan: Plan, convention: Convention) -> bool:
-    return plan.layout.recompute != "none" and convention.hardware is not None
+def _rounding(text: str) -> float:
+    """Half a unit of the last digit, as a share."""
+    digits = len(text.strip().partition(".")[2])
+    return 0.5 * 10.0**-digits / float(text)
 
 
 def _tokens_per_s(columns: dict[str, str], plan: Plan) -> float:

@@ -54,6 +54,8 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     """The plan that was run, and its software."""
     devices = _devices(columns)
     cluster = _cluster(columns.get("gpu", ""), f"{columns['source']} {columns.get('notes', '')}", devices)
+    if "Megatron-Bridge" in columns.get("framework", "") and not columns.get("precision"):
+        columns = {**columns, "precision": "FP8"}  # its rates there are up to 0.96 of the best bf16 product
     stack, changes = stack_of(columns)
     _trainable(columns)
     sequence = whole(columns, "seq_len", 2048 if _described(columns) else None)
@@ -85,7 +87,7 @@ def _devices(columns: dict[str, str]) -> int:
 
 
 def _trainable(columns: dict[str, str]) -> None:
-    if "lora" in columns.get("notes", "").lower() or "lora performance" in columns["source"].lower():
+    if "lora" in f"{columns.get('notes', '')} {columns['source']} {columns['model']}".lower():
         raise ValueError("LoRA: most weights are frozen, which the planner does not count yet")
 
 
