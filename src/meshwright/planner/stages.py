@@ -54,33 +54,56 @@ def stride_of(layout: Layout, axis: str) -> tuple[int, int]:
     return int(getattr(layout, axis)), steps[axis]
 
 
-def block_cost(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Cost:
-    """A block's passes, with what recomputation repeats."""
-    stack, recompute = of.stack, layout.recompute if block.boundary_bytes else "none"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """A block's passes over one micro-batch, before a recompute policy: (computation, exposed exchange) in seconds, and
+    kernels launched. `again`: what selective recomputation repeats of the forward pass."""
+
+    forward: tuple[float, float]
+    inputs: tuple[float, float]
+    weights_s: float
+    again: tuple[float, float]
+    launches: tuple[float, float, float]
+
+
+def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
+    """Time every operation of a block."""
     forward = [_pass(op, op.forward, op.forward_exchanges, of, layout, speeds, links) for op in block.operations]
     inputs = [_pass(op, op.inputs, op.backward_exchanges, of, layout, speeds, links) for op in block.operations]
-    weights = sum(speeds.seconds(work) for op in block.operations for work in op.weights)
-    forward_gpu, forward_exchange = (sum(column) for column in zip(*forward, strict=True))
-    input_gpu, input_exchange = (sum(column) for column in zip(*inputs, strict=True))
-    launches = [sum(_launches(work) for op in block.operations for work in getattr(op, side))
-                for side in ("forward", "inputs", "weights")]  # fmt: skip
-    chosen = [pair for op, pair in zip(block.operations, forward, strict=True) if recompute == "full" or op.again]
-    again_gpu, again_exchange = (
-        (sum(p[0] for p in chosen), sum(p[1] for p in chosen)) if recompute != "none" else (0, 0)
+    again = [pair for op, pair in zip(block.operations, forward, strict=True) if op.again]
+    sides = [[work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")]
+    return BlockTime(
+        forward=_totals(forward),
+        inputs=_totals(inputs),
+        weights_s=sum(map(speeds.seconds, sides[2])),
+        again=_totals(again),
+        launches=(sum(map(_launches, sides[0])), sum(map(_launches, sides[1])), sum(map(_launches, sides[2]))),
     )
-    host = stack.host_s
-    again_s = max(again_gpu + again_exchange, host * launches[0] if recompute == "full" else 0.0)
-    whole = block.kept_bytes("none")
+
+
+def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
+    """A block's passes and kept bytes, with what recomputation repeats."""
+    stack = of.stack
+    if not block.boundary_bytes:
+        recompute = "none"
+    again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
+    host = [stack.host_s * launches for launches in time.launches]
+    again_s = max(sum(again), host[0] if recompute == "full" else 0.0)
     kept = block.kept_bytes(recompute) * stack.slack
     return Cost(
-        forward_s=max(forward_gpu + forward_exchange, host * launches[0]),
-        input_s=max(input_gpu + input_exchange, host * launches[1]) + again_s,
-        weight_s=max(weights, host * launches[2]),
-        exchange_s=forward_exchange + input_exchange + again_exchange,
+        forward_s=max(sum(time.forward), host[0]),
+        input_s=max(sum(time.inputs), host[1]) + again_s,
+        weight_s=max(time.weights_s, host[2]),
+        exchange_s=time.forward[1] + time.inputs[1] + again[1],
         again_s=again_s,
         kept_bytes=kept,
-        transient_bytes=block.transient_bytes + (max(0.0, whole - kept) if recompute != "none" else 0.0),
+        transient_bytes=block.transient_bytes
+        + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
     )
+
+
+def _totals(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
 
 def _launches(work: Work) -> float:
@@ -125,17 +148,17 @@ class Costs:
         return total.plus(self.head) if last else total
 
 
-def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> Costs:
-    """Of every part of a shape under a layout."""
-    shape = of.shape
-
-    def cost(block: Block) -> Cost:
-        return block_cost(block, of, layout, speeds, links)
-
-    last = cost(head(of))
-    return Costs(
-        embedding=cost(embedding(of)),
-        dense=cost(layer(of, window=shape.window)) if shape.routed_layers < shape.layers else Cost(),
-        routed=cost(layer(of, window=shape.window, routed=True)) if shape.routed_layers else Cost(),
-        head=Cost().plus(last),
-    )
+def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy."""
+    shape, none = of.shape, Block(operations=())
+    blocks = {
+        "embedding": embedding(of),
+        "dense": layer(of, window=shape.window) if shape.routed_layers < shape.layers else none,
+        "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
+        "head": head(of),
+    }
+    times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
+    return {
+        recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
+        for recompute in ("none", "selective", "full")
+    }

@@ -11,7 +11,7 @@ from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Replay, Times, replay
-from meshwright.spec.schedule import Actions, schedule
+from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
 
 ROUNDS = 4
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state."""
@@ -72,16 +72,22 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float,
+    gather_s: float, update_s: float, exact: bool = True,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO)."""
+    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). Not `exact`: the
+    bubble by closed form instead of playing the schedule."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     own = [stages[s] for s in _owned(layout)[busiest]]
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
-    total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)[0]
+    if layout.pp == 1:
+        bubble_s = 0.0
+    elif exact:
+        bubble_s = pipeline_s(layout, m, stages, send_s)[0] - busy
+    else:
+        bubble_s = bubble_about_s(layout, m, _sum(own))
     behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
     hidden = max(0.0, reduce_s - gradients)
@@ -89,7 +95,7 @@ def step_time(
     return StepTime(
         compute_s=busy - exchange + slowed,
         exchange_s=exchange,
-        bubble_s=total - busy,
+        bubble_s=bubble_s,
         weights_s=weights,
         gradients_s=gradients,
         optimizer_s=update_s,
@@ -97,14 +103,42 @@ def step_time(
     )
 
 
+def _sum(own: list[Cost]) -> Cost:
+    total = Cost()
+    for cost in own:
+        total = total.plus(cost)
+    return total
+
+
+@cache
+def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank."""
+    placement = stage_rank(schedule, ranks, virtual) if ranks > 1 else (0,)
+    return tuple(stages_of(placement, rank) for rank in range(ranks))
+
+
+def bubble_about_s(layout: Layout, micro_batches: int, micro: Cost) -> float:
+    """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
+
+    AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
+    the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
+    """
+    p = layout.pp
+    if p == 1:
+        return 0.0
+    if layout.schedule == "zb-h1":
+        return (p - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
+    if layout.schedule in V_PLACED:
+        return max(0, 2 * p - 1 - micro_batches) * _both(micro)
+    return (p - 1) * _both(micro) / layout.vp
+
+
 def _both(cost: Cost) -> float:
     return cost.forward_s + cost.backward_s
 
 
-def _owned(layout: Layout) -> list[tuple[int, ...]]:
-    from meshwright.spec.places import own_stages
-
-    return [own_stages(layout, rank) for rank in range(layout.pp)]
+def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return owned(layout.schedule, layout.pp, layout.vp)
 
 
 def _data_parallel(
