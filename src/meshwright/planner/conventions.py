@@ -130,7 +130,9 @@ KORTHIKANTI = Convention(
     hardware=_megatron_selective,
 )  # fmt: skip
 MEGATRON_CORE = Convention(name="Megatron-Core 0.8", formula="72 L D^2 (1 + S / 6D + V / 12LD)", training=_megatron)
-LLAMA3 = Convention(name="Llama 3", formula="6 (N - V D) + 6 L D S (not printed, the causal count assumed)", training=_causal)
+LLAMA3 = Convention(
+    name="Llama 3", formula="6 (N - V D) + 6 L D S (not printed, the causal count assumed)", training=_causal
+)
 
 BY_ROW = (
     ("nanotron", "", NANOTRON), ("aleph", "", ALEPH), ("llm-foundry", "", FOUNDRY), ("fms-fsdp", "", FMS),
@@ -195,7 +197,9 @@ def figures(columns: dict[str, str]) -> list[Figure]:
     for column, value in again.items():
         printed = number(columns, column, 0.0)
         if printed and value and not (column == "tflops_gpu" and convention.other_tflops):
-            rounding = _rounding(columns[column]) + (0.0 if columns.get("step_time_s") else _rounding(columns["tok_s_gpu"]))
+            rounding = _rounding(columns[column]) + (
+                0.0 if columns.get("step_time_s") else _rounding(columns["tok_s_gpu"])
+            )
             found.append(Figure(kind=column.partition("_")[0], printed=printed, again=value, rounding=rounding))
     return found
 

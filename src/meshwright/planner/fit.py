@@ -149,9 +149,7 @@ def _fitted(entry: Any) -> Fitted:
     )
 
 
-def changed(
-    stack: Stack, speeds: Speeds, links: Links, changes: Mapping[str, Change]
-) -> tuple[Stack, Speeds, Links]:
+def changed(stack: Stack, speeds: Speeds, links: Links, changes: Mapping[str, Change]) -> tuple[Stack, Speeds, Links]:
     """The three with scalars changed."""
     parts: dict[str, Any] = {"stack": stack, "speeds": speeds, "links": links}
     for part, owner in parts.items():
@@ -182,7 +180,9 @@ def fit(rows: Sequence[Row]) -> Fitted:
 
     x = minimum(residuals, len(parameters))
     before, after = residuals([0.0] * len(parameters)), residuals(x)
-    kept = {name: change for (name, change), at in zip(_changes(parameters, x).items(), x, strict=True) if abs(at) > 1e-3}
+    kept = {
+        name: change for (name, change), at in zip(_changes(parameters, x).items(), x, strict=True) if abs(at) > 1e-3
+    }
     return Fitted(
         changes=kept,
         rows=tuple((row.source, row.id) for row in rows),
@@ -229,7 +229,9 @@ def minimum(residuals: Callable[[Sequence[float]], list[float]], count: int, rou
             [sum(w * a * b for w, a, b in zip(weights, columns[i], columns[j], strict=True)) for j in range(count)]
             for i in range(count)
         ]
-        slope = [sum(w * a * r for w, a, r in zip(weights, columns[i], found, strict=True)) + x[i] for i in range(count)]
+        slope = [
+            sum(w * a * r for w, a, r in zip(weights, columns[i], found, strict=True)) + x[i] for i in range(count)
+        ]
         before = _cost(found, x)
         for _ in range(5):
             system = [

@@ -53,7 +53,8 @@ def whole(columns: dict[str, str], name: str, default: int | None = None) -> int
 def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     """The plan that was run, and its software."""
     devices = _devices(columns)
-    cluster = _cluster(columns.get("gpu", ""), f"{columns['source']} {columns.get('notes', '')}", devices)
+    gpu = columns.get("gpu") or ("A100-SXM-80" if _described(columns) else "")
+    cluster = _cluster(gpu, f"{columns['source']} {columns.get('notes', '')}", devices)
     if "Megatron-Bridge" in columns.get("framework", "") and not columns.get("precision"):
         columns = {**columns, "precision": "FP8"}  # its rates there are up to 0.96 of the best bf16 product
     stack, changes = stack_of(columns)
@@ -103,7 +104,9 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
         raise ValueError(f"contradicts itself: tp={tp} x pp={pp} x cp={cp} x dp={dp} is not n_gpus={devices}")
     micro, batch = _batch(columns, dp, described)
     zero, sharded = _zero(columns.get("zero_stage", "")), dp * cp > 1
-    copies = devices // (tp * cp * pp * cluster.devices_per_node) if "hsdp" in columns.get("zero_stage", "").lower() else 1
+    copies = (
+        devices // (tp * cp * pp * cluster.devices_per_node) if "hsdp" in columns.get("zero_stage", "").lower() else 1
+    )
     copies = copies if copies > 1 and dp % copies == 0 else 1
     vp = _virtual(columns, shape, pp, described)
     shard = dp // copies if sharded and zero else 1
@@ -127,11 +130,15 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
 
 def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int] | None) -> tuple[int, int]:
     """(sequences of a micro-batch, of a step)."""
-    micro = whole(columns, "micro_batch", described[0] if described else 0)
+    stated = columns.get("micro_batch", "")[:1].isdigit()
+    micro = whole(columns, "micro_batch") if stated else described[0] if described else 0
     steps = whole(columns, "grad_acc", 0)
     batch = whole(columns, "global_batch_seqs", described[3] * dp if described else 0)
-    if not batch and micro and "quantity" in columns:
+    if not micro and (found := re.search(r"max batch fitting = (\d+)", columns.get("notes", ""))):
+        micro = batch = int(found[1])  # curves of the Ultra-Scale Playbook: one replica, one micro-batch a step
+    if not batch and "quantity" in columns:
         # Tables of memory print no batch; the peak does not depend on it once a pipeline is full.
+        micro = micro or 1
         batch = micro * dp * lcm(4, max(1, whole(columns, "pp", 1)))
     if not batch and micro and "Primus" in columns.get("framework", ""):
         batch = micro * dp  # tokens/s are printed, and with ZeRO-1 to 3 and no pipeline they depend on it little
@@ -143,9 +150,7 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
     return micro, batch
 
 
-def _virtual(
-    columns: dict[str, str], shape: ModelShape, pp: int, described: tuple[int, int, int, int] | None
-) -> int:
+def _virtual(columns: dict[str, str], shape: ModelShape, pp: int, described: tuple[int, int, int, int] | None) -> int:
     """Stages per pipeline rank: `~8` is 8; where only the schedule is named, the coarsest that interleaves."""
     text = columns.get("vpp", "")
     if pp == 1:
