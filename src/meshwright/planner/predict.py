@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from meshwright.planner.block import Local, local
 from meshwright.planner.links import Links, links_of
@@ -95,16 +96,23 @@ class Estimator:
         return {}
 
     @cached_property
+    def _stages(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
     def _splits(self) -> dict[tuple[int, int], list[range]]:
         return {}
 
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
+        batch = layout.micro_batch_of(self.recipe.global_batch)
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
+
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        key = (layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch)
+        key = self._key(layout)
         if key not in self._parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            of = local(self.shape, self.stack, layout, self.recipe.sequence, batch, width, self.recipe.dropout)
+            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
             self._parts[key] = of, costs(of, layout, self.speeds, self.links)
         of, found = self._parts[key]
         return of, found[layout.recompute]
@@ -117,11 +125,21 @@ class Estimator:
         return self._splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
-        """Cost of each pipeline stage."""
-        _, found = self.parts(layout)
-        split = self.split(layout)
-        last = len(split) - 1
-        return [found.stage(self.shape, layers, first=s == 0, last=s == last) for s, layers in enumerate(split)]
+        """Cost of each pipeline stage; those of the layout asked for last are kept."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp)
+        if self._stages.get("key") != key:
+            _, found = self.parts(layout)
+            split, made = self.split(layout), {}
+            last = len(split) - 1
+            found_stages = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                kind = len(layers), routed, s == 0, s == last
+                if kind not in made:
+                    made[kind] = found.stage(len(layers) - routed, routed, first=s == 0, last=s == last)
+                found_stages.append(made[kind])
+            self._stages.update(key=key, costs=found_stages)
+        return self._stages["costs"]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
@@ -172,15 +190,7 @@ class Estimator:
         return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
     def _memory(
-        self,
-        layout: Layout,
-        m: int,
-        stages: list[Cost],
-        state: States,
-        rank: int,
-        of: Local,
-        count: Counts,
-        exact: bool,
+        self, layout: Layout, m: int, stages: list[Cost], state: States, rank: int, of: Local, count: Counts, exact: bool
     ) -> RankMemory:
         unit = self._unit(layout) if layout.zero == 3 else 0
         return rank_memory(
