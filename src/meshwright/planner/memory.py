@@ -89,8 +89,7 @@ def rank_memory(
     own = own_stages(layout, rank)
     costs = [stages[stage] for stage in own]
     activations = max(
-        sum(count * cost.kept_bytes for count, cost in zip(moment, costs, strict=True))
-        for moment in alive
+        sum(count * cost.kept_bytes for count, cost in zip(moment, costs, strict=True)) for moment in alive
     )
     transient = max(cost.transient_bytes for cost in costs)
     logits = max(cost.logit_bytes for cost in costs)

@@ -190,7 +190,15 @@ class Estimator:
         return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
     def _memory(
-        self, layout: Layout, m: int, stages: list[Cost], state: States, rank: int, of: Local, count: Counts, exact: bool
+        self,
+        layout: Layout,
+        m: int,
+        stages: list[Cost],
+        state: States,
+        rank: int,
+        of: Local,
+        count: Counts,
+        exact: bool,
     ) -> RankMemory:
         unit = self._unit(layout) if layout.zero == 3 else 0
         return rank_memory(

@@ -70,7 +70,9 @@ def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: L
     forward = [_pass(op, op.forward, op.forward_exchanges, of, layout, speeds, links) for op in block.operations]
     inputs = [_pass(op, op.inputs, op.backward_exchanges, of, layout, speeds, links) for op in block.operations]
     again = [pair for op, pair in zip(block.operations, forward, strict=True) if op.again]
-    sides = [[work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")]
+    sides = [
+        [work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")
+    ]
     return BlockTime(
         forward=_totals(forward),
         inputs=_totals(inputs),
