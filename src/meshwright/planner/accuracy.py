@@ -12,11 +12,10 @@ from meshwright.planner.fit import Calibration
 from meshwright.planner.links import links_of
 from meshwright.planner.predict import Estimator, Prediction
 from meshwright.planner.published import Row, Unreadable, duplicate_of, read
+from meshwright.planner.search import usable_bytes
 from meshwright.planner.speeds import speeds_of
 from meshwright.spec.errors import MeshwrightError
 
-CONTEXT_BYTES = 1.5 * 2**30
-"""Of a device's memory, what no program's allocator can have: the driver's context and the collectives' channels."""
 STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
 
 
@@ -105,7 +104,7 @@ def _judged(row: Row, calibration: Calibration | None, estimators: dict[object, 
         row=row,
         step_s=prediction.step_s,
         part_value=_part(row, prediction, estimator),
-        fits=prediction.peak_bytes <= row.plan.cluster.device.memory_bytes - CONTEXT_BYTES,
+        fits=prediction.peak_bytes <= usable_bytes(row.plan),
         seen=calibration is not None and calibration.saw(row),
     )
 

@@ -1,8 +1,8 @@
-"""Would the planner have chosen well? Published grids: runs of one model and batch on as many GPUs, laid out differently.
+"""Would the planner have chosen well? Published grids: runs of one model and batch on as many GPUs, laid out otherwise.
 
-A grid has one source, model, sequence, global batch, GPU count and precision; its rows differ in layout (kernels are part of
-it). The planner's choice is the row it predicts to be fastest among those that ran; a row measured several times counts
-with its mean.
+A grid has one source, model, sequence, global batch, GPU count and precision; its rows differ in layout (kernels are
+part of it). The planner's choice is the row it predicts to be fastest among those that ran; a row measured several
+times counts with its mean.
 """
 
 from collections.abc import Sequence

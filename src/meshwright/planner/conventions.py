@@ -1,8 +1,8 @@
 """How each source counts the FLOP behind its MFU and TFLOP/s, so that its figures can be made again from tokens/s.
 
 Published MFU of one and the same run differs by up to a fifth between sources: with or without the head, all keys or
-only those a query may see, recomputation counted or not. Formulas: docs/accuracy.md. N = all parameters, V = vocabulary,
-D = hidden, L = layers, S = sequence.
+only those a query may see, recomputation counted or not. Formulas: docs/accuracy.md. N = all parameters, V =
+vocabulary, D = hidden, L = layers, S = sequence.
 """
 
 from collections.abc import Callable

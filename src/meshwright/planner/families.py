@@ -1,5 +1,5 @@
-"""Sources that belong together, and the clusters they were measured on: what a table of accuracy has a line for, and what
-a calibration is made for."""
+"""Sources that belong together, and the clusters they were measured on: what a table of accuracy has a line for, and
+what a calibration is made for."""
 
 import re
 
@@ -9,7 +9,8 @@ FAMILIES = (
     (r"ground_truth_single", "vTrain single node"), (r"ground_truth_multi", "vTrain multi node"),
     (r"Aleph-Alpha", "Aleph Alpha"), (r"llm-foundry", "llm-foundry"),
     (r"Ultra-Scale Playbook benchmarks_interactive", "Ultra-Scale grid"), (r"Ultra-Scale", "Ultra-Scale curves"),
-    (r"Megatron-Bridge", "Megatron-Bridge"), (r"NeMo.*long_sequence", "NeMo long sequence"), (r"NVIDIA/NeMo", "NeMo 24.07"),
+    (r"Megatron-Bridge", "Megatron-Bridge"), (r"NeMo.*long_sequence", "NeMo long sequence"),
+    (r"NVIDIA/NeMo", "NeMo 24.07"),
     (r"examples/llama/README", "Megatron-LM llama README"), (r"model_table", "Megatron-Core 0.8 table"),
     (r"Narayanan", "Megatron 2021 table 1"), (r"Korthikanti.*Fig", "Korthikanti 2022 figures"),
     (r"Korthikanti", "Korthikanti 2022 table 5"), (r"Llama 3 Herd", "Llama 3 table 4"), (r"torchtitan", "torchtitan"),

@@ -1,7 +1,8 @@
 """Shapes of the models that published rows name: from the presets, or here with the source of each.
 
 Tables of measurements often print a model's name and no sizes; others print sizes and leave out whether head and
-embedding are one matrix. Shapes that no `ModelShape` describes (state-space layers) stand in UNDESCRIBED with the reason.
+embedding are one matrix. Shapes that no `ModelShape` describes (state-space layers) stand in UNDESCRIBED with the
+reason.
 """
 
 import re

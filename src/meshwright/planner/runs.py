@@ -151,18 +151,22 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
 
 
 def _virtual(columns: dict[str, str], shape: ModelShape, pp: int, described: tuple[int, int, int, int] | None) -> int:
-    """Stages per pipeline rank: `~8` is 8; where only the schedule is named, the coarsest that interleaves."""
-    text = columns.get("vpp", "")
+    """Stages per pipeline rank: `~8` is 8; else what `interleaved` alone leaves.
+
+    Megatron-Core's table has 92 layers on 4 ranks, which only a layer each interleaves, so each row is read so; the
+    runs of 2021, whose table names the schedule for all, are read as the coarsest that interleaves.
+    """
+    text = columns.get("vpp", "").strip()
     if pp == 1:
         return 1
     if described and not text:
         return described[2]
-    if found := re.match(r"~?(\d+)", text.strip()):
+    if found := re.match(r"~?(\d+)", text):
         return int(found[1])
-    if "interleaved" in text + columns.get("schedule", "") and shape.layers % pp == 0:
-        per_rank = shape.layers // pp
-        return next((v for v in range(2, per_rank + 1) if per_rank % v == 0), 1)
-    return 1
+    if "interleaved" not in text + columns.get("schedule", "") or shape.layers % pp:
+        return 1
+    per_rank = shape.layers // pp
+    return next((v for v in range(2, per_rank + 1) if per_rank % v == 0), 1) if text else per_rank
 
 
 def _experts(columns: dict[str, str], shape: ModelShape, ranks: int) -> int:

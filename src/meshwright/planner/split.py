@@ -1,8 +1,8 @@
 """Which rows a calibration may see, and which 20 of them it is fitted to. Written down before anything was fitted.
 
 Of each cluster, models in order of their parameters and GPU counts in order: every second of either (the second, the
-fourth, ...) is held out whole. Rows of a held-out model or a held-out GPU count are never fitted to. Where a cluster has
-one model and one GPU count, nothing can be held out whole: then at most half of its rows are fitted to.
+fourth, ...) is held out whole. Rows of a held-out model or a held-out GPU count are never fitted to. Where a cluster
+has one model and one GPU count, nothing can be held out whole: then at most half of its rows are fitted to.
 Of the rows that may be seen, those are taken that represent the others best: one after the other, the row that most
 shortens the distance of all to their nearest chosen one, in the logarithms of model sizes, batch and layout. No
 measured time plays a part.
@@ -74,7 +74,7 @@ def calibrate(rows: Sequence[Row], date: str, fewest: int = 6) -> Calibration:
     """A calibration of every cluster with at least `fewest` rows that may be seen."""
     clusters: dict[str, list[Row]] = {}
     for row in rows:
-        if row.step_s > 0 and not row.part == "activations":
+        if row.step_s > 0 and row.part != "activations":
             clusters.setdefault(cluster_of(row), []).append(row)
     found: dict[str, Fitted] = {}
     for name, own in sorted(clusters.items()):
