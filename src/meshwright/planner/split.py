@@ -19,12 +19,12 @@ from meshwright.spec.shape import ModelShape
 
 def held_out(rows: Sequence[Row]) -> list[Row]:
     """Of one cluster's rows those that no calibration may see."""
-    models = sorted({_kind(row.plan.model) for row in rows})[1::2]
+    models = sorted({kind(row.plan.model) for row in rows})[1::2]
     counts = sorted({row.plan.layout.world for row in rows})[1::2]
-    return [row for row in rows if _kind(row.plan.model) in models or row.plan.layout.world in counts]
+    return [row for row in rows if kind(row.plan.model) in models or row.plan.layout.world in counts]
 
 
-def _kind(shape: ModelShape) -> tuple[float, int, int]:
+def kind(shape: ModelShape) -> tuple[float, int, int]:
     """Models of one size with other positions are one model."""
     weights = shape.layers * (shape.hidden**2 + shape.hidden * shape.ffn)
     experts = shape.moe.experts if shape.moe else 0
