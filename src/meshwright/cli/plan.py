@@ -1,4 +1,4 @@
-"""`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch and no GPU."""
+"""`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch, no GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -193,7 +193,8 @@ def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: P
     best, asked = found.best[0], found.best[0].plan
     print(
         f"{asked.model.name}, sequence {asked.recipe.sequence}, {asked.recipe.global_batch} sequences a step, "
-        f"{asked.recipe.precision}; {asked.cluster.nodes} x {asked.cluster.devices_per_node} {asked.cluster.device.name}"
+        f"{asked.recipe.precision}; {asked.cluster.nodes} x {asked.cluster.devices_per_node} "
+        f"{asked.cluster.device.name}"
     )
     print()
     for line in summary(found):

@@ -1,9 +1,9 @@
 """The global batch against the critical one, and what a token budget takes in days and money.
 
 Critical batch size: beyond it twice the batch no longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162).
-Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3: B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats a token. The loss
-a model reaches: Hoffmann et al. 2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28. Both are fits on other texts and
-tokenizers: an order of magnitude, not a figure to the percent.
+Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3: B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats a token. The
+loss a model reaches: Hoffmann et al. 2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28. Both
+are fits on other texts and tokenizers: an order of magnitude, not a figure to the percent.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def expected_loss(parameters: float, tokens: float) -> float:
 
 
 def critical(shape: ModelShape, tokens: float = 0.0) -> Critical:
-    """At the end of training on `tokens` (20 per parameter where not given); a mixture of experts counts as what is active."""
+    """At the end of training on `tokens` (20 per parameter where not given); of a mixture of experts what is active."""
     parameters = num_active_parameters(shape)
     loss = expected_loss(parameters, tokens or TOKENS_PER_PARAMETER * parameters)
     return Critical(loss_nats=loss, batch_tokens=2e8 / loss ** (1 / 0.21))

@@ -101,7 +101,7 @@ class _Search:
         return self.found
 
     def fitting(self) -> Iterator[tuple[float, Region]]:
-        """The regions whose least memory does not exceed the device's, with the seconds below which they cannot stay."""
+        """The regions whose least memory does not exceed the device's, each with the least seconds it takes."""
         for cell in cells(self.plan, self.plan.cluster.devices, self.fixed):
             per_rank = self.plan.recipe.global_batch // cell.dp
             layouts = splits(cell, self.fixed)

@@ -92,8 +92,8 @@ def summary(found: Found) -> Iterator[str]:
     for one in found.rejected[:3]:
         room = usable_bytes(best.plan)
         yield (
-            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; the nearest needs {gib(one.peak_bytes)}, "
-            f"{gib(one.peak_bytes - room)} more than there is: {layout_words(one.layout)}"
+            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; the nearest needs "
+            f"{gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than there is: {layout_words(one.layout)}"
         )
 
 
@@ -155,8 +155,8 @@ def outlook(of: Estimator, best: Prediction, tokens: float, price: float) -> Ite
         bill = budget(tokens, best.tokens_per_step, best.step_s, plan.layout.world, price)
         money = f", {bill.price:,.0f} at {price:g} a device hour" if price else ""
         yield (
-            f"{count(tokens)} tokens: {bill.steps:,} steps, {bill.days:.1f} days, {bill.device_hours:,.0f} device hours{money} "
-            "(without failures, evaluation, checkpoints)."
+            f"{count(tokens)} tokens: {bill.steps:,} steps, {bill.days:.1f} days, {bill.device_hours:,.0f} device hours"
+            f"{money} (without failures, evaluation, checkpoints)."
         )
 
 
@@ -165,7 +165,8 @@ def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
     if best.tokens_per_step > 2 * limit.batch_tokens:
         yield (
             f"Warning: {count(best.tokens_per_step)} tokens a step are far above the critical batch of about "
-            f"{count(limit.batch_tokens)} (Kaplan et al. 2020, at a loss of {limit.loss_nats:.2f}): more devices will buy little."
+            f"{count(limit.batch_tokens)} (Kaplan et al. 2020, at a loss of {limit.loss_nats:.2f}): more devices will buy "
+            "little."
         )
 
 
@@ -177,9 +178,9 @@ def failure(of: Estimator, found: Found) -> str:
     worst, room = nearest.worst, usable_bytes(nearest.plan)
     kind, size = max(worst.kinds.items(), key=lambda item: item[1])
     return (
-        f"none of {found.legal:,} legal layouts fits: the nearest needs {gib(worst.total_bytes)} of {gib(room)} a device, "
-        f"{NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; take more nodes, a shorter "
-        "sequence or another device"
+        f"none of {found.legal:,} legal layouts fits: the nearest needs {gib(worst.total_bytes)} of {gib(room)} a "
+        f"device, {NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; take more nodes, a "
+        "shorter sequence or another device"
     )
 
 
