@@ -86,18 +86,18 @@ def test_the_split_holds_out_whole_models_and_counts() -> None:
             clusters.setdefault(cluster_of(row), []).append(row)
     assert len(clusters) > 10
     for own in clusters.values():
-        chosen, held = split.chosen(own), split.held_out(own)
+        chosen, held = split.chosen(own).rows, split.held_out(own)
         assert len(chosen) <= MOST_ROWS
         assert not {id(row) for row in chosen} & {id(row) for row in held}
         models = sorted({split.kind(row.plan.model) for row in own})
         assert not {split.kind(row.plan.model) for row in chosen} & set(models[1::2])
-        assert [row.id for row in chosen] == [row.id for row in split.chosen(own)]
+        assert [row.id for row in chosen] == [row.id for row in split.chosen(own).rows]
 
 
 def test_measured_times_play_no_part_in_the_choice(tmp_path: Path) -> None:
     rows = rows_of(tmp_path)
     slower = [replace(row, step_s=row.step_s * (i + 1)) for i, row in enumerate(rows)]
-    assert [row.id for row in split.chosen(rows)] == [row.id for row in split.chosen(slower)]
+    assert [row.id for row in split.chosen(rows).rows] == [row.id for row in split.chosen(slower).rows]
 
 
 def test_linear_systems_are_solved() -> None:

@@ -170,8 +170,8 @@ def _changed(key: str, base: float, kind: str, value: float) -> float:
     return max(0.0, base + value) if key.endswith(SECONDS) else min(1.0, max(0.0, base + value))
 
 
-def fit(rows: Sequence[Row]) -> Fitted:
-    """The scalars of the cluster that all `rows` (at most MOST_ROWS) come from."""
+def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
+    """The scalars of the cluster that all `rows` (at most MOST_ROWS) come from; a row weighs what it stands for."""
     if not 1 <= len(rows) <= MOST_ROWS:
         raise ValueError(f"{len(rows)} rows: a calibration has 1 to {MOST_ROWS}")
     parameters = [p for p in PARAMETERS if _has(p, rows[0])]
@@ -180,7 +180,8 @@ def fit(rows: Sequence[Row]) -> Fitted:
         changes = _changes(parameters, x)
         return [log(_predicted_s(row, changes) / row.step_s) for row in rows]
 
-    x = minimum(residuals, len(parameters))
+    shares = stands_for or [1.0] * len(rows)
+    x = minimum(residuals, len(parameters), [share * len(rows) / sum(shares) for share in shares])
     before, after = residuals([0.0] * len(parameters)), residuals(x)
     kept = {
         name: change for (name, change), at in zip(_changes(parameters, x).items(), x, strict=True) if abs(at) > 1e-3
@@ -215,29 +216,31 @@ def _predicted_s(row: Row, changes: Mapping[str, Change]) -> float:
     return estimator.predict(plan).step_s
 
 
-def minimum(residuals: Callable[[Sequence[float]], list[float]], count: int, rounds: int = 8) -> list[float]:
-    """x that minimises sum(huber(r / NOISE)) + sum(x^2) / trust^2: damped Gauss-Newton with finite differences.
+def minimum(
+    residuals: Callable[[Sequence[float]], list[float]], count: int, shares: Sequence[float], rounds: int = 8
+) -> list[float]:
+    """x that minimises sum(share huber(r / NOISE)) + sum(x^2) / trust^2: damped Gauss-Newton, finite differences.
 
     `trust` is how far the priors are believed to reach: of TRUSTS the one that predicts left-out rows best.
     """
     x = [0.0] * count
     found = residuals(x)
     columns = slopes(residuals, x, found)
-    trust = min(TRUSTS, key=lambda one: left_out(found, columns, one))
+    trust = min(TRUSTS, key=lambda one: left_out(found, columns, shares, one))
     if not trust:
         return x
     pull, damping = 1 / trust**2, 0.1
     for _ in range(rounds):
-        before = _cost(found, x, pull)
+        before = _cost(found, shares, x, pull)
         for _ in range(5):
-            step = newton(found, columns, x, pull, damping)
+            step = newton(found, columns, shares, x, pull, damping)
             tried = [min(3.0, max(-3.0, a - b)) for a, b in zip(x, step, strict=True)]
             there = residuals(tried)
-            if _cost(there, tried, pull) < before:
+            if _cost(there, shares, tried, pull) < before:
                 x, found, damping = tried, there, damping / 5
                 break
             damping *= 5
-        if before - _cost(found, x, pull) < 1e-2 * before:
+        if before - _cost(found, shares, x, pull) < 1e-2 * before:
             break
         columns = slopes(residuals, x, found)
     return x
@@ -256,10 +259,11 @@ def slopes(
 
 
 def newton(
-    found: Sequence[float], columns: Sequence[Sequence[float]], x: Sequence[float], pull: float, damping: float
-) -> list[float]:
+    found: Sequence[float], columns: Sequence[Sequence[float]], shares: Sequence[float], x: Sequence[float],
+    pull: float, damping: float,
+) -> list[float]:  # fmt: skip
     """The step to subtract from x."""
-    weights = [_weight(r) / NOISE**2 for r in found]
+    weights = [share * _weight(r) / NOISE**2 for r, share in zip(found, shares, strict=True)]
     system = [[sum(w * p * q for w, p, q in zip(weights, a, b, strict=True)) for b in columns] for a in columns]
     slope = [sum(w * p * r for w, p, r in zip(weights, a, found, strict=True)) + pull * at
              for a, at in zip(columns, x, strict=True)]  # fmt: skip
@@ -268,22 +272,25 @@ def newton(
     return solve(system, slope)
 
 
-def left_out(found: Sequence[float], columns: Sequence[Sequence[float]], trust: float) -> float:
+def left_out(
+    found: Sequence[float], columns: Sequence[Sequence[float]], shares: Sequence[float], trust: float
+) -> float:
     """Mean absolute residual of each row by a fit to the others, the slopes taken as constant."""
     if not trust:
-        return sum(map(abs, found)) / len(found)
+        return sum(share * abs(r) for r, share in zip(found, shares, strict=True))
     total = 0.0
     for gone in range(len(found)):
         others = [r for i, r in enumerate(found) if i != gone]
+        weights = [share for i, share in enumerate(shares) if i != gone]
         rest = [[value for i, value in enumerate(column) if i != gone] for column in columns]
         x = [0.0] * len(columns)
         at = others
         for _ in range(3):  # the weights settle
-            step = newton(at, rest, x, 1 / trust**2, 0.0)
+            step = newton(at, rest, weights, x, 1 / trust**2, 0.0)
             x = [a - b for a, b in zip(x, step, strict=True)]
             at = [r + sum(c[i] * v for c, v in zip(rest, x, strict=True)) for i, r in enumerate(others)]
-        total += abs(found[gone] + sum(c[gone] * v for c, v in zip(columns, x, strict=True)))
-    return total / len(found)
+        total += shares[gone] * abs(found[gone] + sum(c[gone] * v for c, v in zip(columns, x, strict=True)))
+    return total
 
 
 def _weight(residual: float) -> float:
@@ -291,11 +298,11 @@ def _weight(residual: float) -> float:
     return 1.0 if abs(residual) <= 2 * NOISE else 2 * NOISE / abs(residual)
 
 
-def _cost(residuals: Sequence[float], x: Sequence[float], pull: float) -> float:
+def _cost(residuals: Sequence[float], shares: Sequence[float], x: Sequence[float], pull: float) -> float:
     huber = 0.0
-    for residual in residuals:
+    for residual, share in zip(residuals, shares, strict=True):
         size = abs(residual) / NOISE
-        huber += size**2 if size <= 2 else 4 * size - 4
+        huber += share * (size**2 if size <= 2 else 4 * size - 4)
     return huber + pull * sum(value**2 for value in x)
 
 

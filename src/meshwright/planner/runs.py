@@ -22,6 +22,8 @@ DEVICES = (
     (r"mi300x", "mi300x"), (r"mi325x", "mi325x"), (r"mi355x", "mi355x"),
 )  # fmt: skip
 """Pattern of a row's hardware -> device preset; the first that is found."""
+DOMAIN = {"gb200": 64, "gb300": 64}
+"""Devices that links join, where it is not eight: of a rack's 72 (NVL72) powers of two use 64."""
 SIZES = ("hidden", "layers", "heads", "ffn", "vocab")
 DESCRIBED = {
     "gpt-22b": (4, 1, 1, 4), "gpt-175b": (1, 8, 3, 64), "gpt-530b": (1, 35, 3, 280), "gpt-1t": (1, 64, 1, 512),
@@ -55,8 +57,9 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     devices = _devices(columns)
     gpu = columns.get("gpu") or ("A100-SXM-80" if _described(columns) else "")
     cluster = _cluster(gpu, f"{columns['source']} {columns.get('notes', '')}", devices)
-    if "Megatron-Bridge" in columns.get("framework", "") and not columns.get("precision"):
-        columns = {**columns, "precision": "FP8"}  # its rates there are up to 0.96 of the best bf16 product
+    if not columns.get("precision"):
+        # Megatron-Bridge's rates there are up to 0.96 of the best bf16 product; others that name none are papers' runs.
+        columns = {**columns, "precision": "FP8" if "Megatron-Bridge" in columns["framework"] else "bf16"}
     stack, changes = stack_of(columns)
     _trainable(columns)
     sequence = whole(columns, "seq_len", 2048 if _described(columns) else None)
@@ -111,6 +114,9 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
     vp = _virtual(columns, shape, pp, described)
     shard = dp // copies if sharded and zero else 1
     recompute = columns.get("recompute", "")
+    if "fms-fsdp" in columns["framework"] and "selective" in recompute:
+        # There it means some blocks wholly, others not; HFU over MFU, at most 4/3, says how many.
+        recompute = "full" if number(columns, "hfu_pct") > 7 / 6 * number(columns, "mfu_pct") else "none"
     layout = Layout(
         dp_shard=shard,
         dp_replicate=dp // shard,
@@ -140,8 +146,8 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
         # Tables of memory print no batch; the peak does not depend on it once a pipeline is full.
         micro = micro or 1
         batch = micro * dp * lcm(4, max(1, whole(columns, "pp", 1)))
-    if not batch and micro and "Primus" in columns.get("framework", ""):
-        batch = micro * dp  # tokens/s are printed, and with ZeRO-1 to 3 and no pipeline they depend on it little
+    if not batch and micro and columns.get("tok_s_gpu") and whole(columns, "pp", 1) == 1:
+        batch = micro * dp  # tokens/s are printed, and without a pipeline they hardly depend on it
     batch = batch or micro * dp * steps
     if not batch:
         raise ValueError("gives neither a global batch nor micro-batch and accumulation")
@@ -235,12 +241,12 @@ def _shape(name: str, sizes: tuple[int, ...], kv_heads: int, billions: float, se
 
 @cache
 def _cluster(gpu: str, said: str, devices: int) -> Cluster:
-    """Eight devices a node; the network as the row says it, per node, else the device's own."""
+    """Eight devices a node or what their links join; the network as the row says it, per node, else the device's own."""
     plain = gpu.lower().replace(" ", "-").replace("_", "-").replace("dgx-", "")
     name = next((preset for pattern, preset in DEVICES if re.search(pattern, plain)), "")
     if not name:
         raise ValueError(f"gpu={gpu!r} is no device whose figures are known")
-    per_node = min(devices, 8)
+    per_node = min(devices, DOMAIN.get(name, 8))
     known = device(name)
     if found := re.search(r"(\d+) ?Gb(?:ps|/s)", f"{gpu} {said}"):
         known = replace(known, network_bytes_per_s=int(found[1]) * 1e9 / 8 / 8)

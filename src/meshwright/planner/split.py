@@ -10,11 +10,19 @@ measured time plays a part.
 
 from collections.abc import Sequence
 from math import log2
+from typing import NamedTuple
 
 from meshwright.planner.families import cluster_of
 from meshwright.planner.fit import MOST_ROWS, Calibration, Fitted, fit
 from meshwright.planner.published import Row
 from meshwright.spec.shape import ModelShape
+
+
+class Chosen(NamedTuple):
+    """Rows to fit to, and how many rows each stands for."""
+
+    rows: list[Row]
+    stands_for: list[float]
 
 
 def held_out(rows: Sequence[Row]) -> list[Row]:
@@ -31,7 +39,7 @@ def kind(shape: ModelShape) -> tuple[float, int, int]:
     return float(weights * max(1, experts)), shape.layers, shape.hidden
 
 
-def chosen(rows: Sequence[Row]) -> list[Row]:
+def chosen(rows: Sequence[Row]) -> Chosen:
     """The rows of one cluster to fit to."""
     timed = [row for row in rows if row.step_s > 0]
     unseen = {id(row) for row in held_out(timed)}
@@ -40,8 +48,8 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     return represent(open_rows, most)
 
 
-def represent(rows: Sequence[Row], most: int) -> list[Row]:
-    """At most so many rows, the best representatives of all; the first of equals."""
+def represent(rows: Sequence[Row], most: int) -> Chosen:
+    """At most so many rows, the best representatives of all; the first of equals. Each row belongs to its nearest."""
     places = [_place(row) for row in rows]
     spans = [max(column) - min(column) or 1.0 for column in zip(*places, strict=True)] if places else []
     places = [[value / span for value, span in zip(place, spans, strict=True)] for place in places]
@@ -53,7 +61,10 @@ def represent(rows: Sequence[Row], most: int) -> list[Row]:
         best = max((i for i in range(len(rows)) if i not in found), key=lambda i: (gains[i], -i))
         found.append(best)
         nearest = [min(n, d) for n, d in zip(nearest, apart[best], strict=True)]
-    return [rows[i] for i in found]
+    stands_for = [0.0] * len(found)
+    for place in apart:
+        stands_for[min(range(len(found)), key=lambda k: place[found[k]])] += 1.0
+    return Chosen([rows[i] for i in found], stands_for)
 
 
 def _place(row: Row) -> list[float]:
@@ -79,6 +90,6 @@ def calibrate(rows: Sequence[Row], date: str, fewest: int = 6) -> Calibration:
     found: dict[str, Fitted] = {}
     for name, own in sorted(clusters.items()):
         some = chosen(own)
-        if len(some) >= fewest:
-            found[name] = fit(some)
+        if len(some.rows) >= fewest:
+            found[name] = fit(some.rows, some.stands_for)
     return Calibration(clusters=found, name="calibrated", date=date)
