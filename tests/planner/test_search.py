@@ -67,9 +67,7 @@ def brute(of: Estimator, asked: Plan, layouts: list[Layout]) -> list[float]:
     return sorted(one.step_s for one in made if one.peak_bytes <= usable_bytes(asked))
 
 
-@pytest.mark.parametrize(
-    ("shape", "devices", "gib"), [(DENSE, 4, 80.0), (DENSE, 8, 5.0), (ROUTED, 4, 12.0)]
-)
+@pytest.mark.parametrize(("shape", "devices", "gib"), [(DENSE, 4, 80.0), (DENSE, 8, 5.0), (ROUTED, 4, 12.0)])
 def test_search_finds_what_looking_at_every_layout_finds(shape: ModelShape, devices: int, gib: float) -> None:
     asked = plan(shape, devices, gib, batch=8)
     of = estimator(asked)

@@ -26,7 +26,7 @@ class Critical:
 
 def expected_loss(parameters: float, tokens: float) -> float:
     """Nats a token after training on so many tokens (Hoffmann et al. 2022)."""
-    return 1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28
+    return float(1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28)
 
 
 def critical(shape: ModelShape, tokens: float = 0.0) -> Critical:

@@ -3,6 +3,7 @@ sequence or half the machine would do."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from meshwright.planner.predict import Estimator, Prediction, estimator
 from meshwright.planner.search import Found, search, usable_bytes
@@ -90,25 +91,26 @@ def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[Change]:
 def _tries(of: Estimator, plan: Plan) -> Iterator[Change]:
     layout = plan.layout
     tries: list[tuple[str, Layout]] = []
-    for recompute in ("selective", "full"):
+    policies: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+    for recompute in policies:
         if recompute != layout.recompute and layout.recompute != "full":
-            tries.append((f"layout.recompute={recompute}", replace(layout, recompute=recompute)))  # type: ignore[arg-type]
-    micro = layout.micro_batch_of(plan.recipe.global_batch)
-    half = micro // 2
+            tries.append((f"layout.recompute={recompute}", replace(layout, recompute=recompute)))
+    half = layout.micro_batch_of(plan.recipe.global_batch) // 2
     while half:
         tries.append((f"layout.micro_batch={half}", replace(layout, micro_batch=half)))
         half //= 2
-    for zero in (1, 2, 3):
+    stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    for zero in stages:
         if zero > layout.zero and layout.dp * layout.cp > 1 and (layout.pp == 1 or zero == 1):
-            changed = replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1)  # type: ignore[arg-type]
-            tries.append((f"layout.zero={zero} layout.dp_shard={layout.dp}", changed))
+            sharded = replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1)
+            tries.append((f"layout.zero={zero} layout.dp_shard={layout.dp}", sharded))
     for axis in ("tp", "cp", "pp"):
         for factor in (2, 4, 8):
-            changed = _more(layout, axis, factor)
-            if changed:
-                degree = getattr(changed, axis)
+            more = _more(layout, axis, factor)
+            if more:
                 dp = "dp_shard" if layout.zero else "dp_replicate"
-                tries.append((f"layout.{axis}={degree} layout.{dp}={getattr(changed, dp)}", _with_batch(changed, plan)))
+                what = f"layout.{axis}={getattr(more, axis)} layout.{dp}={getattr(more, dp)}"
+                tries.append((what, _with_batch(more, plan)))
     for what, changed in tries:
         found = predicted(of, plan, changed, what)
         if found:

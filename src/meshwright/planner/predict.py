@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from meshwright.planner.block import Local, local
 from meshwright.planner.links import Links, links_of
@@ -96,7 +95,7 @@ class Estimator:
         return {}
 
     @cached_property
-    def _stages(self) -> dict[str, Any]:
+    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
         return {}
 
     @cached_property
@@ -127,19 +126,20 @@ class Estimator:
     def stages(self, layout: Layout) -> list[Cost]:
         """Cost of each pipeline stage; those of the layout asked for last are kept."""
         key = (*self._key(layout), layout.recompute, layout.pp, layout.vp)
-        if self._stages.get("key") != key:
+        if key not in self._stages:
             _, found = self.parts(layout)
-            split, made = self.split(layout), {}
-            last = len(split) - 1
-            found_stages = []
+            split = self.split(layout)
+            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            stages = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                kind = len(layers), routed, s == 0, s == last
+                kind = len(layers), routed, s == 0, s == len(split) - 1
                 if kind not in made:
-                    made[kind] = found.stage(len(layers) - routed, routed, first=s == 0, last=s == last)
-                found_stages.append(made[kind])
-            self._stages.update(key=key, costs=found_stages)
-        return self._stages["costs"]
+                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                stages.append(made[kind])
+            self._stages.clear()
+            self._stages[key] = stages
+        return self._stages[key]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
