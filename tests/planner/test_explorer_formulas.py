@@ -17,7 +17,6 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import NAMES, refusal, schedule, stage_layers
-
 from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")
