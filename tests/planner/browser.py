@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from base64 import b64decode
@@ -20,6 +21,15 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--disable-sync",
     "--force-color-profile=srgb", "--disable-extensions",
 )  # fmt: skip
+LAUNCH = """
+import os, sys
+from fcntl import F_DUPFD, fcntl
+ends = [fcntl(int(end), F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Chromium reads commands from file 3 and writes answers to file 4."""
 
 
 class Browser:
@@ -38,11 +48,13 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        launch = [sys.executable, "-c", LAUNCH, str(theirs_in), str(theirs_out)]
         self._process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", CHROMIUM, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [*launch, CHROMIUM, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         os.set_blocking(self._in, False)

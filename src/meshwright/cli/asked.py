@@ -35,7 +35,17 @@ def asked_plan(model: str, cluster: str | None, nodes: int, recipe: list[str]) -
         raise PlanError(f"--nodes {nodes} must be at least 1")
     if cluster is not None:
         found = replace(found, cluster=presets.cluster(cluster, nodes))
-    return found if given else _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
+    if not given:
+        found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
+    _any_layout(found)
+    return found
+
+
+def _any_layout(found: "Plan") -> None:
+    """Raise what no layout can mend: a sequence beyond learned positions."""
+    from meshwright.spec import Layout
+
+    replace(found, layout=Layout(), recipe=replace(found.recipe, noise_scale_every=0)).check()
 
 
 def _recipe(found: "Plan", named: set[str]) -> "Plan":

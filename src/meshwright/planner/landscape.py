@@ -16,6 +16,7 @@ from meshwright.planner.predict import Estimator
 from meshwright.planner.regions import Region, splits
 from meshwright.planner.search import bounded, usable_bytes
 from meshwright.planner.timeline import StepTime
+from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
@@ -63,6 +64,12 @@ def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
     every = [(least.seconds(region, m), least.peak(region, m)[0], region)
              for least, region, m, _ in bounded(of, plan, {})]  # fmt: skip
+    if not every:
+        recipe = plan.recipe
+        raise IllegalLayout(
+            f"no layout of {plan.cluster.devices} devices is legal with recipe.global_batch={recipe.global_batch} and "
+            f"recipe.sequence={recipe.sequence}: take a global_batch that the number of devices divides"
+        )
     sizes = [len(splits(region.cell, {})) for *_, region in every]
     dice = Random(0)
     if sum(sizes) <= most:

@@ -71,6 +71,7 @@ function drawMap(ranks) {
   }
   pen.globalAlpha = 1;
   drawFront(pen);
+  for (const point of FRONT) ring(pen, point, css("ink"), 3.4, 1);
   drawHere(pen, ranks);
   drawRamp(name, colours);
   const fitting = POINTS.filter((point) => fitsRoom(point.peak)).length;
@@ -99,7 +100,7 @@ function drawAxes(pen) {
   pen.textAlign = "right";
   for (const n of logTicks(ys)) {
     line(pen, margin.left, y(n), width - margin.right, y(n), css("rule"));
-    pen.fillText(duration(n).replace(/\.0+ /, " "), margin.left - 5, y(n) + 4);
+    pen.fillText(`${n < 1 ? Number(n.toPrecision(1)) : Math.round(n)} s`, margin.left - 5, y(n) + 4);
   }
 }
 
@@ -139,9 +140,9 @@ function drawHere(pen, ranks) {
   if (pointed) ring(pen, pointed, css("ink"), 6);
 }
 
-function ring(pen, point, colour, radius) {
+function ring(pen, point, colour, radius, wide = 2.5) {
   pen.strokeStyle = colour;
-  pen.lineWidth = 2.5;
+  pen.lineWidth = wide;
   pen.beginPath();
   pen.arc(scale.x(point.peak), scale.y(point.step), radius, 0, 7);
   pen.stroke();

@@ -13,7 +13,7 @@ function verdictWords(sentences) {
   const recipe = `--recipe sequence=${state.recipe.sequence} --recipe global_batch=${state.recipe.global_batch} ` +
     `--recipe precision=${DATA.recipe.precision}`;
   return `<strong class="${fits ? "yes" : "no"}">${fits ? "Fits" : "Does not fit"}:</strong> ${gib(total)}${of}${beyond} ` +
-    `(worst: ${where}${when}).${time} <code>${escaped(`${recipe} --layout ${layoutOption(state.layout)}`)}</code>`;
+    `(worst: ${where}${when}).${time} <code>meshwright plan ... ${escaped(`${recipe} --layout ${layoutOption(state.layout)}`)}</code>`;
 }
 
 function mapWords() {

@@ -65,7 +65,7 @@ function drawTimeline(box, name) {
   }
   const played = replay(schedule(name, p, m, v));
   box.innerHTML = `<h3>${title}${explained("bubble", "bubble")} ${percent(played.bubble)}, ` +
-    `${explained("in_flight", "in flight")} ${Math.max(...played.inFlight)}${v > 1 ? ` of ${v} stages` : ""}</h3>` +
+    `${explained("in_flight", "in flight")} ${Number((Math.max(...played.inFlight) / v).toFixed(2))}</h3>` +
     `<canvas role="img" aria-label="${name}: bubble ${percent(played.bubble)}"></canvas>`;
   const canvas = box.querySelector("canvas");
   canvas.style.height = `${p * rowHeight(p)}px`;

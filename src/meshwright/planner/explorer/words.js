@@ -3,8 +3,11 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 
-const gib = (bytes) => bytes < GIB / 10 ? `${(bytes / 2 ** 20).toFixed(1)} MiB` :
-  `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
+function gib(bytes) {
+  if (bytes < 2 ** 20 / 10) return `${(bytes / 2 ** 10).toFixed(1)} KiB`;
+  if (bytes < GIB / 10) return `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+  return `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
+}
 
 function duration(seconds) {
   if (seconds < 0.0995) return `${(seconds * 1e3).toPrecision(3)} ms`;
@@ -98,7 +101,7 @@ const EXPLAIN = {
   "zb-v": ["Zero bubble V", "Two stages a rank, placed like a V: the last stage is beside the first, so gradients return at once.", "no bubble from 2p - 1 micro-batches on", "Qi et al. 2024, arXiv:2405.15362"],
   "dualpipe-v": ["DualPipe, cut in half", "A V as well; forward of one micro-batch and backward of another are meant to overlap. Played here one after the other.", "wants 2p micro-batches", "DeepSeek-V3, arXiv:2412.19437, section 3.2.1"],
   bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/replay.py"],
-  in_flight: ["In flight", "Most micro-batches (of one stage each) that a rank keeps activations of.", "peak over time, largest rank", "spec/replay.py"],
+  in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/replay.py"],
   timeline_p: ["Pipeline ranks", "Of the timelines; follows the layout's pp.", "", ""],
   timeline_m: ["Micro-batches", "Of the timelines; follows the layout's.", "global_batch / (dp x micro_batch)", ""],
   timeline_v: ["Virtual stages", "Of the timelines of interleaved and zb-h1; the V-placed ones have two.", "", ""],
