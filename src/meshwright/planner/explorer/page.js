@@ -20,8 +20,10 @@ function mapWords() {
   const shown = POINTS.length < LAND.legal ? `${POINTS.length} of ${LAND.legal.toLocaleString("en")}` : LAND.legal;
   const none = FRONT.some((point) => fitsRoom(point.peak)) ? "" : " None of them fits.";
   const other = sameRecipe() ? "" : " The sliders have another recipe: its time is not on this map, the line is its memory.";
+  const drawn = !other && !wrong().length && !byLayout.has(layoutOption(state.layout)) ?
+    " The dashed line is the memory of the sliders' layout, whose time is not among these." : "";
   return `${shown} legal layouts at sequence ${DATA.recipe.sequence}, ${DATA.recipe.global_batch} sequences a step.${none} ` +
-    `The line joins those that no other beats in both time and memory.${other}`;
+    `The line joins those that no other beats in both time and memory.${other}${drawn}`;
 }
 
 function changed() {

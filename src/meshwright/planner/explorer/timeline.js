@@ -2,11 +2,13 @@
 
 const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
 const MOST_BOXES = 64; // micro-batches drawn; more are only slower to look at
-const shape = {p: 4, m: 8, v: 2};
+const shape = {p: 4, m: 8, v: 2, wide: false};
+const WIDE = 11; // pixels of a pass, where boxes are to be read
 const TIMELINE_KNOBS = [
   {name: "timeline_p", key: "p", values: () => ascending([2, 3, 4, 6, 8, 12, 16, 24, 32, shape.p])},
   {name: "timeline_m", key: "m", values: () => ascending([...Array(16).keys()].map((n) => n + 1).concat([20, 24, 32, 48, 64], shape.m))},
   {name: "timeline_v", key: "v", values: () => ascending([1, 2, 3, 4, 5, 6, 7, 8, shape.v])},
+  {name: "timeline_wide", key: "wide", check: true},
 ];
 const drawnSpans = new Map();
 
@@ -17,7 +19,7 @@ function buildTimelines() {
   const bar = document.getElementById("pipeline-controls"), list = document.getElementById("timelines");
   for (const knob of TIMELINE_KNOBS) {
     knob.box = knobElement(knob, (input) => {
-      shape[knob.key] = knob.values()[Number(input.value)];
+      shape[knob.key] = knob.check ? input.checked : knob.values()[Number(input.value)];
       drawTimelines();
     });
     bar.append(knob.box);
@@ -25,7 +27,8 @@ function buildTimelines() {
   const legend = document.createElement("span");
   legend.className = "ramp";
   legend.innerHTML = [["F", "forward"], ["B", "gradient of the input"], ["W", "of the weights"], ["BW", "both"]].map(
-    ([kind, words]) => `<span><i class="chip" style="background:var(--${FILL[kind]})"></i>${kind} ${words}</span>`).join("");
+    ([kind, words]) => `<span><i class="chip" style="background:var(--${FILL[kind]})"></i>${kind} ${words}</span>`).join("") +
+    "<span>paler: further stages of the rank</span>";
   bar.append(legend);
   for (const name of SCHEDULES) {
     const box = document.createElement("div");
@@ -44,7 +47,11 @@ function followLayout() {
 }
 
 function drawTimelines() {
+  const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(layout, recipe.global_batch);
+  document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
+    `The layout has ${own} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
   for (const knob of TIMELINE_KNOBS) {
+    if (knob.check) continue;
     const input = knob.box.querySelector("input"), values = knob.values();
     input.max = values.length - 1;
     input.value = values.indexOf(shape[knob.key]);
@@ -66,9 +73,10 @@ function drawTimeline(box, name) {
   const played = replay(schedule(name, p, m, v));
   box.innerHTML = `<h3>${title}${explained("bubble", "bubble")} ${percent(played.bubble)}, ` +
     `${explained("in_flight", "in flight")} ${Number((Math.max(...played.inFlight) / v).toFixed(2))}</h3>` +
-    `<canvas role="img" aria-label="${name}: bubble ${percent(played.bubble)}"></canvas>`;
+    `<div class="scroll"><canvas role="img" aria-label="${name}: bubble ${percent(played.bubble)}"></canvas></div>`;
   const canvas = box.querySelector("canvas");
   canvas.style.height = `${p * rowHeight(p)}px`;
+  if (shape.wide) canvas.style.width = `max(100%, ${Math.min(WIDE * played.total, 8000)}px)`;
   drawSpans(canvas, played, p);
   drawnSpans.set(name, played);
 }
@@ -101,7 +109,7 @@ function drawSpans(canvas, played, p) {
 
 // What is under the pointer.
 function spanWords(canvas, px, py) {
-  const name = canvas.parentElement.dataset.schedule, played = drawnSpans.get(name);
+  const name = canvas.closest("[data-schedule]").dataset.schedule, played = drawnSpans.get(name);
   const rank = Math.floor(py / rowHeight(shape.p)), time = px / canvas.clientWidth * played.total;
   const span = played.spans[rank]?.find(({start, end}) => start <= time && time < end);
   if (!span) return `<b>waiting</b>rank ${rank}, time ${time.toFixed(1)}`;
