@@ -244,7 +244,12 @@ def main() -> int:
     if options.json:
         print(json.dumps({"rows": len(rows), "lines": lines, "clusters": asdict(calibration)["clusters"]}, indent=1))
         return 0
+    scored = sum(isinstance(one, Judged) for one in zero)
     tables = {
+        "stamp": [
+            f"Scored on {time.strftime('%Y-%m-%d', time.gmtime())} with Python {sys.version.split()[0]}: {len(rows)} rows, "
+            f"{scored} of them scored; calibration of {calibration.date}."
+        ],
         "time": step_table(lines),
         "memory": memory_table(lines),
         "choice": choice_table(lines),
