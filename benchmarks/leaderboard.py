@@ -234,9 +234,9 @@ def main() -> int:
     if place is None:
         print(HOW, file=sys.stderr)
         return 2
+    today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
     rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
     if options.fit or not options.calibration.is_file():
-        today = time.strftime("%Y-%m-%d", time.gmtime())
         split.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
     calibration = fit.load(options.calibration)
     zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
@@ -247,8 +247,8 @@ def main() -> int:
     scored = sum(isinstance(one, Judged) for one in zero)
     tables = {
         "stamp": [
-            f"Scored on {time.strftime('%Y-%m-%d', time.gmtime())} with Python {sys.version.split()[0]}: {len(rows)} rows, "
-            f"{scored} of them scored; calibration of {calibration.date}."
+            f"Scored on {today} with Python {python}: {len(rows)} rows, {scored} of them scored; "
+            f"calibration of {calibration.date}."
         ],
         "time": step_table(lines),
         "memory": memory_table(lines),
