@@ -37,7 +37,7 @@ the rows, from which they can be made again, are listed there."""
 
 def folder(given: str | None) -> Path | None:
     """Where the tables lie; None where they do not."""
-    places = (given, os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
+    places = (given,) if given else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
     found = (Path(place) for place in places if place)
     return next((place for place in found if (place / TABLES[0]).is_file()), None)
 
