@@ -26,12 +26,19 @@ class Stack:
     """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
     regather: bool = True
     """Sequence parallel: a product's gathered input is gathered again in the backward pass, not kept."""
-    selective: Literal["core", "products"] = "core"
-    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only."""
+    selective: Literal["core", "products", "alternate"] = "core"
+    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only, or of those
+    every other one and what attention makes (torchtitan's policy per operation)."""
+    score_kept: float = 0.0
+    """Unfused attention: bytes of a weight beside the softmax itself."""
     logit_kept: float = 6.0
     """Bytes of a logit from the forward to the backward pass of the head."""
     logit_peak: float = 10.0
     """Bytes of a logit at the worst moment of the head."""
+    vocab_parallel: bool = True
+    """Tensor-parallel ranks never see each other's logits."""
+    vocab_parallel_bytes: float = 0.0
+    """Bytes of a logit more where they do not: kernels written out."""
     head_chunk_bytes: float = 0.0
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     gradient_bytes: float = 2.0
@@ -45,7 +52,16 @@ class Stack:
     reserve_bytes: float = 0.0
     """Constant: workspaces, communication buffers."""
     slack: float = 1.0
-    """Allocator: reserved over asked-for bytes of activations."""
+    """Allocator: reserved over asked-for bytes of activations; the excess is counted as reserve."""
+    sharding: Literal["flat", "fully_shard"] = "flat"
+    """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: tensor by tensor,
+    with a rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
+    shard_bytes: float = 0.0
+    """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
+    layers_by_cost: bool = False
+    """Pipeline stages get equal shares of product FLOP with the head's, the first ones the rest; else equal layers."""
+    reports: Literal["worst", "first"] = "worst"
+    """Which pipeline rank's peak its log prints."""
     pipeline_kept: Literal["schedule", "all"] = "schedule"
     """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
     outputs_kept: bool = False
@@ -82,5 +98,6 @@ MESHWRIGHT = Stack(
     logit_kept=0.0,
     logit_peak=0.0,
     head_chunk_bytes=512 * 2**20,
+    sharding="fully_shard",
     source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
 )

@@ -26,26 +26,49 @@ MEGATRON_DEEPSPEED = Stack(
 ALEPH = Stack(
     name="aleph-alpha-scaling",
     passes=2.0,
-    norm_kept=2.0,
+    norm_kept=4.0,
     activation_kept=4.0,
     rope_kept=0.0,
+    logit_kept=8.0,
+    logit_peak=14.0,
+    vocab_parallel=False,
     gradient_bytes=2.0,
+    outputs_kept=True,
     hides_gradients=0.0,
     hides_sends=0.0,
-    source="Hagemann et al. 2023, arXiv:2311.05610",
+    source="Hagemann et al. 2023, arXiv:2311.05610; Aleph-Alpha/scaling core/nn, core/optimizer",
 )
 NANOTRON = Stack(
     name="nanotron",
     passes=2.0,
     activation_kept=4.0,
-    gradient_bytes=4.0,
-    regather=False,
+    logit_kept=4.0,
+    logit_peak=12.0,
+    gradient_bytes=6.0,
+    gradient_exchange_bytes=4.0,
+    slack=1.25,
+    reserve_bytes=0.28 * 2**30,
+    layers_by_cost=True,
+    reports="first",
     hides_sends=0.0,
     hides_gradients=0.5,
-    source="huggingface/nanotron: scripts/scaling_benchmarks.py",
+    source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
+    "sums beside the 16-bit gradients), models/base.py (stages), helpers.py (rank 0 writes its peak); slack and reserve "
+    "fitted to the 1B and 8B rows",
 )
 FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
-TORCHTITAN = Stack(name="torchtitan", selective="products", source="pytorch/torchtitan benchmarks/")
+TORCHTITAN = Stack(
+    name="torchtitan",
+    selective="alternate",
+    activation_kept=4.0,
+    logit_kept=8.0,
+    logit_peak=14.0,
+    vocab_parallel_bytes=8.0,
+    gradient_bytes=4.0,
+    sharding="fully_shard",
+    shard_bytes=4.0,
+    source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024",
+)
 MEGATRON_CORE = Stack(
     name="megatron-core", activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",

@@ -1,6 +1,7 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
 from meshwright.planner.links import Links
@@ -22,8 +23,10 @@ class Cost:
     """Of input_s: repeated forward passes."""
     kept_bytes: float = 0.0
     transient_bytes: float = 0.0
-    """Largest moment of a backward pass, beyond what is kept."""
+    """Largest moment of a layer's backward pass, beyond what is kept."""
     logit_bytes: float = 0.0
+    """What head and loss keep."""
+    logit_transient_bytes: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -41,6 +44,7 @@ class Cost:
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
             logit_bytes=max(self.logit_bytes, other.logit_bytes if times else 0.0),
+            logit_transient_bytes=max(self.logit_transient_bytes, other.logit_transient_bytes if times else 0.0),
         )
 
 
@@ -71,7 +75,9 @@ def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: L
     forward = [_pass(op, op.forward, op.forward_exchanges, of, layout, speeds, links) for op in block.operations]
     inputs = [_pass(op, op.inputs, op.backward_exchanges, of, layout, speeds, links) for op in block.operations]
     again = [pair for op, pair in zip(block.operations, forward, strict=True) if op.again]
-    sides = [[work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")]
+    sides = [
+        [work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")
+    ]
     return BlockTime(
         forward=_totals(forward),
         inputs=_totals(inputs),
@@ -89,7 +95,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     host = [stack.host_s * launches for launches in time.launches]
     again_s = max(sum(again), host[0] if recompute == "full" else 0.0)
-    kept = block.kept_bytes(recompute) * stack.slack
+    kept = block.kept_bytes(recompute)
     return Cost(
         forward_s=max(sum(time.forward), host[0]),
         input_s=max(sum(time.inputs), host[1]) + again_s,
@@ -99,6 +105,8 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         kept_bytes=kept,
         transient_bytes=block.transient_bytes
         + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
+        logit_bytes=block.logit_bytes,
+        logit_transient_bytes=block.logit_transient_bytes,
     )
 
 
@@ -128,6 +136,15 @@ def _pass(
             took *= 1 - of.stack.hides_tensor
         exposed += took
     return busy, exposed
+
+
+def layers_by_cost(shape: ModelShape, stages: int) -> list[range]:
+    """Layers of each stage where stages fill up, front to back, to equal shares of the products' weights, the head's
+    counted and the embedding's not (nanotron's way): the last stages may have none."""
+    block = 4 * shape.hidden**2 + (3 if shape.mlp == "swiglu" else 2) * shape.hidden * shape.ffn
+    total = shape.layers * block + shape.vocab * shape.hidden
+    ends = [min(shape.layers, ceil(total * (stage + 1) / stages / block)) for stage in range(stages)]
+    return [range(start, end) for start, end in zip([0, *ends], [*ends[:-1], shape.layers], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
