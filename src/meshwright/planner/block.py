@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.kept import (
+    Logits,
     Routed,
     Widths,
     embedding_kept,
@@ -95,10 +96,7 @@ class Block:
     kept: tuple[Kept, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
-    logit_bytes: float = 0.0
-    """What head and loss keep, logits or gradients instead."""
-    logit_transient_bytes: float = 0.0
-    """Beyond them at the worst moment of the head."""
+    logits: Logits = Logits(0.0, 0.0, 0.0)
 
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""
@@ -156,10 +154,7 @@ def head(of: Local) -> Block:
             name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
-    kept, more = logits(of)
-    return Block(
-        operations=(_norm(of, "norm"), operation), kept=head_kept(of), logit_bytes=kept, logit_transient_bytes=more
-    )
+    return Block(operations=(_norm(of, "norm"), operation), kept=head_kept(of), logits=logits(of))
 
 
 def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:

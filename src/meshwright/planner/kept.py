@@ -42,6 +42,9 @@ def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept
     """Of one layer."""
     found = [*_norm_kept(of, "attention"), *_attention_kept(of, widths), *_mask_kept(of, "attention")]
     found += [*_norm_kept(of, "mlp"), *(_experts_kept(of, routed) if routed else _mlp_kept(of)), *_mask_kept(of, "mlp")]
+    if of.tp > 1 and of.stack.tensor_kept:
+        copies = of.hidden_bytes * of.stack.tensor_kept / 2
+        found.append(Kept("inputs of column-split products", copies, copies))
     return tuple(found)
 
 
@@ -60,18 +63,26 @@ def head_kept(of: "Local") -> tuple[Kept, ...]:
     return tuple(whole)
 
 
-def logits(of: "Local") -> tuple[float, float]:
-    """(bytes that head and loss keep until their backward pass, bytes more at their worst moment)."""
+class Logits(NamedTuple):
+    """Bytes that head and loss keep until their backward pass, those of them that stay until the last layer's, and
+    bytes more at the worst moment of the head."""
+
+    kept: float
+    held: float
+    transient: float
+
+
+def logits(of: "Local") -> Logits:
+    """Of one micro-batch."""
     stack, shape = of.stack, of.shape
     ranks = of.tp if stack.vocab_parallel else 1
     vocab = shape.vocab / ranks
     if stack.head_chunk_bytes:
-        rows = head_rows(of)
         kept = of.tokens * shape.hidden * of.width + shape.vocab / of.tp * shape.hidden * 4
-        return kept, rows * vocab * (4 + of.width)
+        return Logits(kept, 0.0, head_rows(of) * vocab * (4 + of.width))
     count = of.tokens * vocab
-    shared = stack.vocab_parallel_bytes if ranks > 1 else 0.0
-    return count * stack.logit_kept, count * (stack.logit_peak + shared - stack.logit_kept)
+    peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
+    return Logits(count * stack.logit_kept, count * stack.logit_held, count * (peak - stack.logit_kept))
 
 
 def head_rows(of: "Local") -> float:
@@ -81,11 +92,19 @@ def head_rows(of: "Local") -> float:
 
 
 def layer_transient(of: "Local", routed: Routed | None) -> float:
-    """Gradients alive at once inside a layer's backward pass: those of its widest place, and of the stream."""
+    """Gradients alive at once inside a layer's backward pass: those of its widest place, and of the stream.
+
+    Where the activation was kept, its place is free by the time those of its inputs are made. Written-out scores have a
+    gradient before and one after the softmax, in fp32 too where it runs in fp32.
+    """
     gates = 2 if of.shape.mlp == "swiglu" else 1
+    again = gates == 2 and not routed and not of.stack.activation_kept
     tokens, ffn = (routed.copies, routed.ffn) if routed else (of.tokens, of.shape.ffn / of.tp)
-    stream = GATHERED * of.hidden_bytes if of.sp else 2 * of.hidden_bytes
-    return (gates + 1) * tokens * ffn * of.width + stream
+    widest = (gates + again) * tokens * ffn * of.width
+    if of.stack.attention != "flash":
+        word = 2 * of.width + (8 if of.stack.score_kept else 0)
+        widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
+    return widest + (GATHERED if of.sp else 2) * of.hidden_bytes
 
 
 def _norm_kept(of: "Local", name: str) -> tuple[Kept, Kept]:
@@ -106,6 +125,9 @@ def _attention_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
         yield from _latent_kept(of, widths)
     else:
         yield from _heads_kept(of, widths)
+    packed = word * widths.queries * of.stack.core_kept / 2
+    if packed:
+        yield Kept("packed", packed, 0.0)
     rotated = of.tokens * (widths.queries + widths.keys_values / 2) * of.stack.rope_kept * of.width / 2
     yield Kept("rotation", rotated, rotated if core else 0.0)
     if of.stack.attention == "flash":

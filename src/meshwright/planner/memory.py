@@ -12,9 +12,9 @@ from meshwright.spec.places import own_stages
 
 ENOUGH = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
-DRIVER_BYTES = 1.9e9
+DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an 80 GiB A100 or H100
-shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 to 1 GiB (torch 2.11, NCCL 2.2x)."""
+shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
 KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
          "temporaries", "reserve")  # fmt: skip
 
@@ -122,13 +122,13 @@ def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:
 def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost]) -> dict[str, float]:
     """The worse of two moments of a backward pass: inside head and loss, or inside the layer behind them, when one
     micro-batch's logits are gone."""
-    kept = max(_sum(moment, [cost.logit_bytes for cost in costs]) for moment in alive)
-    one = max(cost.logit_bytes for cost in costs)
-    loss = kept + max(cost.logit_transient_bytes for cost in costs)
+    kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
+    gone = max(cost.logits.kept - cost.logits.held for cost in costs)
+    loss = kept + max(cost.logits.transient for cost in costs)
     inside = max(cost.transient_bytes for cost in costs)
-    if loss >= kept - one + inside:
+    if loss >= kept - gone + inside:
         return {"logits": loss, "temporaries": 0.0}
-    return {"logits": kept - one, "temporaries": inside}
+    return {"logits": kept - gone, "temporaries": inside}
 
 
 def _buffers(

@@ -50,6 +50,12 @@ class Prediction:
         return min(one.total_bytes, max(self.limit_bytes, one.total_bytes - one.kinds["reserve"]))
 
     @property
+    def fits(self) -> bool:
+        """Whether every rank's device has room, what the allocator holds for later left aside."""
+        later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
+        return self.peak_bytes - later <= self.limit_bytes
+
+    @property
     def limit_bytes(self) -> float:
         """What a device leaves to the allocator; infinite where its memory is not known."""
         memory = self.plan.cluster.device.memory_bytes

@@ -22,6 +22,10 @@ class Stack:
     """A norm keeps so much of its input (2: the input itself; an eager fp32 norm keeps more)."""
     rope_kept: float = 0.0
     """Beyond the rotated queries and keys, which attention keeps."""
+    tensor_kept: float = 0.0
+    """With tensor parallelism, of a whole hidden state: copies that column-split products take and keep apart."""
+    core_kept: float = 0.0
+    """Of a query: packed copies that the attention core keeps beside queries, keys, values and its output."""
     activation_kept: float = 2.0
     """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
     regather: bool = True
@@ -35,10 +39,12 @@ class Stack:
     """Bytes of a logit from the forward to the backward pass of the head."""
     logit_peak: float = 10.0
     """Bytes of a logit at the worst moment of the head."""
+    logit_held: float = 0.0
+    """Bytes of a logit that stay until the whole backward pass has ended: outputs that something still refers to."""
     vocab_parallel: bool = True
     """Tensor-parallel ranks never see each other's logits."""
-    vocab_parallel_bytes: float = 0.0
-    """Bytes of a logit more where they do not: kernels written out."""
+    tensor_logit: float = 0.0
+    """Bytes of a logit more at that moment with tensor parallelism: a loss written out, or parts put together."""
     head_chunk_bytes: float = 0.0
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     gradient_bytes: float = 2.0

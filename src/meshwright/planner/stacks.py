@@ -26,11 +26,16 @@ MEGATRON_DEEPSPEED = Stack(
 ALEPH = Stack(
     name="aleph-alpha-scaling",
     passes=2.0,
-    norm_kept=4.0,
+    norm_kept=10.0,
+    tensor_kept=4.0,
+    regather=False,
     activation_kept=4.0,
     rope_kept=0.0,
-    logit_kept=8.0,
-    logit_peak=14.0,
+    score_kept=5.0,
+    logit_kept=12.0,
+    logit_peak=20.0,
+    logit_held=12.0,
+    tensor_logit=6.0,
     vocab_parallel=False,
     gradient_bytes=2.0,
     outputs_kept=True,
@@ -63,7 +68,7 @@ TORCHTITAN = Stack(
     activation_kept=4.0,
     logit_kept=8.0,
     logit_peak=14.0,
-    vocab_parallel_bytes=8.0,
+    tensor_logit=8.0,
     gradient_bytes=4.0,
     sharding="fully_shard",
     shard_bytes=4.0,
@@ -94,6 +99,8 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, attention="fused-softmax")
     elif "flash" in kernel:
         found = replace(found, attention="flash")
+    if "flash_attentionv1" in kernel:
+        found = replace(found, core_kept=4.0)
     if "rms" in kernel:
-        found = replace(found, passes=1.0)
+        found = replace(found, passes=1.0, norm_kept=2.0)
     return found, {}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
+from meshwright.planner.kept import Logits
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
@@ -24,9 +25,7 @@ class Cost:
     kept_bytes: float = 0.0
     transient_bytes: float = 0.0
     """Largest moment of a layer's backward pass, beyond what is kept."""
-    logit_bytes: float = 0.0
-    """What head and loss keep."""
-    logit_transient_bytes: float = 0.0
+    logits: Logits = Logits(0.0, 0.0, 0.0)
 
     @property
     def backward_s(self) -> float:
@@ -43,8 +42,7 @@ class Cost:
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
-            logit_bytes=max(self.logit_bytes, other.logit_bytes if times else 0.0),
-            logit_transient_bytes=max(self.logit_transient_bytes, other.logit_transient_bytes if times else 0.0),
+            logits=other.logits if times and other.logits.kept else self.logits,
         )
 
 
@@ -105,8 +103,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         kept_bytes=kept,
         transient_bytes=block.transient_bytes
         + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
-        logit_bytes=block.logit_bytes,
-        logit_transient_bytes=block.logit_transient_bytes,
+        logits=block.logits,
     )
 
 
