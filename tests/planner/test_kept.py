@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.counting import Alive
 from meshwright.model.transformer import build
 from meshwright.parallel import apply_block_call
 from meshwright.planner.block import Local, embedding, head, layer, local
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from tests.counting import Alive
 
 BATCH, SEQUENCE = 2, 64
 LLAMA = ModelShape(

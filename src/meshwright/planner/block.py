@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.kept import (
+    NONE,
     Logits,
     Routed,
     Widths,
@@ -89,14 +90,15 @@ def local(
 class Block:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
-    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward pass.
+    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
+    pass. `logits`: what head and loss keep.
     """
 
     operations: tuple[Operation, ...]
     kept: tuple[Kept, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
-    logits: Logits = Logits(0.0, 0.0, 0.0)
+    logits: Logits = NONE
 
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""

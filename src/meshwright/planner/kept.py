@@ -72,6 +72,10 @@ class Logits(NamedTuple):
     transient: float
 
 
+NONE = Logits(0.0, 0.0, 0.0)
+"""Of all but the head."""
+
+
 def logits(of: "Local") -> Logits:
     """Of one micro-batch."""
     stack, shape = of.stack, of.shape

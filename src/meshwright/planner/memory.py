@@ -13,8 +13,8 @@ from meshwright.spec.places import own_stages
 ENOUGH = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 DRIVER_BYTES = 1.7e9
-"""Of a device's nominal memory, what firmware, context and communication library keep from torch: an 80 GiB A100 or H100
-shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
+"""Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
+80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
 KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
          "temporaries", "reserve")  # fmt: skip
 
@@ -112,7 +112,8 @@ def rank_memory(
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, "optimizer step"
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
-    return RankMemory(pp_rank=rank, when=when, kinds={**kinds, "reserve": stack.reserve_bytes + slack})
+    kinds["reserve"] = stack.reserve_bytes + slack
+    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
 
 
 def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:

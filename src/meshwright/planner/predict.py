@@ -208,9 +208,14 @@ class Estimator:
         return rank_memory(
             layout, self.stack, m, stages, state, rank, self._whole(layout, state),
             border_bytes=of.between_bytes,
-            update_bytes=count.own * self.stack.update_bytes,
+            update_bytes=self._update_bytes(count),
             exact=exact,
         )  # fmt: skip
+
+    def _update_bytes(self, count: Counts) -> float:
+        """Temporaries of the optimizer step."""
+        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
+        return count.own * self.stack.update_bytes + widened
 
     def _whole(self, layout: Layout, state: States) -> Whole:
         """What ZeRO-3 gathers."""

@@ -55,13 +55,17 @@ class Stack:
     """fp32 master weight, sharded as the moments are."""
     update_bytes: float = 0.0
     """Of each updated parameter while the optimizer runs: temporary copies."""
+    update_bucket_bytes: float = 0.0
+    """Not 0: gradients of 16 bit are widened so many fp32 bytes at a time. A checkpoint is copied to host memory piece
+    by piece and takes nothing of a device."""
     reserve_bytes: float = 0.0
-    """Constant: workspaces, communication buffers."""
+    """Constant: cuBLAS and cuBLASLt workspaces (32 MiB each on Hopper), and what torch's allocator rounds up (blocks to
+    512 B, segments to 2 and 20 MiB)."""
     slack: float = 1.0
     """Allocator: reserved over asked-for bytes of activations; the excess is counted as reserve."""
     sharding: Literal["flat", "fully_shard"] = "flat"
-    """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: tensor by tensor,
-    with a rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
+    """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: by tensors, a
+    rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
     shard_bytes: float = 0.0
     """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
     layers_by_cost: bool = False
@@ -105,5 +109,7 @@ MESHWRIGHT = Stack(
     logit_peak=0.0,
     head_chunk_bytes=512 * 2**20,
     sharding="fully_shard",
+    update_bucket_bytes=16 * 2**20,
+    reserve_bytes=96 * 2**20,
     source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
-from meshwright.planner.kept import Logits
+from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
@@ -25,7 +25,7 @@ class Cost:
     kept_bytes: float = 0.0
     transient_bytes: float = 0.0
     """Largest moment of a layer's backward pass, beyond what is kept."""
-    logits: Logits = Logits(0.0, 0.0, 0.0)
+    logits: Logits = NONE
 
     @property
     def backward_s(self) -> float:
