@@ -114,16 +114,23 @@ class Estimator:
         return {}
 
     @cached_property
+    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
+        return {}
+
+    @cached_property
     def _splits(self) -> dict[tuple[int, int], list[range]]:
         return {}
 
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
+        batch = layout.micro_batch_of(self.recipe.global_batch)
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
+
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        key = (layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch)
+        key = self._key(layout)
         if key not in self._parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            of = local(self.shape, self.stack, layout, self.recipe.sequence, batch, width, self.recipe.dropout)
+            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
             self._parts[key] = of, costs(of, layout, self.speeds, self.links)
         of, found = self._parts[key]
         return of, found[layout.recompute]
@@ -140,11 +147,22 @@ class Estimator:
         return self._splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
-        """Cost of each pipeline stage."""
-        _, found = self.parts(layout)
-        split = self.split(layout)
-        last = len(split) - 1
-        return [found.stage(self.shape, layers, first=s == 0, last=s == last) for s, layers in enumerate(split)]
+        """Cost of each pipeline stage; those of the layout asked for last are kept."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp)
+        if key not in self._stages:
+            _, found = self.parts(layout)
+            split = self.split(layout)
+            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            stages = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                kind = len(layers), routed, s == 0, s == len(split) - 1
+                if kind not in made:
+                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                stages.append(made[kind])
+            self._stages.clear()
+            self._stages[key] = stages
+        return self._stages[key]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""

@@ -40,7 +40,7 @@ class Region(NamedTuple):
     vp: int
     recompute: str
 
-    def layout(self, *, dp_replicate: int = 0, dp_shard: int = 1, zero: int = 0) -> Layout:
+    def layout(self, dp_replicate: int = 0, dp_shard: int = 1, zero: int = 0) -> Layout:
         """The layout with its data parallelism split in this way; replicas by default."""
         cell = self.cell
         return Layout(

@@ -10,17 +10,19 @@ exactly, with the schedule played.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from heapq import heapify, heappop
 from itertools import count
 
 from meshwright.planner.memory import DRIVER_BYTES, RankMemory, about
 from meshwright.planner.predict import Estimator, Prediction
 from meshwright.planner.regions import RECOMPUTE, Cell, Fixed, Region, cells, divisors, keep, pipelines, splits
-from meshwright.planner.stages import Cost
+from meshwright.planner.stages import Cost, Costs
 from meshwright.planner.states import states
-from meshwright.planner.timeline import bubble_about_s
+from meshwright.planner.timeline import bubble_about_s, owned
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stage_layers
 
 LISTED = 20
 """Layouts that are listed."""
@@ -76,15 +78,15 @@ class _Search:
         self.examples: dict[str, tuple[float, Layout]] = {}
 
     def run(self) -> Found:
-        waiting = [(self.bound_s(region), number, region) for number, region in enumerate(self.fitting())]
+        waiting = [(bound_s, number, region) for number, (bound_s, region) in enumerate(self.fitting())]
         heapify(waiting)
         guessed: list[tuple[float, int, Layout]] = []
         while waiting:
-            if len(guessed) >= self.listed and waiting[0][0] * (1 - TOLERANCE) > guessed[self.listed - 1][0]:
+            limit_s = guessed[self.listed - 1][0] / (1 - TOLERANCE) if len(guessed) >= self.listed else float("inf")
+            if waiting[0][0] > limit_s:
                 break
-            guessed += self.look(heappop(waiting)[2])
-            guessed = sorted(guessed)[: 4 * self.listed]
-        self.found.slower = sum(len(splits(region.cell, self.fixed)) for *_, region in waiting)
+            guessed = sorted([*guessed, *self.look(heappop(waiting)[2], limit_s)])[: 4 * self.listed]
+        self.found.slower += sum(len(splits(region.cell, self.fixed)) for *_, region in waiting)
         self.found.best = self.exact(guessed)
         self.found.too_large = sum(self.reasons.values())
         self.found.rejected = [
@@ -96,44 +98,46 @@ class _Search:
             self.found.nearest = self.estimator.predict(replace(self.plan, layout=layout))
         return self.found
 
-    def fitting(self) -> Iterator[Region]:
-        """The regions whose least memory does not exceed the device's."""
+    def fitting(self) -> Iterator[tuple[float, Region]]:
+        """The regions whose least memory does not exceed the device's, each with the least seconds it takes."""
         for cell in cells(self.plan, self.plan.cluster.devices, self.fixed):
             per_rank = self.plan.recipe.global_batch // cell.dp
             layouts = splits(cell, self.fixed)
             if not layouts:
                 continue
-            least = _Least(self, cell, layouts)
+            least = _Least(self.estimator, cell, layouts)
             for micro in keep(self.fixed, "micro_batch", divisors(per_rank)):
-                for name, vp in pipelines(self.plan.model, cell, per_rank // micro, self.fixed):
-                    for recompute in keep(self.fixed, "recompute", RECOMPUTE):
+                m = per_rank // micro
+                schedules = pipelines(self.plan.model, cell, m, self.fixed)
+                for recompute in keep(self.fixed, "recompute", RECOMPUTE):
+                    for name, vp in schedules:
                         self.found.legal += len(layouts)
                         region = Region(cell, micro, name, vp, recompute)
-                        peak, kind = least.peak(region, per_rank // micro)
+                        peak, kind = least.peak(region, m)
                         if peak <= self.room:
-                            yield region
+                            rank = least.rank(micro, recompute)
+                            busy_s = (rank.forward_s + rank.backward_s) * least.unevenness(name, vp)
+                            yield m * busy_s + bubble_about_s(name, cell.pp, vp, m, rank), region
                         else:
-                            self.reject(kind, peak, least.layout(region), len(layouts))
+                            self.reject(kind, peak, region, least.split, len(layouts))
 
-    def bound_s(self, region: Region) -> float:
-        """Seconds below which no layout of the region stays, but for TOLERANCE."""
-        layout = region.layout()
-        _, costs = self.estimator.parts(layout)
-        layer = costs.routed if self.estimator.shape.moe else costs.dense
-        rank = Cost().plus(layer, self.estimator.shape.layers / layout.pp).plus(costs.head, 1 / layout.pp)
-        m = layout.micro_batches(self.plan.recipe.global_batch)
-        return m * (rank.forward_s + rank.backward_s) + bubble_about_s(layout, m, rank)
-
-    def look(self, region: Region) -> Iterator[tuple[float, int, Layout]]:
-        """The region's layouts that fit, with their seconds, by closed forms."""
-        for replicate, shard, zero in splits(region.cell, self.fixed):
-            layout = region.layout(dp_replicate=replicate, dp_shard=shard, zero=zero)
+    def look(self, region: Region, limit_s: float) -> Iterator[tuple[float, int, Layout]]:
+        """The region's layouts that fit, with their seconds, by closed forms; none if all are beyond the limit."""
+        found = sorted(splits(region.cell, self.fixed), key=_sharing, reverse=True)
+        for index, split in enumerate(found):
+            layout = region.layout(*split)
             time, memory = self.estimator.measure(layout, exact=False)
+            if time.total_s - time.weights_s - time.gradients_s - time.optimizer_s > limit_s:
+                self.found.slower += len(found) - index
+                return
             worst = max(memory, key=lambda one: one.total_bytes)
-            if worst.total_bytes > self.room:
-                self.reject(_largest(worst), worst.total_bytes, layout, 1)
-            else:
+            if worst.total_bytes <= self.room:
                 yield time.total_s, next(self.numbers), layout
+                continue
+            surely = index == 0 and self.plan.model.moe is None  # (experts are padded: more ranks may hold more)
+            self.reject(_largest(worst), worst.total_bytes, region, split, len(found) if surely else 1)
+            if surely:
+                return
 
     def exact(self, guessed: list[tuple[float, int, Layout]]) -> list[Prediction]:
         """Play the schedules of the fastest until enough are surely ahead of the next."""
@@ -143,16 +147,32 @@ class _Search:
                 break
             prediction = self.estimator.predict(replace(self.plan, layout=layout))
             if prediction.peak_bytes <= self.room:
-                best = sorted([*best, prediction], key=lambda p: (p.step_s, p.peak_bytes))
+                best = sorted([*best, prediction], key=_rank)
             else:
-                self.reject(_largest(prediction.worst), prediction.peak_bytes, layout, 1)
+                self.reasons[_largest(prediction.worst)] += 1
         return best[: self.listed]
 
-    def reject(self, kind: str, peak_bytes: float, layout: Layout, count: int) -> None:
+    def reject(self, kind: str, peak_bytes: float, region: Region, split: tuple[int, int, int], count: int) -> None:
         """Count layouts under their largest term, and keep the one that came nearest."""
         self.reasons[kind] += count
         if kind not in self.examples or peak_bytes < self.examples[kind][0]:
-            self.examples[kind] = peak_bytes, layout
+            self.examples[kind] = peak_bytes, region.layout(*split)
+
+
+def _rank(found: Prediction) -> tuple[float, int, float]:
+    """The fastest first; of equal ones (to three digits) the simplest, then the smallest."""
+    return float(f"{found.step_s:.3g}"), techniques(found.plan.layout), found.peak_bytes
+
+
+def techniques(layout: Layout) -> int:
+    """How many are used beyond data parallelism."""
+    degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.vp)
+    return sum(degree > 1 for degree in degrees) + (layout.recompute != "none") + (layout.schedule != "1f1b")
+
+
+def _sharing(split: tuple[int, int, int]) -> tuple[int, int]:
+    """How far (dp_replicate, dp_shard, zero) shares the states."""
+    return (split[1] if split[2] else 0, split[2])
 
 
 def _largest(memory: RankMemory) -> str:
@@ -160,31 +180,49 @@ def _largest(memory: RankMemory) -> str:
 
 
 class _Least:
-    """The least memory of a cell's regions: states shared as far as they can be, activations of a middle rank."""
+    """The least a cell's regions take: states shared as far as they can be, activations and work of a middle rank."""
 
-    def __init__(self, search: _Search, cell: Cell, layouts: tuple[tuple[int, int, int], ...]) -> None:
-        self.split = max(layouts, key=lambda v: (v[1] if v[2] else 0, v[2]))
-        estimator = search.estimator
-        one = Region(cell, 1, "1f1b", 1, "none")
+    def __init__(self, estimator: Estimator, cell: Cell, layouts: tuple[tuple[int, int, int], ...]) -> None:
+        self.estimator, self.cell = estimator, cell
+        self.split = max(layouts, key=_sharing)
+        self.layers = estimator.shape.layers / cell.pp
         self.kept: dict[str, float] = {}
+        self.ranks: dict[tuple[int, str], Cost] = {}
         for recompute in RECOMPUTE:
-            _, costs = estimator.parts(one._replace(recompute=recompute).layout())
+            costs = self._costs(1, recompute)
             kept = [cost.kept_bytes for cost in (costs.dense, costs.routed) if cost.kept_bytes]
-            self.kept[recompute] = min(kept, default=0.0) * max(1, estimator.shape.layers // cell.pp - 1)
-        layout = self.layout(one)
+            self.kept[recompute] = min(kept, default=0.0) * max(1, int(self.layers) - 1)
+        layout = Region(cell, 1, "1f1b", 1, "none").layout(*self.split)
         state = states(estimator.stack, layout, estimator.recipe.precision, estimator.held(layout, cell.pp // 2))
         self.states = min(sum(state.step.values()), sum(state.update.values()))
         self.largest = max(state.step, key=state.step.__getitem__)
 
-    def layout(self, region: Region) -> Layout:
-        """The region's layout that shares most."""
-        replicate, shard, zero = self.split
-        return region.layout(dp_replicate=replicate, dp_shard=shard, zero=zero)
+    def _costs(self, micro_batch: int, recompute: str) -> Costs:
+        return self.estimator.parts(Region(self.cell, micro_batch, "1f1b", 1, recompute).layout())[1]
 
     def peak(self, region: Region, micro_batches: int) -> tuple[float, str]:
         """(bytes, their largest kind)."""
-        alive = 1.0
-        if region.cell.pp > 1:
-            alive = about(region.schedule, region.cell.pp, region.vp, micro_batches, 0)
+        alive = about(region.schedule, region.cell.pp, region.vp, micro_batches, 0)
         kept = self.kept[region.recompute] * region.micro_batch * alive
         return self.states + kept, "activations" if kept > self.states / 2 else self.largest
+
+    def rank(self, micro_batch: int, recompute: str) -> Cost:
+        """A pipeline rank's share of one micro-batch, as if all were equal."""
+        key = micro_batch, recompute
+        if key not in self.ranks:
+            costs = self._costs(micro_batch, recompute)
+            layer = costs.routed if self.estimator.shape.moe else costs.dense
+            self.ranks[key] = Cost().plus(layer, self.layers).plus(costs.head, 1 / self.cell.pp)
+        return self.ranks[key]
+
+    def unevenness(self, name: str, vp: int) -> float:
+        """Layers of the rank that has most, over the average with the ends counted as one layer each."""
+        return most_layers(self.estimator.shape.layers, name, self.cell.pp, vp) / (self.layers + 2 / self.cell.pp)
+
+
+@cache
+def most_layers(layers: int, name: str, ranks: int, virtual: int) -> int:
+    """Of all pipeline ranks, ends counted as one layer each."""
+    split = stage_layers(layers, ranks * virtual)
+    ends = {0: 1, len(split) - 1: 1}
+    return max(sum(len(split[s]) + ends.get(s, 0) for s in own) for own in owned(name, ranks, virtual))

@@ -9,7 +9,6 @@ from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
-from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +152,9 @@ class Costs:
     routed: Cost
     head: Cost
 
-    def stage(self, shape: ModelShape, layers: range, *, first: bool, last: bool) -> Cost:
-        """A pipeline stage."""
-        routed = sum(shape.is_moe_layer(layer) for layer in layers) if shape.moe else 0
-        total = Cost().plus(self.dense, len(layers) - routed).plus(self.routed, routed)
+    def stage(self, dense: int, routed: int, *, first: bool, last: bool) -> Cost:
+        """A pipeline stage with so many dense and routed layers."""
+        total = Cost().plus(self.dense, dense).plus(self.routed, routed)
         if first:
             total = total.plus(self.embedding)
         return total.plus(self.head) if last else total

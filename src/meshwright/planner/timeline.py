@@ -1,7 +1,7 @@
 """The schedule that is executed, played with the planner's seconds; then what data parallelism and the optimizer add."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
@@ -10,7 +10,7 @@ from meshwright.planner.stages import Cost, stride_of
 from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Replay, Times, replay
+from meshwright.spec.replay import Times, replay
 from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
 
 ROUNDS = 4
@@ -61,13 +61,27 @@ def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     return most + micro_batches % ranks if virtual == 1 else most
 
 
-def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> tuple[float, Replay]:
-    """Seconds of all passes of a step, and the (shortened) play."""
+def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
+    """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
-    times = [Times(forward_s=c.forward_s, input_s=c.input_s, weight_s=c.weight_s, send_s=send_s) for c in stages]
-    played = replay(actions_of(layout.schedule, layout.pp, few, layout.vp), times)
-    busiest = max(played.busy_s)
-    return played.total_s + (micro_batches - few) * busiest / few, played
+    times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
+    total_s, busiest_s = played(layout.schedule, layout.pp, layout.vp, few, times, send_s)
+    return total_s + (micro_batches - few) * busiest_s / few
+
+
+@lru_cache(maxsize=256)
+def played(
+    name: str,
+    ranks: int,
+    virtual: int,
+    micro_batches: int,
+    times: tuple[tuple[float, float, float], ...],
+    send_s: float,
+) -> tuple[float, float]:
+    """(seconds of the whole schedule, seconds of work of its busiest rank)."""
+    spans = [Times(forward_s=f, input_s=b, weight_s=w, send_s=send_s) for f, b, w in times]
+    replayed = replay(actions_of(name, ranks, micro_batches, virtual), spans)
+    return replayed.total_s, max(replayed.busy_s)
 
 
 def step_time(
@@ -85,9 +99,9 @@ def step_time(
     if layout.pp == 1:
         bubble_s = 0.0
     elif exact:
-        bubble_s = pipeline_s(layout, m, stages, send_s)[0] - busy
+        bubble_s = pipeline_s(layout, m, stages, send_s) - busy
     else:
-        bubble_s = bubble_about_s(layout, m, _sum(own))
+        bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
     behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
     hidden = max(0.0, reduce_s - gradients)
@@ -117,20 +131,19 @@ def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...
     return tuple(stages_of(placement, rank) for rank in range(ranks))
 
 
-def bubble_about_s(layout: Layout, micro_batches: int, micro: Cost) -> float:
+def bubble_about_s(name: str, ranks: int, virtual: int, micro_batches: int, micro: Cost) -> float:
     """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
 
     AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
     the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
     """
-    p = layout.pp
-    if p == 1:
+    if ranks == 1:
         return 0.0
-    if layout.schedule == "zb-h1":
-        return (p - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
-    if layout.schedule in V_PLACED:
-        return max(0, 2 * p - 1 - micro_batches) * _both(micro)
-    return (p - 1) * _both(micro) / layout.vp
+    if name == "zb-h1":
+        return (ranks - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
+    if name in V_PLACED:
+        return max(0, 2 * ranks - 1 - micro_batches) * _both(micro)
+    return (ranks - 1) * _both(micro) / virtual
 
 
 def _both(cost: Cost) -> float:
