@@ -15,7 +15,6 @@ from meshwright.planner.kept import (
     Routed,
     Widths,
     embedding_kept,
-    head_kept,
     head_rows,
     layer_kept,
     layer_transient,
@@ -156,7 +155,7 @@ def head(of: Local) -> Block:
             name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
-    return Block(operations=(_norm(of, "norm"), operation), kept=head_kept(of), logits=logits(of))
+    return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
 def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:

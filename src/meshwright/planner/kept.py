@@ -17,9 +17,9 @@ INDEX_BYTES = 8
 """An int64."""
 MASK_BYTES = 1
 """Of a dropped element."""
-GATHERED = 3
-"""Whole tensors alive at once where sequence parallelism gathers and scatters: a gathered input, a gathered gradient,
-and a gradient to be scattered."""
+STREAMS = 3
+"""Whole hidden states alive at once in a layer's backward pass beside its widest place: gradients of the stream, of a
+branch and of its normed input; or, where sequence parallelism shares the stream, what is gathered and to be scattered."""
 
 
 class Widths(NamedTuple):
@@ -54,18 +54,9 @@ def embedding_kept(of: "Local") -> tuple[Kept, ...]:
     return (Kept("embedding mask", mask, mask),) if of.dropout else ()
 
 
-def head_kept(of: "Local") -> tuple[Kept, ...]:
-    """Of the norm in front of the head; one that makes gradients at once does not keep its input."""
-    stream, normed = _norm_kept(of, "head")
-    whole = [Kept(stream.name, stream.none, stream.none)]
-    if not of.stack.head_chunk_bytes:
-        whole.append(Kept(normed.name, normed.none, normed.none))
-    return tuple(whole)
-
-
 class Logits(NamedTuple):
-    """Bytes that head and loss keep until their backward pass, those of them that stay until the last layer's, and
-    bytes more at the worst moment of the head."""
+    """Bytes that head, loss and the norm in front of them keep until their backward pass, those of them that stay until
+    the last layer's, and bytes more at the worst moment of the head."""
 
     kept: float
     held: float
@@ -81,12 +72,14 @@ def logits(of: "Local") -> Logits:
     stack, shape = of.stack, of.shape
     ranks = of.tp if stack.vocab_parallel else 1
     vocab = shape.vocab / ranks
-    if stack.head_chunk_bytes:
-        kept = of.tokens * shape.hidden * of.width + shape.vocab / of.tp * shape.hidden * 4
-        return Logits(kept, 0.0, head_rows(of) * vocab * (4 + of.width))
+    stream, normed = (kept.none for kept in _norm_kept(of, "head"))
+    if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
+        made = of.tokens * shape.hidden * of.width + shape.vocab / of.tp * shape.hidden * 4
+        return Logits(stream + made, 0.0, head_rows(of) * vocab * (4 + of.width))
     count = of.tokens * vocab
     peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
-    return Logits(count * stack.logit_kept, count * stack.logit_held, count * (peak - stack.logit_kept))
+    kept = stream + normed + count * stack.logit_kept
+    return Logits(kept, count * stack.logit_held, count * (peak - stack.logit_kept))
 
 
 def head_rows(of: "Local") -> float:
@@ -108,7 +101,7 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
     if of.stack.attention != "flash":
         word = 2 * of.width + (8 if of.stack.score_kept else 0)
         widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
-    return widest + (GATHERED if of.sp else 2) * of.hidden_bytes
+    return widest + STREAMS * of.hidden_bytes
 
 
 def _norm_kept(of: "Local", name: str) -> tuple[Kept, Kept]:

@@ -45,9 +45,9 @@ class Prediction:
     @property
     def reported_bytes(self) -> float:
         """The peak as the software itself would report it: some print that of their first rank, and none more than a
-        device has: its allocator then gives back what it holds for later."""
+        device has."""
         one = self.memory[0] if self.stack.reports == "first" else self.worst
-        return min(one.total_bytes, max(self.limit_bytes, one.total_bytes - one.kinds["reserve"]))
+        return min(one.total_bytes, self.limit_bytes)
 
     @property
     def fits(self) -> bool:

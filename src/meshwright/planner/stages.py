@@ -9,6 +9,7 @@ from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
