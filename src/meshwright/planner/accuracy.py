@@ -12,7 +12,6 @@ from meshwright.planner.fit import Calibration
 from meshwright.planner.links import links_of
 from meshwright.planner.predict import Estimator, Prediction
 from meshwright.planner.published import Row, Unreadable, duplicate_of, read
-from meshwright.planner.search import usable_bytes
 from meshwright.planner.speeds import speeds_of
 from meshwright.spec.errors import MeshwrightError
 
@@ -104,7 +103,7 @@ def _judged(row: Row, calibration: Calibration | None, estimators: dict[object, 
         row=row,
         step_s=prediction.step_s,
         part_value=_part(row, prediction, estimator),
-        fits=prediction.peak_bytes <= usable_bytes(row.plan),
+        fits=prediction.fits,
         seen=calibration is not None and calibration.saw(row),
     )
 
@@ -129,7 +128,7 @@ def _part(row: Row, prediction: Prediction, estimator: Estimator) -> float:
     if row.part == "activation share":
         plain = replace(row.plan, layout=replace(row.plan.layout, sp=False, recompute="none"))
         return first.get("activations", 0.0) / estimator.predict(plain).memory[0].kinds["activations"]
-    return prediction.peak_bytes
+    return prediction.reported_bytes
 
 
 def score(judged: Sequence[Judged | Unreadable]) -> Score:

@@ -9,6 +9,17 @@ closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.planner.kept import (
+    NONE,
+    Logits,
+    Routed,
+    Widths,
+    embedding_kept,
+    head_rows,
+    layer_kept,
+    layer_transient,
+    logits,
+)
 from meshwright.planner.stack import Stack
 from meshwright.planner.work import Attention, Exchange, Kept, Operation, Pass, Product, Work
 from meshwright.spec.layout import Layout
@@ -78,13 +89,15 @@ def local(
 class Block:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
-    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward pass.
+    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
+    pass. `logits`: what head and loss keep.
     """
 
     operations: tuple[Operation, ...]
     kept: tuple[Kept, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
+    logits: Logits = NONE
 
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""
@@ -98,13 +111,12 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
     attention = list(_attention(of, window))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
-    kept = [*_norm_kept(of, "attention"), *_attention_kept(of), *_mask_kept(of, "attention")]
-    kept += [*_norm_kept(of, "mlp"), *(_experts_kept(of) if routed else _mlp_kept(of)), *_mask_kept(of, "mlp")]
+    sizes = _routed(of) if routed else None
     return Block(
         operations=tuple(operations),
-        kept=tuple(kept),
+        kept=layer_kept(of, _widths(of), sizes),
         boundary_bytes=of.between_bytes,
-        transient_bytes=_widest_gradient(of, routed),
+        transient_bytes=layer_transient(of, sizes),
     )
 
 
@@ -112,7 +124,6 @@ def embedding(of: Local) -> Block:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
     out = _leave(of, 1.0)
-    kept = (Kept("embedding mask", of.between * of.shape.hidden, 0.0),) if of.dropout else ()
     return Block(
         operations=(
             Operation(
@@ -120,7 +131,7 @@ def embedding(of: Local) -> Block:
                 backward_exchanges=out[1],
             ),
         ),
-        kept=kept,
+        kept=embedding_kept(of),
     )  # fmt: skip
 
 
@@ -128,31 +139,23 @@ def head(of: Local) -> Block:
     """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
-    logits = of.tokens * vocab
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
     enter, leave = _enter(of), _leave(of, 1.0)
-    softmax = Pass(logits * 4 * 3 * stack.passes, 4)
+    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
     if stack.head_chunk_bytes:
-        rows = max(1.0, min(of.tokens, max(256.0, stack.head_chunk_bytes / (4 * vocab))))
-        chunks = of.tokens / rows
+        chunks = of.tokens / head_rows(of)
         gather = Pass(chunks * vocab * shape.hidden * 8)
         forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
-        made = of.tokens * shape.hidden * of.width + vocab * shape.hidden * 4
-        kept = [Kept("head gradients", made, made)]
-        transient = rows * vocab * (4 + of.width)
         operation = Operation(
             name="head", forward=forward, forward_exchanges=enter[0] + leave[1], backward_exchanges=()
         )
     else:
-        kept = [Kept("logits", logits * stack.logit_kept, logits * stack.logit_kept)]
-        transient = logits * (stack.logit_peak - stack.logit_kept)
         operation = Operation(
             name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
-    kept += _norm_kept(of, "head")
-    return Block(operations=(_norm(of, "norm"), operation), kept=tuple(kept), transient_bytes=transient)
+    return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
 def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
@@ -202,16 +205,16 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     )
 
 
-def _widths(of: Local) -> tuple[float, float, float]:
+def _widths(of: Local) -> Widths:
     """(query dims, key and value dims together, output dims of the core) of a rank."""
     shape = of.shape
     if shape.mla:
         mla = shape.mla
         qk = mla.nope_dim + mla.rope_dim
-        return shape.heads * qk / of.tp, shape.heads * (qk + mla.v_dim) / of.tp, shape.heads * mla.v_dim / of.tp
+        return Widths(shape.heads * qk / of.tp, shape.heads * (qk + mla.v_dim) / of.tp, shape.heads * mla.v_dim / of.tp)
     queries = shape.heads * shape.head_dim / of.tp
     keys = max(shape.kv_heads / of.tp, 1.0) * shape.head_dim
-    return queries, 2 * keys, queries
+    return Widths(queries, 2 * keys, queries)
 
 
 def _attention(of: Local, window: int) -> Iterator[Operation]:
@@ -302,12 +305,12 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
 
 
-def _routed(of: Local) -> tuple[float, float, float]:
+def _routed(of: Local) -> Routed:
     """(tokens a rank routes, copies its experts see, ffn of an expert on a rank)."""
     moe = of.shape.moe
     assert moe is not None
     own = of.between if of.ep > 1 else of.tokens
-    return own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp
+    return Routed(own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp)
 
 
 def _experts(of: Local) -> Iterator[Operation]:
@@ -347,78 +350,3 @@ def _experts(of: Local) -> Iterator[Operation]:
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
     yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
-
-
-def _norm_kept(of: Local, name: str) -> Iterator[Kept]:
-    """The residual stream at this point, and the normed input of the matrices behind."""
-    stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
-    normed = of.between_bytes if of.stack.regather and of.sp else of.hidden_bytes
-    keeps = of.stack.selective == "core"
-    yield Kept(f"{name} norm input", stream, stream if keeps or name == "attention" else 0.0)
-    yield Kept(f"{name} norm output", normed, normed if keeps else 0.0)
-
-
-def _attention_kept(of: Local) -> Iterator[Kept]:
-    queries, keys_values, out = _widths(of)
-    word, core = of.tokens * of.width, of.stack.selective == "core"
-    if of.shape.mla:
-        mla = of.shape.mla
-        low = word * (2 * mla.q_rank + 2 * mla.kv_rank + mla.rope_dim)
-        yield Kept("low ranks", low, low)
-    yield Kept("queries, keys, values", word * (queries + keys_values), word * (queries + keys_values))
-    rotated = of.tokens * (queries + keys_values / 2) * of.stack.rope_kept
-    yield Kept("rotation", rotated, rotated if core else 0.0)
-    if of.stack.attention == "flash":
-        yield Kept("log-sum-exp", 4 * of.tokens * of.shape.heads / of.tp, 0.0)
-    else:
-        scores = of.tokens * of.sequence * of.shape.heads / of.tp
-        yield Kept("softmax", scores * of.width, 0.0)
-        if of.dropout:
-            yield Kept("softmax mask and dropout", scores * (1 + of.width), 0.0)
-    made = word * (out if core else of.shape.hidden)
-    yield Kept("attention output" if core else "projection", word * out, made)
-
-
-def _mlp_kept(of: Local) -> Iterator[Kept]:
-    yield from _inner_kept(of, "mlp", of.tokens, of.shape.ffn / of.tp)
-    if of.stack.selective == "products":
-        yield Kept("down product", 0.0, of.hidden_bytes)
-
-
-def _inner_kept(of: Local, name: str, tokens: float, ffn: float) -> Iterator[Kept]:
-    gates = 2 if of.shape.mlp == "swiglu" else 1
-    inner = tokens * ffn
-    yield Kept(f"{name} up", gates * inner * of.width, gates * inner * of.width)
-    extra = inner * of.stack.activation_kept * of.width / 2
-    if gates == 1:
-        extra = inner * of.width  # the activated input of the last matrix
-    yield Kept(f"{name} activation", extra, extra if of.stack.selective == "core" else 0.0)
-
-
-def _experts_kept(of: Local) -> Iterator[Kept]:
-    shape, moe = of.shape, of.shape.moe
-    assert moe is not None
-    own, copies, ffn = _routed(of)
-    word, core = of.width, of.stack.selective == "core"
-    yield Kept("router", own * moe.experts * 4 * 2, own * moe.experts * 4)
-    sent = copies * shape.hidden * word
-    yield Kept("dispatched", sent, sent)
-    yield from _inner_kept(of, "experts", copies, ffn)
-    yield Kept("returned", sent, sent if core else sent)
-    if moe.shared_experts:
-        yield from _inner_kept(of, "shared", of.tokens, moe.shared_experts * moe.ffn / of.tp)
-
-
-def _mask_kept(of: Local, name: str) -> Iterator[Kept]:
-    if of.dropout:
-        mask = of.between * of.shape.hidden
-        yield Kept(f"{name} dropout mask", mask, mask if of.stack.selective == "core" else mask)
-
-
-def _widest_gradient(of: Local, routed: bool) -> float:
-    """Gradients alive at once inside a backward pass: those of the widest place, and of the stream."""
-    gates = 2 if of.shape.mlp == "swiglu" else 1
-    tokens, ffn = of.tokens, of.shape.ffn / of.tp
-    if routed:
-        _, tokens, ffn = _routed(of)
-    return (gates + 1) * tokens * ffn * of.width + 2 * of.hidden_bytes

@@ -12,6 +12,9 @@ from meshwright.spec.places import own_stages
 
 ENOUGH = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+DRIVER_BYTES = 1.7e9
+"""Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
+80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
 KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
          "temporaries", "reserve")  # fmt: skip
 
@@ -75,32 +78,67 @@ def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int
     return float(min(m, alive)) if p > 1 else 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Bytes that ZeRO-3 gathers for a while: of the largest block, and of embedding, last norm and head, which stay
+    whole from the first forward to the last backward pass of a step without a pipeline."""
+
+    block_bytes: float = 0.0
+    block_gradient_bytes: float = 0.0
+    ends_bytes: float = 0.0
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Two blocks, since the next is gathered early; one's gradients and the buffer they are reduced from."""
+        return 2 * self.block_bytes + 2 * self.block_gradient_bytes + self.ends_bytes
+
+
 def rank_memory(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int,
-    unit_bytes: float, unit_gradient_bytes: float, border_bytes: float, update_bytes: float, exact: bool = True,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
+    border_bytes: float, update_bytes: float, exact: bool = True,
 ) -> RankMemory:  # fmt: skip
-    """`unit_bytes`: parameters of the largest block under ZeRO-3, whole; `border_bytes`: a stage's output. Not `exact`:
-    micro-batches in flight by closed form."""
+    """`border_bytes`: a stage's output. Not `exact`: micro-batches in flight by closed form."""
     alive: tuple[tuple[float, ...], ...] = ((),)
     if exact:
         alive = moments(layout, stack, micro_batches, rank)
     else:
         alive = ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
-    own = own_stages(layout, rank)
-    costs = [stages[stage] for stage in own]
-    activations = max(
-        sum(count * cost.kept_bytes for count, cost in zip(moment, costs, strict=True)) for moment in alive
-    )
-    transient = max(cost.transient_bytes for cost in costs)
-    logits = max(cost.logit_bytes for cost in costs)
-    buffers = 0.0
-    if layout.zero == 3 and (layout.pp == 1 or stack.name != "meshwright"):
-        buffers += 2 * unit_bytes + unit_gradient_bytes
-    if layout.pp > 1:
-        buffers += 2 * border_bytes
-        if stack.outputs_kept:
-            buffers += border_bytes * max(map(sum, alive))
-    step = {**state.step, "activations": activations, "logits": logits, "buffers": buffers, "temporaries": transient}
+    costs = [stages[stage] for stage in own_stages(layout, rank)]
+    activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
+    kinds = {**state.step, "activations": activations, **_backward(alive, costs)}
+    kinds["buffers"] = _buffers(layout, stack, alive, whole, border_bytes)
     update = {**state.update, "temporaries": update_bytes}
-    kinds, when = (step, "backward pass") if sum(step.values()) >= sum(update.values()) else (update, "optimizer step")
-    return RankMemory(pp_rank=rank, when=when, kinds={**kinds, "reserve": stack.reserve_bytes})
+    when = "backward pass"
+    if sum(update.values()) > sum(kinds.values()):
+        kinds, when = update, "optimizer step"
+    slack = (stack.slack - 1) * kinds.get("activations", 0.0)
+    kinds["reserve"] = stack.reserve_bytes + slack
+    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
+
+
+def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost]) -> dict[str, float]:
+    """The worse of two moments of a backward pass: inside head and loss, or inside the layer behind them, when one
+    micro-batch's logits are gone."""
+    kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
+    gone = max(cost.logits.kept - cost.logits.held for cost in costs)
+    loss = kept + max(cost.logits.transient for cost in costs)
+    inside = max(cost.transient_bytes for cost in costs)
+    if loss >= kept - gone + inside:
+        return {"logits": loss, "temporaries": 0.0}
+    return {"logits": kept - gone, "temporaries": inside}
+
+
+def _buffers(
+    layout: Layout, stack: Stack, alive: tuple[tuple[float, ...], ...], whole: Whole, border_bytes: float
+) -> float:
+    """What ZeRO-3 gathers, and what a pipeline receives and has yet to send."""
+    found = whole.buffer_bytes if layout.zero == 3 and (layout.pp == 1 or stack.sharding == "flat") else 0.0
+    if layout.pp > 1:
+        found += 2 * border_bytes
+        if stack.outputs_kept:
+            found += border_bytes * max(map(sum, alive))
+    return found

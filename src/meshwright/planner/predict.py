@@ -5,10 +5,10 @@ from functools import cached_property
 
 from meshwright.planner.block import Local, local
 from meshwright.planner.links import Links, links_of
-from meshwright.planner.memory import RankMemory, rank_memory
+from meshwright.planner.memory import DRIVER_BYTES, RankMemory, Whole, rank_memory
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, stride_of
+from meshwright.planner.stages import Cost, Costs, costs, layers_by_cost, stride_of
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import StepTime, data_parallel_seconds, owned, step_time, update_seconds
 from meshwright.spec.cluster import Cluster
@@ -41,6 +41,25 @@ class Prediction:
     def peak_bytes(self) -> float:
         """Its peak."""
         return self.worst.total_bytes
+
+    @property
+    def reported_bytes(self) -> float:
+        """The peak as the software itself would report it: some print that of their first rank, and none more than a
+        device has."""
+        one = self.memory[0] if self.stack.reports == "first" else self.worst
+        return min(one.total_bytes, self.limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device has room, what the allocator holds for later left aside."""
+        later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
+        return self.peak_bytes - later <= self.limit_bytes
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device leaves to the allocator; infinite where its memory is not known."""
+        memory = self.plan.cluster.device.memory_bytes
+        return memory - DRIVER_BYTES if memory else float("inf")
 
     @property
     def step_s(self) -> float:
@@ -120,7 +139,11 @@ class Estimator:
         """Layers of each stage."""
         key = layout.pp, layout.vp
         if key not in self._splits:
-            self._splits[key] = stage_layers(self.shape.layers, layout.pp * layout.vp)
+            number = layout.pp * layout.vp
+            by_cost = self.stack.layers_by_cost and number > 1
+            self._splits[key] = (
+                layers_by_cost(self.shape, number) if by_cost else stage_layers(self.shape.layers, number)
+            )
         return self._splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
@@ -200,23 +223,33 @@ class Estimator:
         count: Counts,
         exact: bool,
     ) -> RankMemory:
-        unit = self._unit(layout) if layout.zero == 3 else 0
         return rank_memory(
-            layout, self.stack, m, stages, state, rank,
-            unit_bytes=unit * state.parameter_bytes,
-            unit_gradient_bytes=unit * state.gradient_bytes,
+            layout, self.stack, m, stages, state, rank, self._whole(layout, state),
             border_bytes=of.between_bytes,
-            update_bytes=count.own * self.stack.update_bytes,
+            update_bytes=self._update_bytes(count),
             exact=exact,
         )  # fmt: skip
 
-    def _unit(self, layout: Layout) -> int:
-        """Elements of a layer, gathered."""
-        key = ("unit", layout.tp, layout.ep, layout.dp_shard * layout.cp)
+    def _update_bytes(self, count: Counts) -> float:
+        """Temporaries of the optimizer step."""
+        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
+        return count.own * self.stack.update_bytes + widened
+
+    def _whole(self, layout: Layout, state: States) -> Whole:
+        """What ZeRO-3 gathers."""
+        if layout.zero < 3:
+            return Whole()
+        key = ("whole", layout.tp, layout.ep, layout.dp_shard * layout.cp)
         if key not in self._counts:
             last = (self.shape.layers - 1,)
             self._counts[key] = counts(self.shape, layout, last, first=False, last=False)
-        return self._counts[key].gathered
+            self._counts["ends", *key] = counts(self.shape, layout, (), first=True, last=True)
+        block, ends = self._counts[key].gathered, self._counts["ends", *key].gathered
+        return Whole(
+            block_bytes=block * state.parameter_bytes,
+            block_gradient_bytes=block * state.gradient_bytes,
+            ends_bytes=ends * state.parameter_bytes,
+        )
 
 
 def estimator(

@@ -14,7 +14,7 @@ from functools import cache
 from heapq import heapify, heappop
 from itertools import count
 
-from meshwright.planner.memory import RankMemory, about
+from meshwright.planner.memory import DRIVER_BYTES, RankMemory, about
 from meshwright.planner.predict import Estimator, Prediction
 from meshwright.planner.regions import RECOMPUTE, Cell, Fixed, Region, cells, divisors, keep, pipelines, splits
 from meshwright.planner.stages import Cost, Costs
@@ -28,8 +28,6 @@ LISTED = 20
 """Layouts that are listed."""
 TOLERANCE = 0.02
 """The closed forms may be off by so much: a region is left aside only beyond it."""
-DRIVER_BYTES = 1.2e9
-"""Of a device, what driver, context and communication library keep from a program (torch 2.11, NCCL: 0.5 to 1.5 GB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,16 +22,29 @@ class Stack:
     """A norm keeps so much of its input (2: the input itself; an eager fp32 norm keeps more)."""
     rope_kept: float = 0.0
     """Beyond the rotated queries and keys, which attention keeps."""
+    tensor_kept: float = 0.0
+    """With tensor parallelism, of a whole hidden state: copies that column-split products take and keep apart."""
+    core_kept: float = 0.0
+    """Of a query: packed copies that the attention core keeps beside queries, keys, values and its output."""
     activation_kept: float = 2.0
     """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
     regather: bool = True
     """Sequence parallel: a product's gathered input is gathered again in the backward pass, not kept."""
-    selective: Literal["core", "products"] = "core"
-    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only."""
+    selective: Literal["core", "products", "alternate"] = "core"
+    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only, or of those
+    every other one and what attention makes (torchtitan's policy per operation)."""
+    score_kept: float = 0.0
+    """Unfused attention: bytes of a weight beside the softmax itself."""
     logit_kept: float = 6.0
     """Bytes of a logit from the forward to the backward pass of the head."""
     logit_peak: float = 10.0
     """Bytes of a logit at the worst moment of the head."""
+    logit_held: float = 0.0
+    """Bytes of a logit that stay until the whole backward pass has ended: outputs that something still refers to."""
+    vocab_parallel: bool = True
+    """Tensor-parallel ranks never see each other's logits."""
+    tensor_logit: float = 0.0
+    """Bytes of a logit more at that moment with tensor parallelism: a loss written out, or parts put together."""
     head_chunk_bytes: float = 0.0
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     gradient_bytes: float = 2.0
@@ -42,10 +55,23 @@ class Stack:
     """fp32 master weight, sharded as the moments are."""
     update_bytes: float = 0.0
     """Of each updated parameter while the optimizer runs: temporary copies."""
+    update_bucket_bytes: float = 0.0
+    """Not 0: gradients of 16 bit are widened so many fp32 bytes at a time. A checkpoint is copied to host memory piece
+    by piece and takes nothing of a device."""
     reserve_bytes: float = 0.0
-    """Constant: workspaces, communication buffers."""
+    """Constant: cuBLAS and cuBLASLt workspaces (32 MiB each on Hopper), and what torch's allocator rounds up (blocks to
+    512 B, segments to 2 and 20 MiB)."""
     slack: float = 1.0
-    """Allocator: reserved over asked-for bytes of activations."""
+    """Allocator: reserved over asked-for bytes of activations; the excess is counted as reserve."""
+    sharding: Literal["flat", "fully_shard"] = "flat"
+    """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: by tensors, a
+    rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
+    shard_bytes: float = 0.0
+    """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
+    layers_by_cost: bool = False
+    """Pipeline stages get equal shares of product FLOP with the head's, the first ones the rest; else equal layers."""
+    reports: Literal["worst", "first"] = "worst"
+    """Which pipeline rank's peak its log prints."""
     pipeline_kept: Literal["schedule", "all"] = "schedule"
     """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
     outputs_kept: bool = False
@@ -82,5 +108,8 @@ MESHWRIGHT = Stack(
     logit_kept=0.0,
     logit_peak=0.0,
     head_chunk_bytes=512 * 2**20,
+    sharding="fully_shard",
+    update_bucket_bytes=16 * 2**20,
+    reserve_bytes=96 * 2**20,
     source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
 )

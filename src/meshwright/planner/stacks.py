@@ -1,5 +1,6 @@
 """The software with which published measurements were made. `plan` uses none of these but Meshwright's own."""
 
+import re
 from dataclasses import replace
 
 from meshwright.planner.stack import MESHWRIGHT, Stack
@@ -26,26 +27,58 @@ MEGATRON_DEEPSPEED = Stack(
 ALEPH = Stack(
     name="aleph-alpha-scaling",
     passes=2.0,
-    norm_kept=2.0,
+    norm_kept=10.0,
+    tensor_kept=4.0,
+    regather=False,
     activation_kept=4.0,
     rope_kept=0.0,
+    score_kept=5.0,
+    logit_kept=12.0,
+    logit_peak=20.0,
+    logit_held=12.0,
+    tensor_logit=6.0,
+    vocab_parallel=False,
     gradient_bytes=2.0,
+    outputs_kept=True,
     hides_gradients=0.0,
     hides_sends=0.0,
-    source="Hagemann et al. 2023, arXiv:2311.05610",
+    source="Hagemann et al. 2023, arXiv:2311.05610; Aleph-Alpha/scaling core/nn, core/optimizer",
 )
 NANOTRON = Stack(
     name="nanotron",
     passes=2.0,
     activation_kept=4.0,
-    gradient_bytes=4.0,
-    regather=False,
+    logit_kept=4.0,
+    logit_peak=12.0,
+    gradient_bytes=6.0,
+    gradient_exchange_bytes=4.0,
+    slack=1.25,
+    reserve_bytes=0.28 * 2**30,
+    layers_by_cost=True,
+    reports="first",
     hides_sends=0.0,
     hides_gradients=0.5,
-    source="huggingface/nanotron: scripts/scaling_benchmarks.py",
+    source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
+    "sums beside the 16-bit gradients), models/base.py (stages), helpers.py (rank 0 writes its peak); slack, reserve "
+    "and a part of logit_peak fitted to the 1B and 8B rows",
 )
 FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
-TORCHTITAN = Stack(name="torchtitan", selective="products", source="pytorch/torchtitan benchmarks/")
+TORCHTITAN = Stack(
+    name="torchtitan",
+    selective="alternate",
+    activation_kept=4.0,
+    logit_kept=8.0,
+    logit_peak=14.0,
+    tensor_logit=8.0,
+    gradient_bytes=4.0,
+    sharding="fully_shard",
+    shard_bytes=4.0,
+    outputs_kept=True,
+    source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024",
+)
+TORCHTITAN_2025 = replace(
+    TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"
+)
 MEGATRON_CORE = Stack(
     name="megatron-core", activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
@@ -64,6 +97,9 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     found = next((stack for word, stack in BY_FRAMEWORK if word in framework), None)
     if found is None:
         raise ValueError(f"framework={columns.get('framework')!r} is not known")
+    year = re.search(r"_(20\d\d)\d\d_", columns.get("source") or "")
+    if found is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
+        found = TORCHTITAN_2025
     kernel = (columns.get("attn_kernel") or "").lower()
     if "unfused" in kernel or kernel == "torch":
         found = replace(found, attention="unfused")
@@ -71,6 +107,8 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, attention="fused-softmax")
     elif "flash" in kernel:
         found = replace(found, attention="flash")
+    if "flash_attentionv1" in kernel:
+        found = replace(found, core_kept=4.0)
     if "rms" in kernel:
-        found = replace(found, passes=1.0)
+        found = replace(found, passes=1.0, norm_kept=2.0)
     return found, {}

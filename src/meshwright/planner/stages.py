@@ -1,12 +1,15 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
+from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +24,8 @@ class Cost:
     """Of input_s: repeated forward passes."""
     kept_bytes: float = 0.0
     transient_bytes: float = 0.0
-    """Largest moment of a backward pass, beyond what is kept."""
-    logit_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept."""
+    logits: Logits = NONE
 
     @property
     def backward_s(self) -> float:
@@ -39,7 +42,7 @@ class Cost:
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
-            logit_bytes=max(self.logit_bytes, other.logit_bytes if times else 0.0),
+            logits=other.logits if times and other.logits.kept else self.logits,
         )
 
 
@@ -90,7 +93,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     host = [stack.host_s * launches for launches in time.launches]
     again_s = max(sum(again), host[0] if recompute == "full" else 0.0)
-    kept = block.kept_bytes(recompute) * stack.slack
+    kept = block.kept_bytes(recompute)
     return Cost(
         forward_s=max(sum(time.forward), host[0]),
         input_s=max(sum(time.inputs), host[1]) + again_s,
@@ -100,6 +103,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         kept_bytes=kept,
         transient_bytes=block.transient_bytes
         + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
+        logits=block.logits,
     )
 
 
@@ -129,6 +133,15 @@ def _pass(
             took *= 1 - of.stack.hides_tensor
         exposed += took
     return busy, exposed
+
+
+def layers_by_cost(shape: ModelShape, stages: int) -> list[range]:
+    """Layers of each stage where stages fill up, front to back, to equal shares of the products' weights, the head's
+    counted and the embedding's not (nanotron's way): the last stages may have none."""
+    block = 4 * shape.hidden**2 + (3 if shape.mlp == "swiglu" else 2) * shape.hidden * shape.ffn
+    total = shape.layers * block + shape.vocab * shape.hidden
+    ends = [min(shape.layers, ceil(total * (stage + 1) / stages / block)) for stage in range(stages)]
+    return [range(start, end) for start, end in zip([0, *ends], [*ends[:-1], shape.layers], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

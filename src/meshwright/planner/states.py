@@ -113,19 +113,21 @@ def states(stack: Stack, layout: Layout, precision: str, count: Counts) -> State
     master = stack.master_bytes if sixteen else width.master
     shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0
     zero, late = layout.zero, layout.pp > 1
+    beside = stack.sharding == "fully_shard"
+    shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
+    if shard > width.parameter:
+        master = 0.0
     kinds = {}
     for inside in (True, False):
-        whole = inside and zero > 0 and (zero < 3 or late)
-        whole_gradients = zero == 0 or (inside and (zero == 1 or late))
-        if stack.name != "meshwright":  # flat buffers: parameters whole until ZeRO-3, gradients until ZeRO-2
-            whole, whole_gradients = zero < 3, zero < 2
+        whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
+        whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2
+        parameters = count.gathered if whole else count.shard
         kinds[inside] = {
-            "parameters": (count.gathered if whole else count.shard if zero == 3 or stack.name == "meshwright" else
-                           count.whole) * width.parameter,
-            "shards": count.shard * width.parameter if whole and zero and stack.name == "meshwright" else 0.0,
+            "parameters": (parameters if beside or zero == 3 else count.whole) * (width.parameter if whole else shard),
+            "shards": count.shard * shard if beside and whole and zero else 0.0,
             "gradients": (count.whole if whole_gradients else count.shard) * gradient + count.shard * shard_gradient,
             "masters": count.own * master,
             "moments": count.own * width.moments,
             "counters": count.tensors * COUNTER_BYTES,
-        }  # fmt: skip
+        }
     return States(step=kinds[True], update=kinds[False], parameter_bytes=width.parameter, gradient_bytes=gradient)
