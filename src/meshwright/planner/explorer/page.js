@@ -39,7 +39,7 @@ function draw(legal = !wrong().length) {
   drawBars(ranks, legal);
   drawKinds(ranks);
   drawMap(legal ? ranks : null);
-  drawTimelines();
+  drawTimelinesSoon();
   document.getElementById("map-words").textContent = mapWords();
 }
 

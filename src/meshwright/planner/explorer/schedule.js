@@ -102,24 +102,26 @@ function spell(stages, m, words) {
 // When each action runs, and the bubble: (total - work of the busiest rank) / that work.
 function replay(actions, times = {F: 1, B: 1, W: 1}) {
   const lengths = {...times, BW: times.B + times.W};
-  const stages = 1 + Math.max(...actions.flatMap((own) => own.map((action) => action.stage)));
-  const spans = actions.map(() => []), ends = new Map(), free = actions.map(() => 0);
-  const key = (kind, stage, i) => `${kind}${stage},${i}`;
-  const needs = ({kind, stage, i}) => {
-    if (kind === "F") return stage ? [key("F", stage - 1, i)] : [];
-    if (kind === "W") return [key("B", stage, i)];
-    return [key("F", stage, i), ...(stage + 1 < stages ? [key("B", stage + 1, i)] : [])];
+  const stages = 1 + Math.max(...actions.map((own) => Math.max(...own.map((action) => action.stage))));
+  const m = 1 + Math.max(...actions[0].map((action) => action.i));
+  const ends = {F: new Float64Array(stages * m).fill(NaN), B: new Float64Array(stages * m).fill(NaN)};
+  const spans = actions.map(() => []), free = actions.map(() => 0);
+  // When what an action reads has been made; NaN: not yet.
+  const ready = ({kind, stage, i}) => {
+    if (kind === "F") return stage ? ends.F[(stage - 1) * m + i] : 0;
+    if (kind === "W") return ends.B[stage * m + i];
+    const own = ends.F[stage * m + i];
+    return stage + 1 < stages ? Math.max(own, ends.B[(stage + 1) * m + i]) : own;
   };
   for (let moved = true; moved;) {
     moved = false;
     actions.forEach((own, rank) => {
       for (let next = spans[rank].length; next < own.length; next++) {
-        const action = own[next], wanted = needs(action);
-        if (wanted.some((place) => !ends.has(place))) break;
-        const start = Math.max(free[rank], ...wanted.map((place) => ends.get(place)));
-        const end = free[rank] = start + lengths[action.kind];
+        const action = own[next], made = ready(action);
+        if (Number.isNaN(made)) break;
+        const start = Math.max(free[rank], made), end = free[rank] = start + lengths[action.kind];
         spans[rank].push({...action, start, end});
-        if (action.kind !== "W") ends.set(key(action.kind === "F" ? "F" : "B", action.stage, action.i), end);
+        if (action.kind !== "W") ends[action.kind === "F" ? "F" : "B"][action.stage * m + action.i] = end;
         moved = true;
       }
     });

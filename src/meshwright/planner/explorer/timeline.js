@@ -11,6 +11,7 @@ const TIMELINE_KNOBS = [
   {name: "timeline_wide", key: "wide", check: true},
 ];
 const drawnSpans = new Map();
+let drawnShape = "", waitingTimelines = 0;
 
 const virtualOf = (name) => SINGLE.includes(name) ? 1 : V_PLACED.includes(name) ? 2 :
   name === "interleaved" ? Math.max(2, shape.v) : 1;
@@ -46,6 +47,12 @@ function followLayout() {
   shape.v = Math.max(2, layout.vp);
 }
 
+// Soon, and once for many changes of a slider: six schedules take longer to draw than all the rest.
+function drawTimelinesSoon() {
+  clearTimeout(waitingTimelines);
+  waitingTimelines = setTimeout(drawTimelines, 60);
+}
+
 function drawTimelines() {
   const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(layout, recipe.global_batch);
   document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
@@ -58,12 +65,17 @@ function drawTimelines() {
     input.setAttribute("aria-valuetext", shape[knob.key]);
     knob.box.querySelector("output").textContent = shape[knob.key];
   }
-  for (const box of document.getElementById("timelines").children) drawTimeline(box, box.dataset.schedule);
+  const list = document.getElementById("timelines"), now = JSON.stringify([shape, list.clientWidth, css("paper")]);
+  for (const box of list.children) {
+    const name = box.dataset.schedule;
+    box.classList.toggle("chosen", layout.pp > 1 && layout.schedule === name);
+    if (now !== drawnShape) drawTimeline(box, name);
+  }
+  drawnShape = now;
 }
 
 function drawTimeline(box, name) {
   const {p, m} = shape, v = virtualOf(name), no = refusal(name, p, m, v);
-  box.classList.toggle("chosen", state.layout.pp > 1 && state.layout.schedule === name);
   drawnSpans.delete(name);
   const title = `<b>${explained(name, name)}</b>`;
   if (no) {
