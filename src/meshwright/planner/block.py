@@ -32,6 +32,8 @@ class Local:
     ring: bool = True
     width: int = 2
     """Bytes of an activation."""
+    product_width: float = 2.0
+    """Bytes of an operand of the layers' products."""
     dropout: bool = False
 
     @property
@@ -70,6 +72,7 @@ def local(
         ep=layout.ep,
         ring=layout.context == "ring",
         width=width,
+        product_width=min(width, stack.product_bytes) if width == 2 else width,
         dropout=stack.dropout or dropout > 0,
     )
 
@@ -193,12 +196,15 @@ def _add(of: Local) -> Operation:
 
 
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> Operation:
-    moved = (tokens * out * of.width,) if bias and of.stack.passes > 1 else ()
+    width = of.product_width
+    moved = tokens * out * of.width
+    casts = (tokens * into, tokens * out) if width < of.width else ()
+    apart = (Pass(2 * moved),) if bias and of.stack.passes > 1 else ()
     return Operation(
         name=name,
-        forward=(Product(tokens, into, out), *(Pass(2 * b) for b in moved)),
-        inputs=(Product(tokens, out, into),),
-        weights=(Product(into, tokens, out), *(Pass(b) for b in moved)),
+        forward=(*(Pass(of.width * into_ + width * into_) for into_ in casts[:1]), Product(tokens, into, out, 1.0, width), *apart),
+        inputs=(*(Pass(of.width * out_ + 2 * width * out_) for out_ in casts[1:]), Product(tokens, out, into, 1.0, width)),
+        weights=(Product(into, tokens, out, 1.0, width), *((Pass(moved),) if bias else ())),
     )
 
 
@@ -261,13 +267,16 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
         )  # fmt: skip
     dim, pairs = queries / heads, heads * of.batch
     scores = pairs * (sequence / of.cp) * sequence
-    moves = 4.0 if of.stack.attention == "fused-softmax" else 9.0
+    moved, launches = (4.0, 1.0) if of.stack.attention == "fused-softmax" else (36.0, 5.0)
+    back = 6.0 if of.stack.attention == "fused-softmax" else 40.0
     if of.dropout:
-        moves += 5.0
-    batched = Product(sequence / of.cp, dim, sequence, pairs), Product(sequence / of.cp, sequence, dim, pairs)
-    moved = Pass(moves * scores, 3.0)
+        moved, back, launches = moved + 5.0, back + 5.0, launches + 1.0
+    rows = sequence / of.cp
+    weigh, mix = Product(rows, dim, sequence, pairs), Product(rows, sequence, dim, pairs)
+    turned = 2 * of.tokens * queries * of.width
     return Operation(
-        name="attention", forward=(*batched, moved), inputs=(*batched, *batched, Pass(1.5 * moves * scores, 3.0)),
+        name="attention", forward=(weigh, Pass(moved * scores, launches), mix, Pass(turned)),
+        inputs=(Pass(turned), mix, weigh, Pass(back * scores, launches), mix, mix, Pass(3 * turned)),
         again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ class Links:
     link_share: float = 0.78
     """Bus bandwidth a ring reaches with large messages, of the datasheet's one-direction figure."""
     network_share: float = 0.75
-    base_s: float = 2.0e-5
+    base_s: float = 3.0e-5
     """Of any collective."""
     link_step_s: float = 4.0e-6
     """Of a step of the ring inside a node."""

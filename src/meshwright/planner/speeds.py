@@ -10,8 +10,10 @@ from math import ceil
 from meshwright.planner.work import Attention, Product, Work
 from meshwright.spec.cluster import Device
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.80), (64, 64, 0.6))
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """(rows, columns, share of the ceiling a full wave reaches): the shapes cuBLAS chooses from."""
+SPLITS = (1, 2, 4)
+"""Parts of the inner dim that processors share (split-K), where tiles are few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +27,18 @@ class Speeds:
     memory_bytes_per_s: float
     processors: int = 132
     """Streaming multiprocessors, or cores."""
+    low_flop_per_s: float = 0.0
+    """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
+    lowest_flop_per_s: float = 0.0
+    """Best fp4 matrix product; 0 = as fp8."""
     product_share: float = 0.95
     """Of the best product, in a training run: clocks, power, layouts."""
-    inner_half: float = 384.0
-    """Inner dim at which a tile reaches half of what a long one does is this; k / (k + inner_half) otherwise."""
+    inner_half: float = 256.0
+    """A tile with inner dim k reaches k / (k + inner_half) of what a long one does: filling its pipeline, storing."""
     wave_share: float = 0.5
     """1 = a started wave costs a whole one; 0 = tiles are spread without a rest (stream-K)."""
+    unaligned_share: float = 0.35
+    """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
     attention_forward: float = 0.55
     attention_backward: float = 0.45
     memory_share: float = 0.80
@@ -46,19 +54,32 @@ class Speeds:
             return work.flop / (self.peak_flop_per_s * share) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
 
+    def rate(self, width: float) -> float:
+        """FLOP a second of the best product with operands of so many bytes."""
+        if width >= 4:
+            return self.matmul_flop_per_s / 2
+        if width >= 2 or not self.low_flop_per_s:
+            return self.matmul_flop_per_s
+        return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
+
     def _product(self, work: Product) -> float:
-        m, k, n, batch = work
-        rate = self.matmul_flop_per_s * self.product_share
-        best = float("inf")
-        for rows, columns, share in TILES:
-            tiles = ceil(m / rows) * ceil(n / columns) * batch
-            waves = tiles / self.processors
-            waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
-            flop = 2.0 * rows * columns * k * self.processors * waves
-            best = min(best, flop / (rate * share))
-        moved = 2.0 * batch * (m * k + k * n + m * n)
-        busy = best * (k + self.inner_half) / k
-        return max(busy, moved / (self.memory_bytes_per_s * self.memory_share)) + self.launch_s
+        m, k, n, batch, width = work
+        rate = self.rate(width) * self.product_share
+        if any(side % (16 / max(width, 1)) for side in (k, n) if side == int(side)):
+            rate *= self.unaligned_share
+        best = min(self._tiled(m, k, n, batch, tile, split) for tile in TILES for split in SPLITS if split == 1 or k >= 1024 * split)
+        moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
+        memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
+        return max(best / rate, memory_s) + self.launch_s
+
+    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float], split: int) -> float:
+        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed."""
+        rows, columns, share = tile
+        tiles = ceil(m / rows) * ceil(n / columns) * batch * split
+        waves = tiles / self.processors
+        waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
+        inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
+        return 2.0 * rows * columns * inner * self.processors * waves / share
 
 
 ARCHITECTURES = {
@@ -76,6 +97,7 @@ def speeds_of(device: Device, **changes: float) -> Speeds:
     base = Speeds(
         matmul_flop_per_s=device.bf16_matmul_flop_per_s or 0.8 * peak,
         peak_flop_per_s=peak,
+        low_flop_per_s=device.fp8_matmul_flop_per_s or 0.72 * device.fp8_flop_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
         **known,  # type: ignore[arg-type]
     )

@@ -53,6 +53,11 @@ class Stack:
 
     host_s: float = 6e-6
     """Seconds of the host to launch one kernel: a layer takes at least its launches."""
+    stalls: float = 0.0
+    """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels; 1 = it never does,
+    each kernel takes the longer of the two."""
+    product_bytes: float = 2.0
+    """Of an operand of the layers' products: 1 = fp8, 0.5 = fp4; the head stays as it is."""
     passes: float = 1.0
     """How often elementwise operations move their data, over a fused kernel."""
     step_s: float = 0.0

@@ -17,11 +17,11 @@ MEGATRON_DEEPSPEED = Stack(
     name="megatron-deepspeed",
     attention="fused-softmax",
     dropout=True,
-    passes=1.5,
-    host_s=1.2e-5,
+    host_s=7e-5,
+    stalls=0.5,
     hides_gradients=0.0,
     hides_sends=0.0,
-    source="VIA-Research/vTrain: configs of its validation runs",
+    source="VIA-Research/vTrain: src/model (fused softmax up to 2048 keys, bias-GELU, bias-dropout-add), src/predictor",
 )
 ALEPH = Stack(
     name="aleph-alpha-scaling",
@@ -65,7 +65,9 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     if found is None:
         raise ValueError(f"framework={columns.get('framework')!r} is not known")
     kernel = (columns.get("attn_kernel") or "").lower()
-    if "unfused" in kernel or kernel == "torch":
+    if "megatron" in framework and "unfused" in kernel:
+        found = replace(found, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
+    elif "unfused" in kernel or kernel == "torch":
         found = replace(found, attention="unfused")
     elif "fused softmax" in kernel or kernel == "fused":
         found = replace(found, attention="fused-softmax")

@@ -1,6 +1,7 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
 from meshwright.planner.links import Links
@@ -54,57 +55,73 @@ def stride_of(layout: Layout, axis: str) -> tuple[int, int]:
     return int(getattr(layout, axis)), steps[axis]
 
 
+Side = Literal["forward", "inputs", "weights"]
+
+
 def block_cost(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Cost:
     """A block's passes, with what recomputation repeats."""
-    stack, recompute = of.stack, layout.recompute if block.boundary_bytes else "none"
-    forward = [_pass(op, op.forward, op.forward_exchanges, of, layout, speeds, links) for op in block.operations]
-    inputs = [_pass(op, op.inputs, op.backward_exchanges, of, layout, speeds, links) for op in block.operations]
-    weights = sum(speeds.seconds(work) for op in block.operations for work in op.weights)
-    forward_gpu, forward_exchange = (sum(column) for column in zip(*forward, strict=True))
-    input_gpu, input_exchange = (sum(column) for column in zip(*inputs, strict=True))
-    launches = [sum(_launches(work) for op in block.operations for work in getattr(op, side))
-                for side in ("forward", "inputs", "weights")]  # fmt: skip
-    chosen = [pair for op, pair in zip(block.operations, forward, strict=True) if recompute == "full" or op.again]
-    again_gpu, again_exchange = (
-        (sum(p[0] for p in chosen), sum(p[1] for p in chosen)) if recompute != "none" else (0, 0)
-    )
-    host = stack.host_s
-    again_s = max(again_gpu + again_exchange, host * launches[0] if recompute == "full" else 0.0)
+    recompute = layout.recompute if block.boundary_bytes else "none"
+    tell = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    forward = tell.of_pass(block.operations, "forward")
+    inputs = tell.of_pass(block.operations, "inputs")
+    weights = tell.of_pass(block.operations, "weights")
+    again = (0.0, 0.0)
+    if recompute == "full":
+        again = forward
+    elif recompute == "selective":
+        again = tell.of_pass(tuple(op for op in block.operations if op.again), "forward")
     whole = block.kept_bytes("none")
-    kept = block.kept_bytes(recompute) * stack.slack
+    kept = block.kept_bytes(recompute) * of.stack.slack
     return Cost(
-        forward_s=max(forward_gpu + forward_exchange, host * launches[0]),
-        input_s=max(input_gpu + input_exchange, host * launches[1]) + again_s,
-        weight_s=max(weights, host * launches[2]),
-        exchange_s=forward_exchange + input_exchange + again_exchange,
-        again_s=again_s,
+        forward_s=forward[0],
+        input_s=inputs[0] + again[0],
+        weight_s=weights[0],
+        exchange_s=forward[1] + inputs[1] + again[1],
+        again_s=again[0],
         kept_bytes=kept,
         transient_bytes=block.transient_bytes + (max(0.0, whole - kept) if recompute != "none" else 0.0),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
+
+    of: Local
+    layout: Layout
+    speeds: Speeds
+    links: Links
+
+    def of_pass(self, operations: tuple[Operation, ...], side: Side) -> tuple[float, float]:
+        """(seconds, those of them in which an exchange stands beside no computation)."""
+        stack = self.of.stack
+        device = host = each = exchanged = 0.0
+        for op in operations:
+            works: tuple[Work, ...] = getattr(op, side)
+            for work in works:
+                took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
+                device, host, each = device + took, host + launch, each + max(took, launch)
+            exchanges = {"forward": op.forward_exchanges, "inputs": op.backward_exchanges, "weights": ()}[side]
+            for exchange in exchanges:
+                took = self._exposed(exchange, works)
+                exchanged += took
+                host, each = host + stack.host_s, each + max(took, stack.host_s)
+        device += exchanged
+        longer = max(device, host)
+        return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
+        ranks, stride = stride_of(self.layout, exchange.axis)
+        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
+        took = exchange.count * self.links.seconds(kind, exchange.size_bytes, ranks, stride)
+        if exchange.collective == "ring":
+            core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
+            return max(0.0, took - core * (ranks - 1) / ranks)
+        return took * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+
+
 def _launches(work: Work) -> float:
     return work.launches if isinstance(work, Pass) else 1.0
-
-
-def _pass(
-    op: Operation, works: tuple[Work, ...], exchanges: tuple[Exchange, ...], of: Local, layout: Layout,
-    speeds: Speeds, links: Links,
-) -> tuple[float, float]:  # fmt: skip
-    """(seconds of computation, seconds of exchange that stand beside no computation)."""
-    busy = sum(speeds.seconds(work) for work in works)
-    exposed = 0.0
-    for exchange in exchanges:
-        ranks, stride = stride_of(layout, exchange.axis)
-        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
-        took = exchange.count * links.seconds(kind, exchange.size_bytes, ranks, stride)
-        if exchange.collective == "ring":
-            core = sum(speeds.seconds(work) for work in works if isinstance(work, Attention))
-            took = max(0.0, took - core * (ranks - 1) / ranks)
-        elif exchange.axis == "tp":
-            took *= 1 - of.stack.hides_tensor
-        exposed += took
-    return busy, exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ class Product(NamedTuple):
     k: float
     n: float
     batch: float = 1.0
+    width: float = 2.0
+    """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
 
     @property
     def flop(self) -> float:
