@@ -260,15 +260,17 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
-        flop = 2 * of.tokens * keys * (queries + value)
+        flop, dim = 2 * of.tokens * keys * (queries + value), value / heads
         return Operation(
-            name="attention", forward=(Attention(flop),), inputs=(Attention(2.5 * flop, backward=True),), again=True,
+            name="attention", again=True,
+            forward=(Attention(flop, sequence=2 * keys, dim=dim),),
+            inputs=(Attention(2.5 * flop, backward=True, sequence=2 * keys, dim=dim),),
             forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
         )  # fmt: skip
     dim, pairs = queries / heads, heads * of.batch
     scores = pairs * (sequence / of.cp) * sequence
-    moved, launches = (4.0, 1.0) if of.stack.attention == "fused-softmax" else (36.0, 5.0)
-    back = 6.0 if of.stack.attention == "fused-softmax" else 40.0
+    fused = of.stack.attention == "fused-softmax" and sequence <= 2048 and pairs % 4 == 0  # what the kernel asks for
+    moved, back, launches = (4.0, 6.0, 1.0) if fused else (36.0, 40.0, 5.0)
     if of.dropout:
         moved, back, launches = moved + 5.0, back + 5.0, launches + 1.0
     rows = sequence / of.cp

@@ -180,7 +180,7 @@ def estimator(
         recipe=plan.recipe,
         cluster=plan.cluster,
         stack=stack,
-        speeds=speeds or speeds_of(plan.cluster.device),
+        speeds=speeds or speeds_of(plan.cluster.device, stack.flash),
         links=links or links_of(plan.cluster),
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.planner.stack import Stack
 from meshwright.planner.stacks import stack_of
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -192,4 +192,12 @@ def _cluster(columns: dict[str, str], devices: int) -> Cluster:
     if not name:
         raise ValueError(f"gpu={columns['gpu']!r} is no device whose figures are known")
     per_node = min(devices, 8)
-    return Cluster(device=device(name), devices_per_node=per_node, nodes=max(1, devices // per_node))
+    return Cluster(
+        device=_network(device(name), columns), devices_per_node=per_node, nodes=max(1, devices // per_node)
+    )
+
+
+def _network(device: Device, columns: dict[str, str]) -> Device:
+    """With the network that a row names: `N Gb/s inter-node` of a node of eight."""
+    found = re.search(r"(\d+) Gb/s inter-node", columns.get("notes") or "")
+    return replace(device, network_bytes_per_s=float(found[1]) * 1e9 / 8 / 8) if found else device

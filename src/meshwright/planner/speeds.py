@@ -39,8 +39,11 @@ class Speeds:
     """1 = a started wave costs a whole one; 0 = tiles are spread without a rest (stream-K)."""
     unaligned_share: float = 0.35
     """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
-    attention_forward: float = 0.55
-    attention_backward: float = 0.45
+    attention_forward: float = 0.64
+    """Of the data sheet's peak that the attention kernel reaches with long sequences and heads of 128."""
+    attention_backward: float = 0.58
+    attention_half: tuple[float, float] = (400.0, 900.0)
+    """Sequence length at which it reaches half of that, forward and backward."""
     memory_share: float = 0.80
     launch_s: float = 2.0e-6
     """Of a kernel on the device, however little it does."""
@@ -50,8 +53,7 @@ class Speeds:
         if isinstance(work, Product):
             return self._product(work)
         if isinstance(work, Attention):
-            share = self.attention_backward if work.backward else self.attention_forward
-            return work.flop / (self.peak_flop_per_s * share) + self.launch_s
+            return work.flop / (self.peak_flop_per_s * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
 
     def rate(self, width: float) -> float:
@@ -61,6 +63,12 @@ class Speeds:
         if width >= 2 or not self.low_flop_per_s:
             return self.matmul_flop_per_s
         return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
+
+    def _attention(self, work: Attention) -> float:
+        share, half = self.attention_forward, self.attention_half[0]
+        if work.backward:
+            share, half = self.attention_backward, self.attention_half[1]
+        return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
 
     def _product(self, work: Product) -> float:
         m, k, n, batch, width = work
@@ -82,23 +90,49 @@ class Speeds:
         return 2.0 * rows * columns * inner * self.processors * waves / share
 
 
-ARCHITECTURES = {
-    "A100": {"processors": 108, "attention_forward": 0.62, "attention_backward": 0.52},
-    "H100": {"processors": 132, "attention_forward": 0.55, "attention_backward": 0.45},
-    "H200": {"processors": 132, "attention_forward": 0.55, "attention_backward": 0.45},
-    "B200": {"processors": 148, "attention_forward": 0.55, "attention_backward": 0.45},
+ARCHITECTURES: dict[str, dict[str, float]] = {
+    "A100": {"processors": 108},
+    "H100": {"processors": 132, "product_share": 0.83},
+    "H200": {"processors": 132, "product_share": 0.83},
+    "H800": {"processors": 132, "product_share": 0.83},
+    "GH200": {"processors": 132, "product_share": 0.86},
+    "B200": {"processors": 148, "product_share": 0.85},
+    "GB200": {"processors": 152, "product_share": 0.85},
+    "B300": {"processors": 148, "product_share": 0.85},
+    "GB300": {"processors": 152, "product_share": 0.85},
 }
+"""Since Hopper, power and not the tensor cores bound long runs of products."""
+FLASH: dict[str, dict[int, tuple[float, float]]] = {
+    "A100": {2: (0.64, 0.58), 3: (0.64, 0.58)},
+    "H": {2: (0.40, 0.345), 3: (0.68, 0.56)},
+    "GH": {2: (0.40, 0.345), 3: (0.68, 0.56)},
+    "B": {2: (0.30, 0.25), 3: (0.62, 0.50)},
+    "GB": {2: (0.30, 0.25), 3: (0.62, 0.50)},
+}
+"""Beginning of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
+
+Dao 2023 (arXiv:2307.08691) figures 4 to 7: 2 on A100 and H100; section 1: the first kernel reaches about half of that.
+Shah et al. 2024 (arXiv:2407.08608): 3 on H100; cuDNN's stands for it elsewhere.
+"""
+FIRST_FLASH = 0.55
+"""The first generation's speed, over that of the second."""
 
 
-def speeds_of(device: Device, **changes: float) -> Speeds:
-    """From a device's figures; unknown ones are guessed from the others."""
+def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
+    """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention kernel."""
     peak = device.bf16_flop_per_s or 1e12
-    known = next((v for name, v in ARCHITECTURES.items() if device.name.upper().startswith(name)), {})
+    name = device.name.upper()
+    known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
+    shares = next((v for start, v in FLASH.items() if name.startswith(start)), FLASH["A100"])
+    forward, backward = shares[max(flash, 2)]
+    older = FIRST_FLASH if flash < 2 else 1.0
     base = Speeds(
         matmul_flop_per_s=device.bf16_matmul_flop_per_s or 0.8 * peak,
         peak_flop_per_s=peak,
         low_flop_per_s=device.fp8_matmul_flop_per_s or 0.72 * device.fp8_flop_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
+        attention_forward=forward * older,
+        attention_backward=backward * older,
         **known,  # type: ignore[arg-type]
     )
     return replace(base, **changes)  # type: ignore[arg-type]

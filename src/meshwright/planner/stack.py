@@ -16,6 +16,8 @@ class Stack:
     """What accuracy tables call it."""
     attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
+    flash: Literal[1, 2, 3] = 2
+    """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
     dropout: bool = False
     """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
     norm_kept: float = 2.0
@@ -56,6 +58,8 @@ class Stack:
     stalls: float = 0.0
     """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels; 1 = it never does,
     each kernel takes the longer of the two."""
+    selective_repeats: float = 0.0
+    """Share of the products that selective recomputation repeats."""
     product_bytes: float = 2.0
     """Of an operand of the layers' products: 1 = fp8, 0.5 = fp4; the head stays as it is."""
     passes: float = 1.0

@@ -1,5 +1,6 @@
 """The software with which published measurements were made. `plan` uses none of these but Meshwright's own."""
 
+import re
 from dataclasses import replace
 
 from meshwright.planner.stack import MESHWRIGHT, Stack
@@ -17,6 +18,7 @@ MEGATRON_DEEPSPEED = Stack(
     name="megatron-deepspeed",
     attention="fused-softmax",
     dropout=True,
+    passes=1.5,
     host_s=7e-5,
     stalls=0.5,
     hides_gradients=0.0,
@@ -44,10 +46,10 @@ NANOTRON = Stack(
     hides_gradients=0.5,
     source="huggingface/nanotron: scripts/scaling_benchmarks.py",
 )
-FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
-TORCHTITAN = Stack(name="torchtitan", selective="products", source="pytorch/torchtitan benchmarks/")
+FSDP1 = Stack(name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
+TORCHTITAN = Stack(name="torchtitan", selective="products", selective_repeats=0.5, source="pytorch/torchtitan benchmarks/")
 MEGATRON_CORE = Stack(
-    name="megatron-core", activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
+    name="megatron-core", flash=3, activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
 )  # fmt: skip
 
@@ -73,6 +75,13 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, attention="fused-softmax")
     elif "flash" in kernel:
         found = replace(found, attention="flash")
+    if "flash" in kernel and re.search(r"flash(_attention)?1", kernel):
+        found = replace(found, flash=1)
+    precision = (columns.get("precision") or "").lower()
+    if "fp8" in precision or "float8" in precision:
+        found = replace(found, product_bytes=1.0)
+    elif "fp4" in precision:
+        found = replace(found, product_bytes=0.5)
     if "rms" in kernel:
         found = replace(found, passes=1.0)
     return found, {}

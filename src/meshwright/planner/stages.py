@@ -70,6 +70,8 @@ def block_cost(block: Block, of: Local, layout: Layout, speeds: Speeds, links: L
         again = forward
     elif recompute == "selective":
         again = tell.of_pass(tuple(op for op in block.operations if op.again), "forward")
+        products = tell.of_pass(tuple(op for op in block.operations if not op.again), "forward")
+        again = tuple(x + of.stack.selective_repeats * y for x, y in zip(again, products, strict=True))
     whole = block.kept_bytes("none")
     kept = block.kept_bytes(recompute) * of.stack.slack
     return Cost(

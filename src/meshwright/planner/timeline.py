@@ -84,8 +84,7 @@ def step_time(
     total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)[0]
     behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
-    hidden = max(0.0, reduce_s - gradients)
-    slowed = stack.contention * min(hidden, behind) if layout.dp * layout.cp > 1 else 0.0
+    slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
         exchange_s=exchange,
@@ -122,6 +121,13 @@ def _data_parallel(
     gradients = times * max(last, reduce_s - behind)
     weights = max(0.0, gather_s - forward) if layout.zero else 0.0
     return weights, gradients
+
+
+def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float) -> float:
+    """Of all gathers and reductions of a step, hidden ones too."""
+    if layout.zero == 3 and layout.pp == 1:
+        return m * (2 * gather_s + reduce_s)
+    return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
 
 
 def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
