@@ -151,19 +151,19 @@ def head(of: Local) -> Block:
         kept = [Kept("logits", logits * stack.logit_kept, logits * stack.logit_kept)]
         transient = logits * (stack.logit_peak - stack.logit_kept)
         operation = Operation(
-            name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
+            name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight, *_accumulate(of, vocab * shape.hidden)),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
     kept += _norm_kept(of, "head")
     return Block(operations=(_norm(of, "norm"), operation), kept=tuple(kept), transient_bytes=transient)
 
 
-def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+def _enter(of: Local, inputs: int = 1) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward."""
     if of.tp == 1:
         return (), ()
     if not of.sp:
-        return (), (Exchange("tp", "all-reduce", of.hidden_bytes),)
+        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs),)
     again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather else ()
     return (Exchange("tp", "all-gather", of.hidden_bytes),), (
         Exchange("tp", "reduce-scatter", of.hidden_bytes),
@@ -182,8 +182,11 @@ def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchang
 
 
 def _norm(of: Local, name: str) -> Operation:
-    moved = of.between_bytes * of.stack.passes
-    return Operation(name=name, forward=(Pass(2 * moved),), inputs=(Pass(4 * moved, 2),), again=True)
+    passes = of.stack.norm_passes
+    moved, launches = of.between_bytes * passes, 1.0 if passes == 1 else 6.0
+    return Operation(
+        name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
+    )
 
 
 def _add(of: Local) -> Operation:
@@ -204,8 +207,13 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
         name=name,
         forward=(*(Pass(of.width * into_ + width * into_) for into_ in casts[:1]), Product(tokens, into, out, 1.0, width), *apart),
         inputs=(*(Pass(of.width * out_ + 2 * width * out_) for out_ in casts[1:]), Product(tokens, out, into, 1.0, width)),
-        weights=(Product(into, tokens, out, 1.0, width), *((Pass(moved),) if bias else ())),
+        weights=(Product(into, tokens, out, 1.0, width), *((Pass(moved),) if bias else ()), *_accumulate(of, into * out)),
     )
+
+
+def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
+    """Adding new gradients to those of the micro-batches before."""
+    return (Pass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
 
 
 def _widths(of: Local) -> tuple[float, float, float]:
@@ -223,15 +231,18 @@ def _widths(of: Local) -> tuple[float, float, float]:
 def _attention(of: Local, window: int) -> Iterator[Operation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
-    enter, leave = _enter(of), _leave(of, 1.0)
+    enter, leave = _enter(of, of.stack.column_inputs[0]), _leave(of, 1.0)
     yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     if shape.mla:
         yield from _latent(of, queries, keys_values)
     else:
         yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
     if shape.positions == "rope":
-        moved = tokens * (queries + keys_values / 2) * of.width * of.stack.passes
-        yield Operation(name="rope", forward=(Pass(2 * moved, 2),), inputs=(Pass(2 * moved, 2),), again=True)
+        passes = of.stack.rope_passes
+        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
+        yield Operation(
+            name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
+        )
     yield _core(of, window, queries, keys_values)
     yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
     yield Operation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
@@ -260,11 +271,12 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
+        turned = (Pass(2 * of.stack.turns * of.tokens * queries * of.width, of.stack.turns),) if of.stack.turns else ()
         flop, dim = 2 * of.tokens * keys * (queries + value), value / heads
         return Operation(
             name="attention", again=True,
-            forward=(Attention(flop, sequence=2 * keys, dim=dim),),
-            inputs=(Attention(2.5 * flop, backward=True, sequence=2 * keys, dim=dim),),
+            forward=(Attention(flop, sequence=2 * keys, dim=dim), *turned),
+            inputs=(Attention(2.5 * flop, backward=True, sequence=2 * keys, dim=dim), *turned),
             forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
         )  # fmt: skip
     dim, pairs = queries / heads, heads * of.batch
@@ -298,7 +310,7 @@ def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Ex
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
     shape = of.shape
-    enter, leave = (_enter(of), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
+    enter, leave = (_enter(of, of.stack.column_inputs[1]), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     gates = 2 if shape.mlp == "swiglu" else 1
     yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)

@@ -153,7 +153,7 @@ class Estimator:
 
     def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
         """What of the transfers no computation hides stands in both neighbours' time."""
-        shown = send_s * (1 - self.stack.hides_sends)
+        shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
         if not shown:
             return stages
         return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]

@@ -63,7 +63,21 @@ class Stack:
     product_bytes: float = 2.0
     """Of an operand of the layers' products: 1 = fp8, 0.5 = fp4; the head stays as it is."""
     passes: float = 1.0
-    """How often elementwise operations move their data, over a fused kernel."""
+    """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
+    norm_passes: float = 1.0
+    """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    rope_passes: float = 1.0
+    """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
+    turns: float = 0.0
+    """Copies of queries-sized tensors around the attention core: other orders of dimensions."""
+    skew: float = 0.0
+    """Tensor-parallel ranks wait for the last of them before each exchange: so much of the exchange's own time."""
+    column_inputs: tuple[int, int] = (1, 1)
+    """Column-split products that take their input's gradient apart: of attention, of the MLP. Each reduces its own."""
+    accumulates: bool = False
+    """Adds each micro-batch's gradients in kernels of their own, not inside the products that make them."""
+    send_s: float = 0.0
+    """Of the host for a pipeline transfer: what is waited for, packed and unpacked."""
     step_s: float = 0.0
     """Of a step: data, logging, synchronisation."""
     micro_batch_s: float = 0.0

@@ -27,7 +27,15 @@ MEGATRON_DEEPSPEED = Stack(
 )
 ALEPH = Stack(
     name="aleph-alpha-scaling",
-    passes=2.0,
+    passes=1.75,
+    norm_passes=10.0,
+    rope_passes=5.0,
+    turns=4.0,
+    column_inputs=(1, 2),
+    skew=1.0,
+    send_s=0.01,
+    accumulates=True,
+    host_s=1e-5,
     norm_kept=2.0,
     activation_kept=4.0,
     rope_kept=0.0,
@@ -83,5 +91,5 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     elif "fp4" in precision:
         found = replace(found, product_bytes=0.5)
     if "rms" in kernel:
-        found = replace(found, passes=1.0)
+        found = replace(found, norm_passes=1.0)
     return found, {}

@@ -119,7 +119,7 @@ class Passes:
         if exchange.collective == "ring":
             core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
             return max(0.0, took - core * (ranks - 1) / ranks)
-        return took * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
 def _launches(work: Work) -> float:
