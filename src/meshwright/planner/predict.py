@@ -8,7 +8,7 @@ from meshwright.planner.links import Links, links_of
 from meshwright.planner.memory import RankMemory, rank_memory
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, stride_of
+from meshwright.planner.stages import Cost, Costs, costs, split_by_cost, stride_of
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import StepTime, data_parallel_seconds, step_time, update_seconds
 from meshwright.spec.cluster import Cluster
@@ -111,7 +111,8 @@ class Estimator:
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
-        return stage_layers(self.shape.layers, layout.pp * layout.vp)
+        stages = layout.pp * layout.vp
+        return split_by_cost(self.shape, stages) if self.stack.split == "cost" else stage_layers(self.shape.layers, stages)
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""

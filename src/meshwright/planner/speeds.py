@@ -118,6 +118,10 @@ FIRST_FLASH = 0.55
 """The first generation's speed, over that of the second."""
 
 
+REACHED = {"H": 0.803}
+"""Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
+
+
 def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
     """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention kernel."""
     peak = device.bf16_flop_per_s or 1e12
@@ -126,13 +130,15 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
     shares = next((v for start, v in FLASH.items() if name.startswith(start)), FLASH["A100"])
     forward, backward = shares[max(flash, 2)]
     older = FIRST_FLASH if flash < 2 else 1.0
+    matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
+    slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
     base = Speeds(
-        matmul_flop_per_s=device.bf16_matmul_flop_per_s or 0.8 * peak,
+        matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
-        low_flop_per_s=device.fp8_matmul_flop_per_s or 0.72 * device.fp8_flop_per_s,
+        low_flop_per_s=device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
-        attention_forward=forward * older,
-        attention_backward=backward * older,
+        attention_forward=forward * older * slow,
+        attention_backward=backward * older * slow,
         **known,  # type: ignore[arg-type]
     )
     return replace(base, **changes)  # type: ignore[arg-type]

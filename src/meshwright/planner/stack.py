@@ -50,6 +50,8 @@ class Stack:
     """Allocator: reserved over asked-for bytes of activations."""
     pipeline_kept: Literal["schedule", "all"] = "schedule"
     """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
+    split: Literal["even", "cost"] = "even"
+    """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
     outputs_kept: bool = False
     """A pipeline stage also keeps its output for each micro-batch in flight."""
 

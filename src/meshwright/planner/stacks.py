@@ -46,13 +46,18 @@ ALEPH = Stack(
 )
 NANOTRON = Stack(
     name="nanotron",
-    passes=2.0,
+    passes=1.75,
+    rope_passes=5.0,
     activation_kept=4.0,
     gradient_bytes=4.0,
     regather=False,
+    split="cost",
+    host_s=7e-5,
+    accumulates=True,
     hides_sends=0.0,
+    send_s=0.002,
     hides_gradients=0.5,
-    source="huggingface/nanotron: scripts/scaling_benchmarks.py",
+    source="huggingface/nanotron: scripts/scaling_benchmarks.py, models/llama.py, models/base.py",
 )
 FSDP1 = Stack(name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
 TORCHTITAN = Stack(name="torchtitan", selective="products", selective_repeats=0.5, source="pytorch/torchtitan benchmarks/")
@@ -92,4 +97,6 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, product_bytes=0.5)
     if "rms" in kernel:
         found = replace(found, norm_passes=1.0)
-    return found, {}
+    if columns.get("compile") == "0" and found.name == "torchtitan":
+        found = replace(found, passes=1.75, norm_passes=10.0, rope_passes=5.0)
+    return found, {"sp": True} if found.name == "nanotron" and int(columns.get("tp") or 1) > 1 else {}
