@@ -205,8 +205,8 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     apart = (Pass(2 * moved),) if bias and of.stack.passes > 1 else ()
     return Operation(
         name=name,
-        forward=(*(Pass(of.width * into_ + width * into_) for into_ in casts[:1]), Product(tokens, into, out, 1.0, width), *apart),
-        inputs=(*(Pass(of.width * out_ + 2 * width * out_) for out_ in casts[1:]), Product(tokens, out, into, 1.0, width)),
+        forward=(*(Pass((of.width + 2 * width) * into_) for into_ in casts[:1]), Product(tokens, into, out, 1.0, width), *apart),
+        inputs=(*(Pass((of.width + 2 * width) * out_) for out_ in casts[1:]), Product(tokens, out, into, 1.0, width)),
         weights=(Product(into, tokens, out, 1.0, width), *((Pass(moved),) if bias else ()), *_accumulate(of, into * out)),
     )
 

@@ -163,7 +163,7 @@ def _virtual(columns: dict[str, str], layers: int, pp: int) -> int:
     text = (columns.get("vpp") or "").strip()
     about = re.match(r"~(\d+)", text)
     if about:
-        return int(about[1])
+        return min(int(about[1]), layers // pp)
     if not text and pp > 1 and "interleaved" in (columns.get("schedule") or ""):
         return layers // pp
     return _whole(columns, "vpp", 1)
@@ -179,6 +179,8 @@ def _recompute(columns: dict[str, str], devices: int) -> str:
 
 
 def _shape(columns: dict[str, str]) -> ModelShape:
+    if "lora" in columns["model"].lower():
+        raise ValueError("most weights are frozen (LoRA): such runs are not planned")
     llama = "gpt" not in columns["model"].lower() and "mpt" not in columns["model"].lower()
     hidden, heads = _whole(columns, "hidden"), _whole(columns, "heads")
     return ModelShape(

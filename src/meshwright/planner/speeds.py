@@ -102,22 +102,25 @@ ARCHITECTURES: dict[str, dict[str, float]] = {
     "GB300": {"processors": 152, "product_share": 0.85},
 }
 """Since Hopper, power and not the tensor cores bound long runs of products."""
+HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
+BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
 FLASH: dict[str, dict[int, tuple[float, float]]] = {
-    "A100": {2: (0.64, 0.58), 3: (0.64, 0.58)},
-    "H": {2: (0.40, 0.345), 3: (0.68, 0.56)},
-    "GH": {2: (0.40, 0.345), 3: (0.68, 0.56)},
-    "B": {2: (0.30, 0.25), 3: (0.62, 0.50)},
-    "GB": {2: (0.30, 0.25), 3: (0.62, 0.50)},
+    "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
+    "H": HOPPER,
+    "GH": HOPPER,
+    "B": BLACKWELL,
+    "GB": BLACKWELL,
 }
 """Beginning of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
 
-Dao 2023 (arXiv:2307.08691) figures 4 to 7: 2 on A100 and H100; section 1: the first kernel reaches about half of that.
-Shah et al. 2024 (arXiv:2407.08608): 3 on H100; cuDNN's stands for it elsewhere.
+Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches about half of it).
+Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
+products: 0.85 of what a kernel alone reaches.
 """
-FIRST_FLASH = 0.55
-"""The first generation's speed, over that of the second."""
 
 
+FP4_OVER_FP8 = 2.0
+"""The data sheets' ratio (3 for Blackwell Ultra, which nobody measured)."""
 REACHED = {"H": 0.803}
 """Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
 
@@ -128,17 +131,17 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
     shares = next((v for start, v in FLASH.items() if name.startswith(start)), FLASH["A100"])
-    forward, backward = shares[max(flash, 2)]
-    older = FIRST_FLASH if flash < 2 else 1.0
+    forward, backward = shares[flash]
     matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
     slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
     base = Speeds(
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
         low_flop_per_s=device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s,
+        lowest_flop_per_s=FP4_OVER_FP8 * device.fp8_matmul_flop_per_s if name.lstrip("G").startswith("B") else 0.0,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
-        attention_forward=forward * older * slow,
-        attention_backward=backward * older * slow,
+        attention_forward=forward * slow,
+        attention_backward=backward * slow,
         **known,  # type: ignore[arg-type]
     )
     return replace(base, **changes)  # type: ignore[arg-type]

@@ -62,14 +62,17 @@ NANOTRON = Stack(
 FSDP1 = Stack(name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
 TORCHTITAN = Stack(name="torchtitan", selective="products", selective_repeats=0.5, source="pytorch/torchtitan benchmarks/")
 MEGATRON_CORE = Stack(
-    name="megatron-core", flash=3, activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
+    name="megatron-core", flash=3, hides_tensor=0.7, gradient_exchange_bytes=2.0, activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
 )  # fmt: skip
 
+MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
+"""Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
+
 BY_FRAMEWORK = (
     ("megatron-deepspeed", MEGATRON_DEEPSPEED), ("aleph", ALEPH), ("nanotron", NANOTRON), ("llm-foundry", FSDP1),
-    ("fms-fsdp", FSDP1), ("torchtitan", TORCHTITAN), ("megatron-lm 202", MEGATRON_2022), ("megatron", MEGATRON_CORE),
-    ("meta in-house", MEGATRON_CORE), ("nemo", MEGATRON_CORE), ("meshwright", MESHWRIGHT),
+    ("fms-fsdp", FSDP1), ("torchtitan", TORCHTITAN), ("megatron-lm 202", MEGATRON_2022), ("megatron-bridge", MEGATRON_CORE),
+    ("megatron", MEGATRON_CORE_2024), ("meta in-house", MEGATRON_CORE_2024), ("nemo", MEGATRON_CORE_2024), ("meshwright", MESHWRIGHT),
 )  # fmt: skip
 
 
@@ -91,6 +94,8 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     if "flash" in kernel and re.search(r"flash(_attention)?1", kernel):
         found = replace(found, flash=1)
     precision = (columns.get("precision") or "").lower()
+    if not precision:
+        raise ValueError("precision is not given")
     if "fp8" in precision or "float8" in precision:
         found = replace(found, product_bytes=1.0)
     elif "fp4" in precision:
