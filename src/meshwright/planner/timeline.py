@@ -1,5 +1,7 @@
 """The schedule that is executed, played with the planner's seconds; then what data parallelism and the optimizer add."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,10 +12,11 @@ from meshwright.planner.stages import Cost, stride_of
 from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Replay, Times, replay
-from meshwright.spec.schedule import Actions, schedule
+from meshwright.spec.places import own_stages
+from meshwright.spec.replay import Place, Times, needs
+from meshwright.spec.schedule import Actions, schedule, stage_rank
 
-ROUNDS = 4
+ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state."""
 UPDATE_BYTES = 30.0
 """AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
@@ -61,13 +64,59 @@ def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     return most + micro_batches % ranks if virtual == 1 else most
 
 
-def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> tuple[float, Replay]:
-    """Seconds of all passes of a step, and the (shortened) play."""
+Played = tuple[tuple[int, int, int], ...]
+"""Actions of all ranks in an order in which each finds what it reads: (4 x stage + kind, rank, place of the action of
+another rank whose result it waits for, or -1)."""
+KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+@cache
+def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
+    """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
+    actions = actions_of(name, ranks, micro_batches, virtual)
+    holders = stage_rank(name, ranks, virtual)
+    made: dict[Place, int] = {}
+    found: list[tuple[int, int, int]] = []
+    nexts = [0] * ranks
+    waiting = deque(range(ranks))
+    while waiting:
+        rank = waiting.popleft()
+        own = actions[rank]
+        while nexts[rank] < len(own):
+            action = own[nexts[rank]]
+            wanted = needs(action, len(holders))
+            if any(place not in made for place in wanted):
+                waiting.append(rank)
+                break
+            others = [made[place] for place in wanted if holders[place[1]] != rank]
+            if action.kind != "W":
+                made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
+            found.append((4 * action.stage + KINDS[action.kind], rank, others[0] if others else -1))
+            nexts[rank] += 1
+    return tuple(found)
+
+
+def play(order: Played, ranks: int, times: Sequence[Times]) -> float:
+    """Seconds from the first start to the last end: spec.replay's, without its spans."""
+    lengths = [s for t in times for s in (t.forward_s, t.input_s, t.weight_s, t.input_s + t.weight_s)]
+    send_s = max(t.send_s for t in times)
+    free, ends = [0.0] * ranks, []
+    for what, rank, other in order:
+        start = free[rank]
+        if other >= 0 and ends[other] + send_s > start:
+            start = ends[other] + send_s
+        free[rank] = start + lengths[what]
+        ends.append(free[rank])
+    return max(free)
+
+
+def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
+    """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
     times = [Times(forward_s=c.forward_s, input_s=c.input_s, weight_s=c.weight_s, send_s=send_s) for c in stages]
-    played = replay(actions_of(layout.schedule, layout.pp, few, layout.vp), times)
-    busiest = max(played.busy_s)
-    return played.total_s + (micro_batches - few) * busiest / few, played
+    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times)
+    busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
+    return played_s + (micro_batches - few) * busiest
 
 
 def step_time(
@@ -81,7 +130,7 @@ def step_time(
     own = [stages[s] for s in _owned(layout)[busiest]]
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
-    total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)[0]
+    total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)
     behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
     slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
@@ -101,8 +150,6 @@ def _both(cost: Cost) -> float:
 
 
 def _owned(layout: Layout) -> list[tuple[int, ...]]:
-    from meshwright.spec.places import own_stages
-
     return [own_stages(layout, rank) for rank in range(layout.pp)]
 
 
