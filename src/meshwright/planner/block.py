@@ -7,7 +7,8 @@ closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from meshwright.planner.stack import Stack
 from meshwright.planner.work import Attention, Exchange, Kept, Operation, Pass, Product, Work
@@ -134,7 +135,7 @@ def head(of: Local) -> Block:
     logits = of.tokens * vocab
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter, leave = _enter(of), _leave(of, 1.0)
+    enter = _enter(of)
     softmax = Pass(logits * 4 * 3 * stack.passes, 4)
     if stack.head_chunk_bytes:
         rows = max(1.0, min(of.tokens, max(256.0, stack.head_chunk_bytes / (4 * vocab))))
@@ -144,8 +145,11 @@ def head(of: Local) -> Block:
         made = of.tokens * shape.hidden * of.width + vocab * shape.hidden * 4
         kept = [Kept("head gradients", made, made)]
         transient = rows * vocab * (4 + of.width)
+        parts = ceil(chunks)
+        each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
+        loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
         operation = Operation(
-            name="head", forward=forward, forward_exchanges=enter[0] + leave[1], backward_exchanges=()
+            name="head", forward=forward, forward_exchanges=enter[0] + loss, backward_exchanges=enter[1]
         )
     else:
         kept = [Kept("logits", logits * stack.logit_kept, logits * stack.logit_kept)]
@@ -305,7 +309,10 @@ def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Ex
             Exchange("cp", "all-gather", size),
             Exchange("cp", "reduce-scatter", size),
         )
-    return (Exchange("cp", "ring", size),), (Exchange("cp", "ring", size * (1 + 4 / of.width)),)
+    return (Exchange("cp", "ring", size),), (
+        Exchange("cp", "ring", size),
+        Exchange("cp", "ring", size * 4 / of.width),
+    )
 
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
@@ -340,12 +347,13 @@ def _experts(of: Local) -> Iterator[Operation]:
     own, copies, ffn = _routed(of)
     enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of), _leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
-    yield _linear(of, "router", own, shape.hidden, moe.experts)
+    yield replace(_linear(of, "router", own, shape.hidden, moe.experts), forward_exchanges=_balance(of))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
+    tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
     yield Operation(
         name="dispatch", forward=(Pass(2 * moved, 6),), inputs=(Pass(2 * moved, 3),),
-        forward_exchanges=trip, backward_exchanges=trip,
+        forward_exchanges=tell + trip, backward_exchanges=trip,
     )  # fmt: skip
     experts = moe.experts / of.ep
     each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
@@ -370,6 +378,14 @@ def _experts(of: Local) -> Iterator[Operation]:
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
     yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _balance(of: Local) -> tuple[Exchange, ...]:
+    """Shares and probabilities of the experts in each sequence, where ranks see a part of it."""
+    assert of.shape.moe is not None
+    size = 2.0 * of.batch * of.shape.moe.experts * 4
+    axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
+    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]
 
 
 def _norm_kept(of: Local, name: str) -> Iterator[Kept]:

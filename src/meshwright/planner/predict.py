@@ -8,9 +8,10 @@ from meshwright.planner.links import Links, links_of
 from meshwright.planner.memory import RankMemory, rank_memory
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, split_by_cost, stride_of
+from meshwright.planner.stages import Cost, Costs, costs, split_by_cost, ranks_of
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import StepTime, data_parallel_seconds, step_time, update_seconds
+from meshwright.planner.traffic import Sent, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -68,6 +69,10 @@ class Prediction:
         """As mfu (causal), with what recomputation repeats."""
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
         return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
+
+    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
+        """What a rank of a pipeline rank sends in a step, by axis and collective."""
+        return traffic(self.plan, pp_rank, self.stack)
 
     @property
     def bubble_fraction(self) -> float:
@@ -150,7 +155,7 @@ class Estimator:
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:
             return 0.0
-        return self.links.send_seconds(of.between_bytes, stride_of(layout, "pp")[1])
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1])
 
     def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
         """What of the transfers no computation hides stands in both neighbours' time."""

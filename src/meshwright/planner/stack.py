@@ -103,6 +103,7 @@ class Stack:
 MESHWRIGHT = Stack(
     name="meshwright",
     activation_kept=0.0,
+    regather=False,
     selective="products",
     logit_kept=0.0,
     logit_peak=0.0,

@@ -45,7 +45,7 @@ class Cost:
         )
 
 
-def stride_of(layout: Layout, axis: str) -> tuple[int, int]:
+def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
     """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
     steps = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp * layout.cp}
     steps["dp_replicate"] = steps["dp_shard"] * layout.dp_shard
@@ -113,7 +113,7 @@ class Passes:
         return longer + stack.stalls * max(0.0, each - longer), exchanged
 
     def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
-        ranks, stride = stride_of(self.layout, exchange.axis)
+        ranks, stride = ranks_of(self.layout, exchange.axis)
         kind = "all-gather" if exchange.collective == "ring" else exchange.collective
         took = exchange.count * self.links.seconds(kind, exchange.size_bytes, ranks, stride)
         if exchange.collective == "ring":

@@ -8,7 +8,7 @@ from functools import cache
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import Stack
-from meshwright.planner.stages import Cost, stride_of
+from meshwright.planner.stages import Cost, ranks_of
 from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
@@ -188,8 +188,8 @@ def data_parallel_seconds(
 ) -> tuple[float, float]:
     """(reducing all gradients of a rank once, gathering all its parameters once)."""
     width = stack.gradient_exchange_bytes or state.gradient_bytes
-    shards, stride = layout.dp_shard * layout.cp, stride_of(layout, "cp")[1]
-    copies, apart = stride_of(layout, "dp_replicate")
+    shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
+    copies, apart = ranks_of(layout, "dp_replicate")
     reduce_s = gather_s = 0.0
     if layout.zero:
         reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
