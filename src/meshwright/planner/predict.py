@@ -10,7 +10,7 @@ from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stages import Cost, Costs, costs, split_by_cost, ranks_of
 from meshwright.planner.states import Counts, States, counts, states
-from meshwright.planner.timeline import StepTime, data_parallel_seconds, step_time, update_seconds
+from meshwright.planner.timeline import StepTime, data_parallel_seconds, shared_links, step_time, update_seconds
 from meshwright.planner.traffic import Sent, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
@@ -148,7 +148,7 @@ class Estimator:
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         time = step_time(layout, self.stack, m, self._with_sends(layout, stages, send_s), send_s, reduce_s, gather_s,
-                         update_s)  # fmt: skip
+                         update_s, shared_links(layout, self.links))  # fmt: skip
         peak = self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s
         return Prediction(plan=plan, stack=self.stack, time=time, memory=tuple(memory), peak_flop_per_s=peak)
 

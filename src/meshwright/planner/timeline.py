@@ -121,9 +121,10 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float,
+    gather_s: float, update_s: float, shared: float = 0.0,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO)."""
+    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
+    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
@@ -131,7 +132,7 @@ def step_time(
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
     total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)
-    behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
+    behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
     slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
     return StepTime(
@@ -181,6 +182,18 @@ def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
     """The optimizer over a rank's own elements, and the norm of its gradients."""
     moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
     return speeds.seconds(Pass(moved, 4))
+
+
+BACKWARD_EXCHANGES = 0.5
+"""Of a pass's exchanges, those of the backward pass."""
+
+
+def shared_links(layout: Layout, links: Links) -> float:
+    """`shared` of step_time: reductions wait for exchanges where both take the same links."""
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    inside, _ = links.span(ranks, stride)
+    across = layout.tp > links.per_node
+    return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0
 
 
 def data_parallel_seconds(
