@@ -17,6 +17,7 @@ from meshwright.cli.generate import generate
 from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
 from meshwright.cli.launch import fail, processes
+from meshwright.cli.plan import plan
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
@@ -63,6 +64,7 @@ app = typer.Typer(
 )
 app.command(cls=Verb, name="quickstart", short_help="Train a first model, here and now.")(quickstart)
 app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
+app.command(cls=Verb, name="plan", short_help="Rank the layouts of a model on a cluster.")(plan)
 app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
 app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)

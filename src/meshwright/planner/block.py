@@ -82,7 +82,8 @@ def local(
 class Block:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
-    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward pass.
+    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
+    pass.
     """
 
     operations: tuple[Operation, ...]
@@ -155,7 +156,8 @@ def head(of: Local) -> Block:
         kept = [Kept("logits", logits * stack.logit_kept, logits * stack.logit_kept)]
         transient = logits * (stack.logit_peak - stack.logit_kept)
         operation = Operation(
-            name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight, *_accumulate(of, vocab * shape.hidden)),
+            name="head", forward=(product, softmax), inputs=(data, softmax),
+            weights=(weight, *_accumulate(of, vocab * shape.hidden)),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
     kept += _norm_kept(of, "head")
@@ -205,14 +207,20 @@ def _add(of: Local) -> Operation:
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> Operation:
     width = of.product_width
     moved = tokens * out * of.width
-    casts = (tokens * into, tokens * out) if width < of.width else ()
     apart = (Pass(2 * moved),) if bias and of.stack.passes > 1 else ()
+    summed = (Pass(moved),) if bias else ()
     return Operation(
         name=name,
-        forward=(*(Pass((of.width + 2 * width) * into_) for into_ in casts[:1]), Product(tokens, into, out, 1.0, width), *apart),
-        inputs=(*(Pass((of.width + 2 * width) * out_) for out_ in casts[1:]), Product(tokens, out, into, 1.0, width)),
-        weights=(Product(into, tokens, out, 1.0, width), *((Pass(moved),) if bias else ()), *_accumulate(of, into * out)),
+        forward=(*_cast(of, tokens * into), Product(tokens, into, out, 1.0, width), *apart),
+        inputs=(*_cast(of, tokens * out), Product(tokens, out, into, 1.0, width)),
+        weights=(Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out)),
     )
+
+
+def _cast(of: Local, elements: float) -> tuple[Work, ...]:
+    """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
+    width = of.product_width
+    return (Pass((of.width + 2 * width) * elements),) if width < of.width else ()
 
 
 def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
@@ -291,10 +299,10 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
         moved, back, launches = moved + 5.0, back + 5.0, launches + 1.0
     rows = sequence / of.cp
     weigh, mix = Product(rows, dim, sequence, pairs), Product(rows, sequence, dim, pairs)
-    turned = 2 * of.tokens * queries * of.width
+    turn = 2 * of.tokens * queries * of.width
     return Operation(
-        name="attention", forward=(weigh, Pass(moved * scores, launches), mix, Pass(turned)),
-        inputs=(Pass(turned), mix, weigh, Pass(back * scores, launches), mix, mix, Pass(3 * turned)),
+        name="attention", forward=(weigh, Pass(moved * scores, launches), mix, Pass(turn)),
+        inputs=(Pass(turn), mix, weigh, Pass(back * scores, launches), mix, mix, Pass(3 * turn)),
         again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
     )  # fmt: skip
 
@@ -438,12 +446,12 @@ def _experts_kept(of: Local) -> Iterator[Kept]:
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
-    word, core = of.width, of.stack.selective == "core"
+    word = of.width
     yield Kept("router", own * moe.experts * 4 * 2, own * moe.experts * 4)
     sent = copies * shape.hidden * word
     yield Kept("dispatched", sent, sent)
     yield from _inner_kept(of, "experts", copies, ffn)
-    yield Kept("returned", sent, sent if core else sent)
+    yield Kept("returned", sent, sent)
     if moe.shared_experts:
         yield from _inner_kept(of, "shared", of.tokens, moe.shared_experts * moe.ffn / of.tp)
 
@@ -451,7 +459,7 @@ def _experts_kept(of: Local) -> Iterator[Kept]:
 def _mask_kept(of: Local, name: str) -> Iterator[Kept]:
     if of.dropout:
         mask = of.between * of.shape.hidden
-        yield Kept(f"{name} dropout mask", mask, mask if of.stack.selective == "core" else mask)
+        yield Kept(f"{name} dropout mask", mask, mask)
 
 
 def _widest_gradient(of: Local, routed: bool) -> float:

@@ -2,9 +2,10 @@
 
 A group's ring runs over the fast links inside a node and, where it spans nodes, over as many network cards as the group
 has ranks in a node: the other groups of the node use the others. An all-reduce takes the fastest of ring, tree (few
-steps) and, in one node since Hopper, the switch that adds by itself (NVLS). Latencies: NCCL's tuner (src/graph/tuning.cc).
-Bandwidths: nccl-tests of A100, H200 and B200 nodes (stas00/ml-engineering network/README.md; VIA-Research/vTrain
-trace/a100), found again within 25 % from 4 MiB on in a node (tests).
+steps) and, in one node since Hopper, the switch that adds by itself (NVLS).
+
+Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-tests of A100, H200 and B200 nodes
+(stas00/ml-engineering network/README.md; VIA-Research/vTrain trace/a100), found again within 25 % from 4 MiB on.
 """
 
 from dataclasses import dataclass
@@ -38,24 +39,34 @@ class Links:
     crowding: float = 0.0
     """Loss of bandwidth for each doubling of nodes beyond one."""
 
-    def seconds(self, collective: str, size_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange."""
+    def seconds(self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0) -> float:
+        """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange.
+        `routes`: of so many equal rows each node gets one at most, and hands it on (all-to-all)."""
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
         bandwidth = self.bandwidth(inside, nodes)
         if collective == "all-to-all" and nodes > 1:
-            bandwidth = self.network_bytes_per_s * self.network_share
+            once = min(1.0, nodes / routes) if routes else 1.0
+            away = once * size_bytes * (nodes - 1) / nodes / (self.network_bytes_per_s * self.network_share)
+            near = size_bytes * (inside - 1) / inside / (self.link_bytes_per_s * self.link_share)
+            return self.base_s + self.network_base_s + (nodes - 1) * self.network_step_s + max(away, near)
         moved = size_bytes * (ranks - 1) / ranks
         ring_s = (ranks - nodes) * self.link_step_s + (nodes - 1) * self.network_step_s + moved / bandwidth
         base_s = self.base_s + (self.network_base_s if nodes > 1 else 0.0)
         if collective != "all-reduce":
             return base_s + ring_s
-        hops_s = (inside - 1) * self.link_step_s + log2(nodes) * self.network_step_s
-        best = min(2 * ring_s, 2 * (hops_s + size_bytes / bandwidth))
+        best = min(2 * ring_s, self._tree_s(size_bytes, inside, nodes))
         if self.switch_from and ranks >= self.switch_from and nodes == 1:
             best = min(best, self.base_s + size_bytes / (self.link_bytes_per_s * self.switch_share))
         return base_s + best
+
+    def _tree_s(self, size_bytes: float, inside: int, nodes: int) -> float:
+        """Sums inside nodes while they are summed between them: 2 (K - 1) / K of the tensor leaves each of K nodes."""
+        hops_s = 2 * ((inside - 1) * self.link_step_s + log2(nodes) * self.network_step_s)
+        near_s = 2 * size_bytes / (self.link_bytes_per_s * self.link_share)
+        away_s = 2 * (nodes - 1) / nodes * size_bytes / self.bandwidth(inside, nodes) if nodes > 1 else 0.0
+        return hops_s + max(near_s, away_s)
 
     def span(self, ranks: int, stride: int) -> tuple[int, int]:
         """(ranks of a group in one node, nodes)."""

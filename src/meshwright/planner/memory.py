@@ -58,16 +58,38 @@ def moments(layout: Layout, stack: Stack, micro_batches: int, rank: int) -> tupl
     return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
 
 
+def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int) -> float:
+    """Micro-batches of a whole rank in flight by closed form, for a search; each of its stages has as many.
+
+    Sources: Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 and 2024 (zero-bubble), DeepSeek-V3 (DualPipe).
+    """
+    p, v, m = ranks, virtual, micro_batches
+    alive = {
+        "afab": m,
+        "1f1b": p - rank,
+        "interleaved": (2 * (p - rank - 1) + (v - 1) * p + 1) / v,
+        "zb-h1": p,
+        "zb-v": p,
+        "dualpipe-v": p + 1,
+    }[schedule]
+    return float(min(m, alive)) if p > 1 else 1.0
+
+
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int,
-    unit_bytes: float, unit_gradient_bytes: float, border_bytes: float, update_bytes: float,
+    unit_bytes: float, unit_gradient_bytes: float, border_bytes: float, update_bytes: float, exact: bool = True,
 ) -> RankMemory:  # fmt: skip
-    """`unit_bytes`: parameters of the largest block under ZeRO-3, whole; `border_bytes`: a stage's output."""
+    """`unit_bytes`: parameters of the largest block under ZeRO-3, whole; `border_bytes`: a stage's output. Not `exact`:
+    micro-batches in flight by closed form."""
+    alive: tuple[tuple[float, ...], ...] = ((),)
+    if exact:
+        alive = moments(layout, stack, micro_batches, rank)
+    else:
+        alive = ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
     own = own_stages(layout, rank)
     costs = [stages[stage] for stage in own]
     activations = max(
-        sum(count * cost.kept_bytes for count, cost in zip(moment, costs, strict=True))
-        for moment in moments(layout, stack, micro_batches, rank)
+        sum(count * cost.kept_bytes for count, cost in zip(moment, costs, strict=True)) for moment in alive
     )
     transient = max(cost.transient_bytes for cost in costs)
     logits = max(cost.logit_bytes for cost in costs)
@@ -77,7 +99,7 @@ def rank_memory(
     if layout.pp > 1:
         buffers += 2 * border_bytes
         if stack.outputs_kept:
-            buffers += border_bytes * max(map(sum, moments(layout, stack, micro_batches, rank)))
+            buffers += border_bytes * max(map(sum, alive))
     step = {**state.step, "activations": activations, "logits": logits, "buffers": buffers, "temporaries": transient}
     update = {**state.update, "temporaries": update_bytes}
     kinds, when = (step, "backward pass") if sum(step.values()) >= sum(update.values()) else (update, "optimizer step")

@@ -8,17 +8,22 @@ from meshwright.planner.links import Links, links_of
 from meshwright.planner.memory import RankMemory, rank_memory
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, split_by_cost, ranks_of
+from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost, split_evenly
 from meshwright.planner.states import Counts, States, counts, states
-from meshwright.planner.timeline import StepTime, data_parallel_seconds, shared_links, step_time, update_seconds
+from meshwright.planner.timeline import (
+    StepTime,
+    data_parallel_seconds,
+    owned,
+    shared_links,
+    step_time,
+    update_seconds,
+)
 from meshwright.planner.traffic import Sent, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -93,64 +98,97 @@ class Estimator:
     links: Links
 
     @cached_property
-    def _costs(self) -> dict[tuple[object, ...], tuple[Local, Costs]]:
+    def _parts(self) -> dict[tuple[object, ...], tuple[Local, dict[str, Costs]]]:
         return {}
+
+    @cached_property
+    def _counts(self) -> dict[tuple[object, ...], Counts]:
+        return {}
+
+    @cached_property
+    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[int, int], list[range]]:
+        return {}
+
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
+        batch = layout.micro_batch_of(self.recipe.global_batch)
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        inside = min(layout.tp * layout.cp, self.links.per_node), layout.dp_shard if layout.ep > 1 else 0
-        key = (layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch, layout.recompute, inside)
-        if key not in self._costs:
+        key = self._key(layout)
+        if key not in self._parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            of = local(self.shape, self.stack, layout, self.recipe.sequence, batch, width, self.recipe.dropout)
-            self._costs[key] = of, costs(of, layout, self.speeds, self.links)
-        return self._costs[key]
-
-    def stages(self, layout: Layout) -> list[Cost]:
-        """Cost of each pipeline stage."""
-        _, found = self.parts(layout)
-        number = layout.pp * layout.vp
-        split = self.split(layout)
-        return [found.stage(self.shape, split[s], first=s == 0, last=s == number - 1) for s in range(number)]
+            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
+            self._parts[key] = of, costs(of, layout, self.speeds, self.links)
+        of, found = self._parts[key]
+        return of, found[layout.recompute]
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
-        stages = layout.pp * layout.vp
-        return split_by_cost(self.shape, stages) if self.stack.split == "cost" else stage_layers(self.shape.layers, stages)
+        key = layout.pp, layout.vp
+        if key not in self._splits:
+            cut = split_by_cost if self.stack.split == "cost" else split_evenly
+            self._splits[key] = cut(self.shape, layout.pp * layout.vp)
+        return self._splits[key]
+
+    def stages(self, layout: Layout) -> list[Cost]:
+        """Cost of each pipeline stage; those of the layout asked for last are kept."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp)
+        if key not in self._stages:
+            _, found = self.parts(layout)
+            split = self.split(layout)
+            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            stages = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                kind = len(layers), routed, s == 0, s == len(split) - 1
+                if kind not in made:
+                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                stages.append(made[kind])
+            self._stages.clear()
+            self._stages[key] = stages
+        return self._stages[key]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
-        split, own = self.split(layout), own_stages(layout, rank)
-        number = len(split)
-        first, last = 0 in own, number - 1 in own
-        layers = [layer for stage in own for layer in split[stage]]
-        if self.shape.moe and self.shape.moe.first_dense > 0:
-            dense = sum(layer < self.shape.moe.first_dense for layer in layers)
-            span = range(self.shape.moe.first_dense - dense, self.shape.moe.first_dense - dense + len(layers))
-        else:
-            span = range(len(layers))
-        return counts(self.shape, layout, span, first=first, last=last)
+        shards = layout.dp_shard * layout.cp if layout.zero else 1
+        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.schedule, shards, rank)
+        if key not in self._counts:
+            split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+            layers = tuple(layer for stage in own for layer in split[stage])
+            first, last = 0 in own, len(split) - 1 in own
+            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        return self._counts[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
-        layout, recipe = plan.layout, self.recipe
+        time, memory = self.measure(plan.layout)
+        peak = self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s
+        return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
+
+    def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
+        """Time of a step and memory of every pipeline rank; not `exact`: of both ends only, with closed forms instead
+        of the schedule played."""
+        recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
-        of, found = self.parts(layout)
-        stages = self.stages(layout)
+        of, _ = self.parts(layout)
         memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
-        for rank in range(layout.pp):
+        for rank in range(layout.pp) if exact else sorted({0, layout.pp - 1}):
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count)
-            memory.append(self._memory(layout, m, stages, state, rank, of, count))
+            memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
             reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
             reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
-        time = step_time(layout, self.stack, m, self._with_sends(layout, stages, send_s), send_s, reduce_s, gather_s,
-                         update_s, shared_links(layout, self.links))  # fmt: skip
-        peak = self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s
-        return Prediction(plan=plan, stack=self.stack, time=time, memory=tuple(memory), peak_flop_per_s=peak)
+        shown = self._with_sends(layout, stages, send_s)
+        shared = shared_links(layout, self.links)
+        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact)
+        return time, tuple(memory)
 
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:
@@ -165,16 +203,33 @@ class Estimator:
         return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
     def _memory(
-        self, layout: Layout, m: int, stages: list[Cost], state: States, rank: int, of: Local, count: Counts
+        self,
+        layout: Layout,
+        m: int,
+        stages: list[Cost],
+        state: States,
+        rank: int,
+        of: Local,
+        count: Counts,
+        exact: bool,
     ) -> RankMemory:
-        layer = counts(self.shape, layout, range(1), first=False, last=False) if layout.zero == 3 else None
+        unit = self._unit(layout) if layout.zero == 3 else 0
         return rank_memory(
             layout, self.stack, m, stages, state, rank,
-            unit_bytes=layer.gathered * state.parameter_bytes if layer else 0.0,
-            unit_gradient_bytes=layer.gathered * state.gradient_bytes if layer else 0.0,
+            unit_bytes=unit * state.parameter_bytes,
+            unit_gradient_bytes=unit * state.gradient_bytes,
             border_bytes=of.between_bytes,
             update_bytes=count.own * self.stack.update_bytes,
+            exact=exact,
         )  # fmt: skip
+
+    def _unit(self, layout: Layout) -> int:
+        """Elements of a layer, gathered."""
+        key = ("unit", layout.tp, layout.ep, layout.dp_shard * layout.cp)
+        if key not in self._counts:
+            last = (self.shape.layers - 1,)
+            self._counts[key] = counts(self.shape, layout, last, first=False, last=False)
+        return self._counts[key].gathered
 
 
 def estimator(

@@ -17,7 +17,7 @@ from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.spec.presets import device
+from meshwright.spec.presets import device, model
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
@@ -29,6 +29,10 @@ DEVICES = (
     ("mi325x", "mi325x"), ("mi355x", "mi355x"),
 )  # fmt: skip
 """Beginning of (or word in) a row's hardware -> device preset; the first that is found."""
+ROUTED = (
+    ("DeepSeekV3", "deepseek-v3"), ("Qwen3_30B_a3B", "qwen3-30b-a3b"), ("Qwen3_235B_a22B", "qwen3-235b-a22b"),
+)  # fmt: skip
+"""Beginning of a row's model -> preset that has the shape it leaves out."""
 FRACTION = {"GiB": 2**30, "GB": 2**30}
 """Published peaks are torch's, printed with either name and meaning 2**30 (research notes, section 8)."""
 
@@ -179,8 +183,11 @@ def _recompute(columns: dict[str, str], devices: int) -> str:
 
 
 def _shape(columns: dict[str, str]) -> ModelShape:
-    if "lora" in columns["model"].lower():
+    if "lora" in (columns["model"] + (columns.get("notes") or "")).lower():
         raise ValueError("most weights are frozen (LoRA): such runs are not planned")
+    preset = next((name for word, name in ROUTED if columns["model"].startswith(word)), "")
+    if preset and not columns.get("hidden"):
+        return model(preset)
     llama = "gpt" not in columns["model"].lower() and "mpt" not in columns["model"].lower()
     hidden, heads = _whole(columns, "hidden"), _whole(columns, "heads")
     return ModelShape(
@@ -208,10 +215,9 @@ def _cluster(columns: dict[str, str], devices: int) -> Cluster:
     name = next((preset for word, preset in DEVICES if word in text), "")
     if not name:
         raise ValueError(f"gpu={columns['gpu']!r} is no device whose figures are known")
-    per_node = min(devices, 8)
-    return Cluster(
-        device=_network(device(name), columns), devices_per_node=per_node, nodes=max(1, devices // per_node)
-    )
+    domain = 72 if name.startswith("gb") else 8
+    per_node = max(n for n in range(1, domain + 1) if devices % n == 0)
+    return Cluster(device=_network(device(name), columns), devices_per_node=per_node, nodes=max(1, devices // per_node))
 
 
 def _network(device: Device, columns: dict[str, str]) -> Device:

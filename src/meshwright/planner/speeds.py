@@ -75,7 +75,8 @@ class Speeds:
         rate = self.rate(width) * self.product_share
         if any(side % (16 / max(width, 1)) for side in (k, n) if side == int(side)):
             rate *= self.unaligned_share
-        best = min(self._tiled(m, k, n, batch, tile, split) for tile in TILES for split in SPLITS if split == 1 or k >= 1024 * split)
+        splits = [split for split in SPLITS if split == 1 or k >= 1024 * split]
+        best = min(self._tiled(m, k, n, batch, tile, split) for tile in TILES for split in splits)
         moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
         memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
         return max(best / rate, memory_s) + self.launch_s
@@ -113,7 +114,7 @@ FLASH: dict[str, dict[int, tuple[float, float]]] = {
 }
 """Beginning of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
 
-Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches about half of it).
+Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches half of it).
 Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
 products: 0.85 of what a kernel alone reaches.
 """
@@ -126,7 +127,8 @@ REACHED = {"H": 0.803}
 
 
 def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
-    """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention kernel."""
+    """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
+    kernel."""
     peak = device.bf16_flop_per_s or 1e12
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})

@@ -90,6 +90,8 @@ class Stack:
     """Share of the computation behind which ZeRO-3's gathers run."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
+    routes_once: bool = False
+    """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
     hides_sends: float = 1.0
     """Share of pipeline transfers that runs behind computation."""
     contention: float = 0.1

@@ -59,21 +59,42 @@ NANOTRON = Stack(
     hides_gradients=0.5,
     source="huggingface/nanotron: scripts/scaling_benchmarks.py, models/llama.py, models/base.py",
 )
-FSDP1 = Stack(name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
-TORCHTITAN = Stack(name="torchtitan", selective="products", selective_repeats=0.5, source="pytorch/torchtitan benchmarks/")
-MEGATRON_CORE = Stack(
-    name="megatron-core", flash=3, hides_tensor=0.7, gradient_exchange_bytes=2.0, activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
-    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
+FSDP1 = Stack(
+    name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
 )  # fmt: skip
-
+TORCHTITAN = Stack(
+    name="torchtitan", selective="products", selective_repeats=0.5, source="pytorch/torchtitan benchmarks/",
+)  # fmt: skip
+MEGATRON_CORE = Stack(
+    name="megatron-core",
+    flash=3,
+    hides_tensor=0.7,
+    gradient_exchange_bytes=2.0,
+    activation_kept=0.0,
+    gradient_bytes=4.0,
+    logit_kept=4.0,
+    logit_peak=8.0,
+    routes_once=True,
+    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap",
+)
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
 """Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
 
 BY_FRAMEWORK = (
-    ("megatron-deepspeed", MEGATRON_DEEPSPEED), ("aleph", ALEPH), ("nanotron", NANOTRON), ("llm-foundry", FSDP1),
-    ("fms-fsdp", FSDP1), ("torchtitan", TORCHTITAN), ("megatron-lm 202", MEGATRON_2022), ("megatron-bridge", MEGATRON_CORE),
-    ("megatron", MEGATRON_CORE_2024), ("meta in-house", MEGATRON_CORE_2024), ("nemo", MEGATRON_CORE_2024), ("meshwright", MESHWRIGHT),
-)  # fmt: skip
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("aleph", ALEPH),
+    ("nanotron", NANOTRON),
+    ("llm-foundry", FSDP1),
+    ("fms-fsdp", FSDP1),
+    ("torchtitan", TORCHTITAN),
+    ("megatron-lm 202", MEGATRON_2022),
+    ("megatron-bridge", MEGATRON_CORE),
+    ("megatron", MEGATRON_CORE_2024),
+    ("meta in-house", MEGATRON_CORE_2024),
+    ("nemo", MEGATRON_CORE_2024),
+    ("meshwright", MESHWRIGHT),
+)
+"""A word of a row's framework -> its software; the first that is found."""
 
 
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
@@ -91,7 +112,7 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, attention="fused-softmax")
     elif "flash" in kernel:
         found = replace(found, attention="flash")
-    if "flash" in kernel and re.search(r"flash(_attention)?1", kernel):
+    if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
         found = replace(found, flash=1)
     precision = (columns.get("precision") or "").lower()
     if not precision:

@@ -8,6 +8,7 @@ from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
+from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -58,30 +59,47 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 Side = Literal["forward", "inputs", "weights"]
 
 
-def block_cost(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Cost:
-    """A block's passes, with what recomputation repeats."""
-    recompute = layout.recompute if block.boundary_bytes else "none"
-    tell = Passes(of=of, layout=layout, speeds=speeds, links=links)
-    forward = tell.of_pass(block.operations, "forward")
-    inputs = tell.of_pass(block.operations, "inputs")
-    weights = tell.of_pass(block.operations, "weights")
-    again = (0.0, 0.0)
-    if recompute == "full":
-        again = forward
-    elif recompute == "selective":
-        again = tell.of_pass(tuple(op for op in block.operations if op.again), "forward")
-        products = tell.of_pass(tuple(op for op in block.operations if not op.again), "forward")
-        again = tuple(x + of.stack.selective_repeats * y for x, y in zip(again, products, strict=True))
-    whole = block.kept_bytes("none")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
+    stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
+
+    forward: tuple[float, float]
+    inputs: tuple[float, float]
+    weights_s: float
+    again: tuple[float, float]
+
+
+def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
+    """Time every operation of a block."""
+    passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    if of.stack.selective_repeats:
+        rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
+        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
+    return BlockTime(
+        forward=passes.of_pass(block.operations, "forward"),
+        inputs=passes.of_pass(block.operations, "inputs"),
+        weights_s=passes.of_pass(block.operations, "weights")[0],
+        again=again,
+    )
+
+
+def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
+    """A block's passes and kept bytes, with what recomputation repeats."""
+    if not block.boundary_bytes:
+        recompute = "none"
+    again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     kept = block.kept_bytes(recompute) * of.stack.slack
     return Cost(
-        forward_s=forward[0],
-        input_s=inputs[0] + again[0],
-        weight_s=weights[0],
-        exchange_s=forward[1] + inputs[1] + again[1],
+        forward_s=time.forward[0],
+        input_s=time.inputs[0] + again[0],
+        weight_s=time.weights_s,
+        exchange_s=time.forward[1] + time.inputs[1] + again[1],
         again_s=again[0],
         kept_bytes=kept,
-        transient_bytes=block.transient_bytes + (max(0.0, whole - kept) if recompute != "none" else 0.0),
+        transient_bytes=block.transient_bytes
+        + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
     )
 
 
@@ -115,7 +133,9 @@ class Passes:
     def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
         ranks, stride = ranks_of(self.layout, exchange.axis)
         kind = "all-gather" if exchange.collective == "ring" else exchange.collective
-        took = exchange.count * self.links.seconds(kind, exchange.size_bytes, ranks, stride)
+        moe = self.of.shape.moe
+        routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
+        took = exchange.times * self.links.seconds(kind, exchange.size_bytes, ranks, stride, routes)
         if exchange.collective == "ring":
             core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
             return max(0.0, took - core * (ranks - 1) / ranks)
@@ -135,29 +155,33 @@ class Costs:
     routed: Cost
     head: Cost
 
-    def stage(self, shape: ModelShape, layers: range, *, first: bool, last: bool) -> Cost:
-        """A pipeline stage."""
-        routed = sum(shape.is_moe_layer(layer) for layer in layers) if shape.moe else 0
-        total = Cost().plus(self.dense, len(layers) - routed).plus(self.routed, routed)
+    def stage(self, dense: int, routed: int, *, first: bool, last: bool) -> Cost:
+        """A pipeline stage with so many dense and routed layers."""
+        total = Cost().plus(self.dense, dense).plus(self.routed, routed)
         if first:
             total = total.plus(self.embedding)
         return total.plus(self.head) if last else total
 
 
-def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> Costs:
-    """Of every part of a shape under a layout."""
-    shape = of.shape
+def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy."""
+    shape, none = of.shape, Block(operations=())
+    blocks = {
+        "embedding": embedding(of),
+        "dense": layer(of, window=shape.window) if shape.routed_layers < shape.layers else none,
+        "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
+        "head": head(of),
+    }
+    times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
+    return {
+        recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
+        for recompute in ("none", "selective", "full")
+    }
 
-    def cost(block: Block) -> Cost:
-        return block_cost(block, of, layout, speeds, links)
 
-    last = cost(head(of))
-    return Costs(
-        embedding=cost(embedding(of)),
-        dense=cost(layer(of, window=shape.window)) if shape.routed_layers < shape.layers else Cost(),
-        routed=cost(layer(of, window=shape.window, routed=True)) if shape.routed_layers else Cost(),
-        head=Cost().plus(last),
-    )
+def split_evenly(shape: ModelShape, stages: int) -> list[range]:
+    """As the trainer does."""
+    return stage_layers(shape.layers, stages)
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:

@@ -2,6 +2,7 @@
 every layer, since all layers of a kind are alike. Equal to it to the byte (tests)."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -62,7 +63,7 @@ class Counts:
     tensors: int
 
 
-def counts(shape: ModelShape, layout: Layout, layers: range, *, first: bool, last: bool) -> Counts:
+def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool) -> Counts:
     """Of the layers (and ends) that a pipeline rank holds."""
     found = pieces(shape, layout.tp, layout.ep)
     routed = sum(shape.is_moe_layer(layer) for layer in layers)

@@ -1,4 +1,4 @@
-"""The schedule that is executed, played with the planner's seconds; then what data parallelism and the optimizer add."""
+"""The schedule that is executed, played with the planner's seconds; what data parallelism and the optimizer add."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from meshwright.planner.stages import Cost, ranks_of
 from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import own_stages
-from meshwright.spec.replay import Place, Times, needs
-from meshwright.spec.schedule import Actions, schedule, stage_rank
+from meshwright.spec.replay import Place, needs
+from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state."""
@@ -96,11 +95,12 @@ def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
     return tuple(found)
 
 
-def play(order: Played, ranks: int, times: Sequence[Times]) -> float:
-    """Seconds from the first start to the last end: spec.replay's, without its spans."""
-    lengths = [s for t in times for s in (t.forward_s, t.input_s, t.weight_s, t.input_s + t.weight_s)]
-    send_s = max(t.send_s for t in times)
-    free, ends = [0.0] * ranks, []
+def play(order: Played, ranks: int, times: Sequence[tuple[float, float, float]], send_s: float) -> float:
+    """Seconds from the first start to the last end: spec.replay's, without its spans. `times`: of each stage forward,
+    gradient of the input, gradients of the weights."""
+    lengths = [s for f, b, w in times for s in (f, b, w, b + w)]
+    free = [0.0] * ranks
+    ends: list[float] = []
     for what, rank, other in order:
         start = free[rank]
         if other >= 0 and ends[other] + send_s > start:
@@ -113,32 +113,38 @@ def play(order: Played, ranks: int, times: Sequence[Times]) -> float:
 def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
     """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
-    times = [Times(forward_s=c.forward_s, input_s=c.input_s, weight_s=c.weight_s, send_s=send_s) for c in stages]
-    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times)
+    times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
+    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times, send_s)
     busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
     return played_s + (micro_batches - few) * busiest
 
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float, shared: float = 0.0,
+    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True,
 ) -> StepTime:  # fmt: skip
     """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
-    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need."""
+    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
+    `exact`: the bubble by closed form instead of playing the schedule."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     own = [stages[s] for s in _owned(layout)[busiest]]
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
-    total = busy if layout.pp == 1 else pipeline_s(layout, m, stages, send_s)
+    if layout.pp == 1:
+        bubble_s = 0.0
+    elif exact:
+        bubble_s = pipeline_s(layout, m, stages, send_s) - busy
+    else:
+        bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
     slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
         exchange_s=exchange,
-        bubble_s=total - busy,
+        bubble_s=bubble_s,
         weights_s=weights,
         gradients_s=gradients,
         optimizer_s=update_s,
@@ -146,12 +152,41 @@ def step_time(
     )
 
 
+def _sum(own: list[Cost]) -> Cost:
+    total = Cost()
+    for cost in own:
+        total = total.plus(cost)
+    return total
+
+
+@cache
+def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank."""
+    placement = stage_rank(schedule, ranks, virtual) if ranks > 1 else (0,)
+    return tuple(stages_of(placement, rank) for rank in range(ranks))
+
+
+def bubble_about_s(name: str, ranks: int, virtual: int, micro_batches: int, micro: Cost) -> float:
+    """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
+
+    AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
+    the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
+    """
+    if ranks == 1:
+        return 0.0
+    if name == "zb-h1":
+        return (ranks - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
+    if name in V_PLACED:
+        return max(0, 2 * ranks - 1 - micro_batches) * _both(micro)
+    return (ranks - 1) * _both(micro) / virtual
+
+
 def _both(cost: Cost) -> float:
     return cost.forward_s + cost.backward_s
 
 
-def _owned(layout: Layout) -> list[tuple[int, ...]]:
-    return [own_stages(layout, rank) for rank in range(layout.pp)]
+def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return owned(layout.schedule, layout.pp, layout.vp)
 
 
 def _data_parallel(

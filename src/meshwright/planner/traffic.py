@@ -55,7 +55,7 @@ def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Se
 
 def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
     """(calls, bytes that a rank sends in each)."""
-    times = round(exchange.count)
+    times = round(exchange.times)
     if exchange.collective == "ring":
         return times * (ranks - 1), exchange.size_bytes / ranks
     rounds = 2 if exchange.collective == "all-reduce" else 1
@@ -65,9 +65,8 @@ def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
 def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
-    of = local(
-        shape, stack, layout, recipe.sequence, layout.micro_batch_of(recipe.global_batch), width.parameter, recipe.dropout
-    )
+    batch = layout.micro_batch_of(recipe.global_batch)
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout)
     m = layout.micro_batches(recipe.global_batch)
     own = own_stages(layout, pp_rank)
     split = stage_layers(shape.layers, layout.pp * layout.vp)

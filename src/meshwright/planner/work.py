@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
     axis: Literal["tp", "cp", "ep"]
     collective: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
     size_bytes: float
-    count: float = 1.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
