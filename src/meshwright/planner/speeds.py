@@ -5,7 +5,8 @@ pipeline of a tile half empty, and small products are bound by memory. The ceili
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import lru_cache
+from math import ceil, inf
 
 from meshwright.planner.work import Attention, Product, Work
 from meshwright.spec.cluster import Device
@@ -70,25 +71,32 @@ class Speeds:
             share, half = self.attention_backward, self.attention_half[1]
         return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
 
+    @lru_cache(maxsize=65536)  # noqa: B019  frozen, and few: a device's, and a calibration's
     def _product(self, work: Product) -> float:
         m, k, n, batch, width = work
         rate = self.rate(width) * self.product_share
-        if any(side % (16 / max(width, 1)) for side in (k, n) if side == int(side)):
+        row = 16 / max(width, 1)
+        if (k == int(k) and k % row) or (n == int(n) and n % row):
             rate *= self.unaligned_share
-        splits = [split for split in SPLITS if split == 1 or k >= 1024 * split]
-        best = min(self._tiled(m, k, n, batch, tile, split) for tile in TILES for split in splits)
+        best = min(self._tiled(m, k, n, batch, tile) for tile in TILES)
         moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
         memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
         return max(best / rate, memory_s) + self.launch_s
 
-    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float], split: int) -> float:
-        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed."""
+    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float]) -> float:
+        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed. Where
+        tiles are few, processors share the inner dim of one (split-K)."""
         rows, columns, share = tile
-        tiles = ceil(m / rows) * ceil(n / columns) * batch * split
-        waves = tiles / self.processors
-        waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
-        inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
-        return 2.0 * rows * columns * inner * self.processors * waves / share
+        tiles, processors = ceil(m / rows) * ceil(n / columns) * batch, self.processors
+        best = inf
+        for split in SPLITS:
+            if split > 1 and (k < 1024 * split or tiles * split > 2 * processors):
+                break
+            waves = tiles * split / processors
+            waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
+            inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
+            best = min(best, inner * waves)
+        return 2.0 * rows * columns * processors * best / share
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {
