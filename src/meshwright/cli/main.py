@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
+from meshwright.cli.accuracy import accuracy
 from meshwright.cli.eval import evaluate
 from meshwright.cli.export import export
 from meshwright.cli.failure import explain
@@ -71,6 +72,7 @@ app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evalua
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
+app.command(cls=Verb, name="accuracy", short_help="Score the planner on published runs.")(accuracy)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
 data = typer.Typer(cls=Verbs, help="Look at what is trained, before anything is.", short_help="Show what is trained.")
 app.add_typer(data, name="data")
