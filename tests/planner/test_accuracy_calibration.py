@@ -34,7 +34,7 @@ def other_machine(rows: list[Row], changes: dict[str, tuple[str, float]]) -> lis
 
 def test_what_differs_is_found(tmp_path: Path) -> None:
     rows = other_machine(
-        rows_of(tmp_path), {"speeds.product_share": ("times", 0.8), "links.link_share": ("times", 0.6)}
+        rows_of(tmp_path), {"speeds.product_share": ("times", 0.7), "links.link_share": ("times", 0.6)}
     )
     fitted = fit.fit(rows[::2])
     assert fitted.error_before > 0.15

@@ -111,7 +111,7 @@ def _judged(row: Row, calibration: Calibration | None, estimators: dict[object, 
 def estimator_of(row: Row, calibration: Calibration | None = None) -> Estimator:
     """For a row's model, recipe, cluster and software, zero-shot or calibrated."""
     plan, stack = row.plan, row.stack
-    speeds, links = speeds_of(plan.cluster.device), links_of(plan.cluster)
+    speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
     if calibration is not None:
         stack, speeds, links = calibration.applied(row, stack, speeds, links)
     return Estimator(

@@ -7,7 +7,8 @@ closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from meshwright.planner.kept import (
     NONE,
@@ -43,6 +44,8 @@ class Local:
     ring: bool = True
     width: int = 2
     """Bytes of an activation."""
+    product_width: float = 2.0
+    """Bytes of an operand of the layers' products."""
     dropout: bool = False
 
     @property
@@ -81,6 +84,7 @@ def local(
         ep=layout.ep,
         ring=layout.context == "ring",
         width=width,
+        product_width=min(width, stack.product_bytes) if width == 2 else width,
         dropout=stack.dropout or dropout > 0,
     )
 
@@ -141,29 +145,33 @@ def head(of: Local) -> Block:
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter, leave = _enter(of), _leave(of, 1.0)
+    enter = _enter(of)
     softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
         gather = Pass(chunks * vocab * shape.hidden * 8)
         forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
+        parts = ceil(chunks)
+        each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
+        loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
         operation = Operation(
-            name="head", forward=forward, forward_exchanges=enter[0] + leave[1], backward_exchanges=()
+            name="head", forward=forward, forward_exchanges=enter[0] + loss, backward_exchanges=enter[1]
         )
     else:
         operation = Operation(
-            name="head", forward=(product, softmax), inputs=(data, softmax), weights=(weight,),
+            name="head", forward=(product, softmax), inputs=(data, softmax),
+            weights=(weight, *_accumulate(of, vocab * shape.hidden)),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
     return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
-def _enter(of: Local) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+def _enter(of: Local, inputs: int = 1) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward."""
     if of.tp == 1:
         return (), ()
     if not of.sp:
-        return (), (Exchange("tp", "all-reduce", of.hidden_bytes),)
+        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs),)
     again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather else ()
     return (Exchange("tp", "all-gather", of.hidden_bytes),), (
         Exchange("tp", "reduce-scatter", of.hidden_bytes),
@@ -182,8 +190,11 @@ def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchang
 
 
 def _norm(of: Local, name: str) -> Operation:
-    moved = of.between_bytes * of.stack.passes
-    return Operation(name=name, forward=(Pass(2 * moved),), inputs=(Pass(4 * moved, 2),), again=True)
+    passes = of.stack.norm_passes
+    moved, launches = of.between_bytes * passes, 1.0 if passes == 1 else 6.0
+    return Operation(
+        name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
+    )
 
 
 def _add(of: Local) -> Operation:
@@ -196,13 +207,27 @@ def _add(of: Local) -> Operation:
 
 
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> Operation:
-    moved = (tokens * out * of.width,) if bias and of.stack.passes > 1 else ()
+    width = of.product_width
+    moved = tokens * out * of.width
+    apart = (Pass(2 * moved),) if bias and of.stack.passes > 1 else ()
+    summed = (Pass(moved),) if bias else ()
     return Operation(
         name=name,
-        forward=(Product(tokens, into, out), *(Pass(2 * b) for b in moved)),
-        inputs=(Product(tokens, out, into),),
-        weights=(Product(into, tokens, out), *(Pass(b) for b in moved)),
+        forward=(*_cast(of, tokens * into), Product(tokens, into, out, 1.0, width), *apart),
+        inputs=(*_cast(of, tokens * out), Product(tokens, out, into, 1.0, width)),
+        weights=(Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out)),
     )
+
+
+def _cast(of: Local, elements: float) -> tuple[Work, ...]:
+    """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
+    width = of.product_width
+    return (Pass((of.width + 2 * width) * elements),) if width < of.width else ()
+
+
+def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
+    """Adding new gradients to those of the micro-batches before."""
+    return (Pass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
 
 
 def _widths(of: Local) -> Widths:
@@ -220,15 +245,18 @@ def _widths(of: Local) -> Widths:
 def _attention(of: Local, window: int) -> Iterator[Operation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
-    enter, leave = _enter(of), _leave(of, 1.0)
+    enter, leave = _enter(of, of.stack.column_inputs[0]), _leave(of, 1.0)
     yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     if shape.mla:
         yield from _latent(of, queries, keys_values)
     else:
         yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
     if shape.positions == "rope":
-        moved = tokens * (queries + keys_values / 2) * of.width * of.stack.passes
-        yield Operation(name="rope", forward=(Pass(2 * moved, 2),), inputs=(Pass(2 * moved, 2),), again=True)
+        passes = of.stack.rope_passes
+        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
+        yield Operation(
+            name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
+        )
     yield _core(of, window, queries, keys_values)
     yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
     yield Operation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
@@ -257,20 +285,26 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
-        flop = 2 * of.tokens * keys * (queries + value)
+        turned = (Pass(2 * of.stack.turns * of.tokens * queries * of.width, of.stack.turns),) if of.stack.turns else ()
+        flop, dim = 2 * of.tokens * keys * (queries + value), value / heads
         return Operation(
-            name="attention", forward=(Attention(flop),), inputs=(Attention(2.5 * flop, backward=True),), again=True,
+            name="attention", again=True,
+            forward=(Attention(flop, sequence=2 * keys, dim=dim), *turned),
+            inputs=(Attention(2.5 * flop, backward=True, sequence=2 * keys, dim=dim), *turned),
             forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
         )  # fmt: skip
     dim, pairs = queries / heads, heads * of.batch
     scores = pairs * (sequence / of.cp) * sequence
-    moves = 4.0 if of.stack.attention == "fused-softmax" else 9.0
+    fused = of.stack.attention == "fused-softmax" and sequence <= 2048 and pairs % 4 == 0  # what the kernel asks for
+    moved, back, launches = (4.0, 6.0, 1.0) if fused else (36.0, 40.0, 5.0)
     if of.dropout:
-        moves += 5.0
-    batched = Product(sequence / of.cp, dim, sequence, pairs), Product(sequence / of.cp, sequence, dim, pairs)
-    moved = Pass(moves * scores, 3.0)
+        moved, back, launches = moved + 5.0, back + 5.0, launches + 1.0
+    rows = sequence / of.cp
+    weigh, mix = Product(rows, dim, sequence, pairs), Product(rows, sequence, dim, pairs)
+    turn = 2 * of.tokens * queries * of.width
     return Operation(
-        name="attention", forward=(*batched, moved), inputs=(*batched, *batched, Pass(1.5 * moves * scores, 3.0)),
+        name="attention", forward=(weigh, Pass(moved * scores, launches), mix, Pass(turn)),
+        inputs=(Pass(turn), mix, weigh, Pass(back * scores, launches), mix, mix, Pass(3 * turn)),
         again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
     )  # fmt: skip
 
@@ -285,12 +319,15 @@ def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Ex
             Exchange("cp", "all-gather", size),
             Exchange("cp", "reduce-scatter", size),
         )
-    return (Exchange("cp", "ring", size),), (Exchange("cp", "ring", size * (1 + 4 / of.width)),)
+    return (Exchange("cp", "ring", size),), (
+        Exchange("cp", "ring", size),
+        Exchange("cp", "ring", size * 4 / of.width),
+    )
 
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
     shape = of.shape
-    enter, leave = (_enter(of), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
+    enter, leave = (_enter(of, of.stack.column_inputs[1]), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     gates = 2 if shape.mlp == "swiglu" else 1
     yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
@@ -320,12 +357,13 @@ def _experts(of: Local) -> Iterator[Operation]:
     own, copies, ffn = _routed(of)
     enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of), _leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
-    yield _linear(of, "router", own, shape.hidden, moe.experts)
+    yield replace(_linear(of, "router", own, shape.hidden, moe.experts), forward_exchanges=_balance(of))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
+    tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
     yield Operation(
         name="dispatch", forward=(Pass(2 * moved, 6),), inputs=(Pass(2 * moved, 3),),
-        forward_exchanges=trip, backward_exchanges=trip,
+        forward_exchanges=tell + trip, backward_exchanges=trip,
     )  # fmt: skip
     experts = moe.experts / of.ep
     each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
@@ -350,3 +388,11 @@ def _experts(of: Local) -> Iterator[Operation]:
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
     yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _balance(of: Local) -> tuple[Exchange, ...]:
+    """Shares and probabilities of the experts in each sequence, where ranks see a part of it."""
+    assert of.shape.moe is not None
+    size = 2.0 * of.batch * of.shape.moe.experts * 4
+    axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
+    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]

@@ -8,15 +8,22 @@ from meshwright.planner.links import Links, links_of
 from meshwright.planner.memory import DRIVER_BYTES, RankMemory, Whole, rank_memory
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, layers_by_cost, stride_of
+from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost, split_evenly
 from meshwright.planner.states import Counts, States, counts, states
-from meshwright.planner.timeline import StepTime, data_parallel_seconds, owned, step_time, update_seconds
+from meshwright.planner.timeline import (
+    StepTime,
+    data_parallel_seconds,
+    owned,
+    shared_links,
+    step_time,
+    update_seconds,
+)
+from meshwright.planner.traffic import Sent, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -87,6 +94,10 @@ class Prediction:
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
         return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
 
+    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
+        """What a rank of a pipeline rank sends in a step, by axis and collective."""
+        return traffic(self.plan, pp_rank, self.stack)
+
     @property
     def bubble_fraction(self) -> float:
         """(pipeline - work of the busiest rank) / that work."""
@@ -143,11 +154,8 @@ class Estimator:
         """Layers of each stage."""
         key = layout.pp, layout.vp
         if key not in self._splits:
-            number = layout.pp * layout.vp
-            by_cost = self.stack.layers_by_cost and number > 1
-            self._splits[key] = (
-                layers_by_cost(self.shape, number) if by_cost else stage_layers(self.shape.layers, number)
-            )
+            cut = split_by_cost if self.stack.split == "cost" else split_evenly
+            self._splits[key] = cut(self.shape, layout.pp * layout.vp)
         return self._splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
@@ -200,8 +208,9 @@ class Estimator:
             reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
-        shown = self._with_sends(stages, send_s)
-        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, exact)
+        shown = self._with_sends(layout, stages, send_s)
+        shared = shared_links(layout, self.links)
+        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact)
         return time, tuple(memory)
 
     def _telling(self, layout: Layout) -> list[int]:
@@ -219,11 +228,11 @@ class Estimator:
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:
             return 0.0
-        return self.links.send_seconds(of.between_bytes, stride_of(layout, "pp")[1])
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1])
 
-    def _with_sends(self, stages: list[Cost], send_s: float) -> list[Cost]:
+    def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
         """What of the transfers no computation hides stands in both neighbours' time."""
-        shown = send_s * (1 - self.stack.hides_sends)
+        shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
         if not shown:
             return stages
         return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
@@ -277,7 +286,7 @@ def estimator(
         recipe=plan.recipe,
         cluster=plan.cluster,
         stack=stack,
-        speeds=speeds or speeds_of(plan.cluster.device),
+        speeds=speeds or speeds_of(plan.cluster.device, stack.flash),
         links=links or links_of(plan.cluster),
     )
 

@@ -17,7 +17,10 @@ def document(found: Prediction) -> dict[str, Any]:
         "peak_bytes": round(found.peak_bytes),
         "peak_rank": worst.pp_rank * (found.plan.layout.world // found.plan.layout.pp),
         "memory": [{"kind": kind, "bytes": round(size)} for kind, size in worst.kinds.items() if size],
-        "traffic": [],
+        "traffic": [
+            {"axis": sent.axis, "collective": sent.collective, "bytes": sent.sent_bytes, "calls": sent.calls}
+            for sent in found.traffic(worst.pp_rank)
+        ],
         "time": [
             {"what": part.name.removesuffix("_s"), "seconds": getattr(time, part.name)} for part in fields(StepTime)
         ],

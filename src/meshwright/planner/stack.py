@@ -16,6 +16,8 @@ class Stack:
     """What accuracy tables call it."""
     attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
+    flash: Literal[1, 2, 3] = 2
+    """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
     dropout: bool = False
     """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
     norm_kept: float = 2.0
@@ -68,19 +70,40 @@ class Stack:
     rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
     shard_bytes: float = 0.0
     """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
-    layers_by_cost: bool = False
-    """Pipeline stages get equal shares of product FLOP with the head's, the first ones the rest; else equal layers."""
     reports: Literal["worst", "first"] = "worst"
     """Which pipeline rank's peak its log prints."""
     pipeline_kept: Literal["schedule", "all"] = "schedule"
     """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
+    split: Literal["even", "cost"] = "even"
+    """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
     outputs_kept: bool = False
     """A pipeline stage also keeps its output for each micro-batch in flight."""
 
     host_s: float = 6e-6
     """Seconds of the host to launch one kernel: a layer takes at least its launches."""
+    stalls: float = 0.0
+    """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels; 1 = it never does,
+    each kernel takes the longer of the two."""
+    selective_repeats: float = 0.0
+    """Share of the products that selective recomputation repeats."""
+    product_bytes: float = 2.0
+    """Of an operand of the layers' products: 1 = fp8, 0.5 = fp4; the head stays as it is."""
     passes: float = 1.0
-    """How often elementwise operations move their data, over a fused kernel."""
+    """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
+    norm_passes: float = 1.0
+    """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    rope_passes: float = 1.0
+    """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
+    turns: float = 0.0
+    """Copies of queries-sized tensors around the attention core: other orders of dimensions."""
+    skew: float = 0.0
+    """Tensor-parallel ranks wait for the last of them before each exchange: so much of the exchange's own time."""
+    column_inputs: tuple[int, int] = (1, 1)
+    """Column-split products that take their input's gradient apart: of attention, of the MLP. Each reduces its own."""
+    accumulates: bool = False
+    """Adds each micro-batch's gradients in kernels of their own, not inside the products that make them."""
+    send_s: float = 0.0
+    """Of the host for a pipeline transfer: what is waited for, packed and unpacked."""
     step_s: float = 0.0
     """Of a step: data, logging, synchronisation."""
     micro_batch_s: float = 0.0
@@ -91,6 +114,8 @@ class Stack:
     """Share of the computation behind which ZeRO-3's gathers run."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
+    routes_once: bool = False
+    """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
     hides_sends: float = 1.0
     """Share of pipeline transfers that runs behind computation."""
     contention: float = 0.1
@@ -104,6 +129,7 @@ class Stack:
 MESHWRIGHT = Stack(
     name="meshwright",
     activation_kept=0.0,
+    regather=False,
     selective="products",
     logit_kept=0.0,
     logit_peak=0.0,

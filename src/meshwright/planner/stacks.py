@@ -19,14 +19,23 @@ MEGATRON_DEEPSPEED = Stack(
     attention="fused-softmax",
     dropout=True,
     passes=1.5,
-    host_s=1.2e-5,
+    host_s=7e-5,
+    stalls=0.5,
     hides_gradients=0.0,
     hides_sends=0.0,
-    source="VIA-Research/vTrain: configs of its validation runs",
+    source="VIA-Research/vTrain: src/model (fused softmax up to 2048 keys, bias-GELU, bias-dropout-add), src/predictor",
 )
 ALEPH = Stack(
     name="aleph-alpha-scaling",
-    passes=2.0,
+    passes=1.75,
+    norm_passes=10.0,
+    rope_passes=5.0,
+    turns=4.0,
+    column_inputs=(1, 2),
+    skew=1.0,
+    send_s=0.01,
+    accumulates=True,
+    host_s=1e-5,
     norm_kept=10.0,
     tensor_kept=4.0,
     regather=False,
@@ -46,7 +55,8 @@ ALEPH = Stack(
 )
 NANOTRON = Stack(
     name="nanotron",
-    passes=2.0,
+    passes=1.75,
+    rope_passes=5.0,
     activation_kept=4.0,
     logit_kept=4.0,
     logit_peak=12.0,
@@ -54,18 +64,24 @@ NANOTRON = Stack(
     gradient_exchange_bytes=4.0,
     slack=1.25,
     reserve_bytes=0.28 * 2**30,
-    layers_by_cost=True,
     reports="first",
+    split="cost",
+    host_s=7e-5,
+    accumulates=True,
     hides_sends=0.0,
+    send_s=0.002,
     hides_gradients=0.5,
     source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
     "sums beside the 16-bit gradients), models/base.py (stages), helpers.py (rank 0 writes its peak); slack, reserve "
     "and a part of logit_peak fitted to the 1B and 8B rows",
 )
-FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
+FSDP1 = Stack(
+    name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
+)  # fmt: skip
 TORCHTITAN = Stack(
     name="torchtitan",
     selective="alternate",
+    selective_repeats=0.5,
     activation_kept=4.0,
     logit_kept=8.0,
     logit_peak=14.0,
@@ -80,15 +96,35 @@ TORCHTITAN_2025 = replace(
     TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"
 )
 MEGATRON_CORE = Stack(
-    name="megatron-core", activation_kept=0.0, gradient_bytes=4.0, logit_kept=4.0, logit_peak=8.0,
-    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
-)  # fmt: skip
+    name="megatron-core",
+    flash=3,
+    hides_tensor=0.7,
+    gradient_exchange_bytes=2.0,
+    activation_kept=0.0,
+    gradient_bytes=4.0,
+    logit_kept=4.0,
+    logit_peak=8.0,
+    routes_once=True,
+    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap",
+)
+MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
+"""Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
 
 BY_FRAMEWORK = (
-    ("megatron-deepspeed", MEGATRON_DEEPSPEED), ("aleph", ALEPH), ("nanotron", NANOTRON), ("llm-foundry", FSDP1),
-    ("fms-fsdp", FSDP1), ("torchtitan", TORCHTITAN), ("megatron-lm 202", MEGATRON_2022), ("megatron", MEGATRON_CORE),
-    ("meta in-house", MEGATRON_CORE), ("nemo", MEGATRON_CORE), ("meshwright", MESHWRIGHT),
-)  # fmt: skip
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("aleph", ALEPH),
+    ("nanotron", NANOTRON),
+    ("llm-foundry", FSDP1),
+    ("fms-fsdp", FSDP1),
+    ("torchtitan", TORCHTITAN),
+    ("megatron-lm 202", MEGATRON_2022),
+    ("megatron-bridge", MEGATRON_CORE),
+    ("megatron", MEGATRON_CORE_2024),
+    ("meta in-house", MEGATRON_CORE_2024),
+    ("nemo", MEGATRON_CORE_2024),
+    ("meshwright", MESHWRIGHT),
+)
+"""A word of a row's framework -> its software; the first that is found."""
 
 
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
@@ -101,7 +137,9 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     if found is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
         found = TORCHTITAN_2025
     kernel = (columns.get("attn_kernel") or "").lower()
-    if "unfused" in kernel or kernel == "torch":
+    if "megatron" in framework and "unfused" in kernel:
+        found = replace(found, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
+    elif "unfused" in kernel or kernel == "torch":
         found = replace(found, attention="unfused")
     elif "fused softmax" in kernel or kernel == "fused":
         found = replace(found, attention="fused-softmax")
@@ -109,6 +147,17 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, attention="flash")
     if "flash_attentionv1" in kernel:
         found = replace(found, core_kept=4.0)
+    if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
+        found = replace(found, flash=1)
+    precision = (columns.get("precision") or "").lower()
+    if not precision:
+        raise ValueError("precision is not given")
+    if "fp8" in precision or "float8" in precision:
+        found = replace(found, product_bytes=1.0)
+    elif "fp4" in precision:
+        found = replace(found, product_bytes=0.5)
     if "rms" in kernel:
-        found = replace(found, passes=1.0, norm_kept=2.0)
-    return found, {}
+        found = replace(found, norm_passes=1.0, norm_kept=2.0)
+    if columns.get("compile") == "0" and found.name == "torchtitan":
+        found = replace(found, passes=1.75, norm_passes=10.0, rope_passes=5.0)
+    return found, {"sp": True} if found.name == "nanotron" and int(columns.get("tp") or 1) > 1 else {}

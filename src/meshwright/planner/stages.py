@@ -1,7 +1,7 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass
-from math import ceil
+from typing import Literal
 
 from meshwright.planner.block import Block, Local, embedding, head, layer
 from meshwright.planner.kept import NONE, Logits
@@ -9,6 +9,7 @@ from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
+from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -46,7 +47,7 @@ class Cost:
         )
 
 
-def stride_of(layout: Layout, axis: str) -> tuple[int, int]:
+def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
     """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
     steps = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp * layout.cp}
     steps["dp_replicate"] = steps["dp_shard"] * layout.dp_shard
@@ -56,50 +57,47 @@ def stride_of(layout: Layout, axis: str) -> tuple[int, int]:
     return int(getattr(layout, axis)), steps[axis]
 
 
+Side = Literal["forward", "inputs", "weights"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
-    """A block's passes over one micro-batch, before a recompute policy: (computation, exposed exchange) in seconds, and
-    kernels launched. `again`: what selective recomputation repeats of the forward pass."""
+    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
+    stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
 
     forward: tuple[float, float]
     inputs: tuple[float, float]
     weights_s: float
     again: tuple[float, float]
-    launches: tuple[float, float, float]
 
 
 def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
-    forward = [_pass(op, op.forward, op.forward_exchanges, of, layout, speeds, links) for op in block.operations]
-    inputs = [_pass(op, op.inputs, op.backward_exchanges, of, layout, speeds, links) for op in block.operations]
-    again = [pair for op, pair in zip(block.operations, forward, strict=True) if op.again]
-    sides = [
-        [work for op in block.operations for work in getattr(op, side)] for side in ("forward", "inputs", "weights")
-    ]
+    passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    if of.stack.selective_repeats:
+        rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
+        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
     return BlockTime(
-        forward=_totals(forward),
-        inputs=_totals(inputs),
-        weights_s=sum(map(speeds.seconds, sides[2])),
-        again=_totals(again),
-        launches=(sum(map(_launches, sides[0])), sum(map(_launches, sides[1])), sum(map(_launches, sides[2]))),
+        forward=passes.of_pass(block.operations, "forward"),
+        inputs=passes.of_pass(block.operations, "inputs"),
+        weights_s=passes.of_pass(block.operations, "weights")[0],
+        again=again,
     )
 
 
 def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
     """A block's passes and kept bytes, with what recomputation repeats."""
-    stack = of.stack
     if not block.boundary_bytes:
         recompute = "none"
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
-    host = [stack.host_s * launches for launches in time.launches]
-    again_s = max(sum(again), host[0] if recompute == "full" else 0.0)
     kept = block.kept_bytes(recompute)
     return Cost(
-        forward_s=max(sum(time.forward), host[0]),
-        input_s=max(sum(time.inputs), host[1]) + again_s,
-        weight_s=max(time.weights_s, host[2]),
+        forward_s=time.forward[0],
+        input_s=time.inputs[0] + again[0],
+        weight_s=time.weights_s,
         exchange_s=time.forward[1] + time.inputs[1] + again[1],
-        again_s=again_s,
+        again_s=again[0],
         kept_bytes=kept,
         transient_bytes=block.transient_bytes
         + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
@@ -107,41 +105,47 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
     )
 
 
-def _totals(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
+
+    of: Local
+    layout: Layout
+    speeds: Speeds
+    links: Links
+
+    def of_pass(self, operations: tuple[Operation, ...], side: Side) -> tuple[float, float]:
+        """(seconds, those of them in which an exchange stands beside no computation)."""
+        stack = self.of.stack
+        device = host = each = exchanged = 0.0
+        for op in operations:
+            works: tuple[Work, ...] = getattr(op, side)
+            for work in works:
+                took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
+                device, host, each = device + took, host + launch, each + max(took, launch)
+            exchanges = {"forward": op.forward_exchanges, "inputs": op.backward_exchanges, "weights": ()}[side]
+            for exchange in exchanges:
+                took = self._exposed(exchange, works)
+                exchanged += took
+                host, each = host + stack.host_s, each + max(took, stack.host_s)
+        device += exchanged
+        longer = max(device, host)
+        return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
+        ranks, stride = ranks_of(self.layout, exchange.axis)
+        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
+        moe = self.of.shape.moe
+        routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
+        took = exchange.times * self.links.seconds(kind, exchange.size_bytes, ranks, stride, routes)
+        if exchange.collective == "ring":
+            core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
+            return max(0.0, took - core * (ranks - 1) / ranks)
+        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
 def _launches(work: Work) -> float:
     return work.launches if isinstance(work, Pass) else 1.0
-
-
-def _pass(
-    op: Operation, works: tuple[Work, ...], exchanges: tuple[Exchange, ...], of: Local, layout: Layout,
-    speeds: Speeds, links: Links,
-) -> tuple[float, float]:  # fmt: skip
-    """(seconds of computation, seconds of exchange that stand beside no computation)."""
-    busy = sum(speeds.seconds(work) for work in works)
-    exposed = 0.0
-    for exchange in exchanges:
-        ranks, stride = stride_of(layout, exchange.axis)
-        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
-        took = exchange.count * links.seconds(kind, exchange.size_bytes, ranks, stride)
-        if exchange.collective == "ring":
-            core = sum(speeds.seconds(work) for work in works if isinstance(work, Attention))
-            took = max(0.0, took - core * (ranks - 1) / ranks)
-        elif exchange.axis == "tp":
-            took *= 1 - of.stack.hides_tensor
-        exposed += took
-    return busy, exposed
-
-
-def layers_by_cost(shape: ModelShape, stages: int) -> list[range]:
-    """Layers of each stage where stages fill up, front to back, to equal shares of the products' weights, the head's
-    counted and the embedding's not (nanotron's way): the last stages may have none."""
-    block = 4 * shape.hidden**2 + (3 if shape.mlp == "swiglu" else 2) * shape.hidden * shape.ffn
-    total = shape.layers * block + shape.vocab * shape.hidden
-    ends = [min(shape.layers, ceil(total * (stage + 1) / stages / block)) for stage in range(stages)]
-    return [range(start, end) for start, end in zip([0, *ends], [*ends[:-1], shape.layers], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,3 +179,22 @@ def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, 
         recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
         for recompute in ("none", "selective", "full")
     }
+
+
+def split_evenly(shape: ModelShape, stages: int) -> list[range]:
+    """As the trainer does."""
+    return stage_layers(shape.layers, stages)
+
+
+def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
+    """Blocks in turn, the head weighing as its product: the next stage begins with the block after a threshold was
+    passed (nanotron, src/nanotron/models/base.py). A stage can be left with the head alone, not with nothing."""
+    layer = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
+    whole = shape.layers * layer + shape.vocab * shape.hidden
+    sizes, filled = [0] * stages, 0
+    for n in range(shape.layers):
+        sizes[filled] += 1
+        if (n + 1) * layer > whole * (filled + 1) / stages and filled + 1 < stages:
+            filled += 1
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

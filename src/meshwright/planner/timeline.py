@@ -1,20 +1,23 @@
-"""The schedule that is executed, played with the planner's seconds; then what data parallelism and the optimizer add."""
+"""The schedule that is executed, played with the planner's seconds; what data parallelism and the optimizer add."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import Stack
-from meshwright.planner.stages import Cost, stride_of
+from meshwright.planner.stages import Cost, ranks_of
 from meshwright.planner.states import Counts, States
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Times, replay
+from meshwright.spec.replay import Place, needs
 from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
 
-ROUNDS = 4
-"""A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state."""
+ROUNDS = 2
+"""A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
+played, where interleaved stages are uneven; exact for 1F1B)."""
 UPDATE_BYTES = 30.0
 """AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
 2); an fp32 run moves 28."""
@@ -61,35 +64,69 @@ def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     return most + micro_batches % ranks if virtual == 1 else most
 
 
+Played = tuple[tuple[int, int, int], ...]
+"""Actions of all ranks in an order in which each finds what it reads: (4 x stage + kind, rank, place of the action of
+another rank whose result it waits for, or -1)."""
+KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+@cache
+def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
+    """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
+    actions = actions_of(name, ranks, micro_batches, virtual)
+    holders = stage_rank(name, ranks, virtual)
+    made: dict[Place, int] = {}
+    found: list[tuple[int, int, int]] = []
+    nexts = [0] * ranks
+    waiting = deque(range(ranks))
+    while waiting:
+        rank = waiting.popleft()
+        own = actions[rank]
+        while nexts[rank] < len(own):
+            action = own[nexts[rank]]
+            wanted = needs(action, len(holders))
+            if any(place not in made for place in wanted):
+                waiting.append(rank)
+                break
+            others = [made[place] for place in wanted if holders[place[1]] != rank]
+            if action.kind != "W":
+                made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
+            found.append((4 * action.stage + KINDS[action.kind], rank, others[0] if others else -1))
+            nexts[rank] += 1
+    return tuple(found)
+
+
+def play(order: Played, ranks: int, times: Sequence[tuple[float, float, float]], send_s: float) -> float:
+    """Seconds from the first start to the last end: spec.replay's, without its spans. `times`: of each stage forward,
+    gradient of the input, gradients of the weights."""
+    lengths = [s for f, b, w in times for s in (f, b, w, b + w)]
+    free = [0.0] * ranks
+    ends: list[float] = []
+    for what, rank, other in order:
+        start = free[rank]
+        if other >= 0 and ends[other] + send_s > start:
+            start = ends[other] + send_s
+        free[rank] = start + lengths[what]
+        ends.append(free[rank])
+    return max(free)
+
+
 def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
     """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
     times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
-    total_s, busiest_s = played(layout.schedule, layout.pp, layout.vp, few, times, send_s)
-    return total_s + (micro_batches - few) * busiest_s / few
-
-
-@lru_cache(maxsize=256)
-def played(
-    name: str,
-    ranks: int,
-    virtual: int,
-    micro_batches: int,
-    times: tuple[tuple[float, float, float], ...],
-    send_s: float,
-) -> tuple[float, float]:
-    """(seconds of the whole schedule, seconds of work of its busiest rank)."""
-    spans = [Times(forward_s=f, input_s=b, weight_s=w, send_s=send_s) for f, b, w in times]
-    replayed = replay(actions_of(name, ranks, micro_batches, virtual), spans)
-    return replayed.total_s, max(replayed.busy_s)
+    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times, send_s)
+    busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
+    return played_s + (micro_batches - few) * busiest
 
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float, exact: bool = True,
+    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). Not `exact`: the
-    bubble by closed form instead of playing the schedule."""
+    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
+    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
+    `exact`: the bubble by closed form instead of playing the schedule."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
@@ -102,10 +139,9 @@ def step_time(
         bubble_s = pipeline_s(layout, m, stages, send_s) - busy
     else:
         bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
-    behind = stack.hides_gradients * sum(cost.backward_s for cost in own)
+    behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
     weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
-    hidden = max(0.0, reduce_s - gradients)
-    slowed = stack.contention * min(hidden, behind) if layout.dp * layout.cp > 1 else 0.0
+    slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
         exchange_s=exchange,
@@ -171,10 +207,29 @@ def _data_parallel(
     return weights, gradients
 
 
+def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float) -> float:
+    """Of all gathers and reductions of a step, hidden ones too."""
+    if layout.zero == 3 and layout.pp == 1:
+        return m * (2 * gather_s + reduce_s)
+    return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
+
+
 def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
     """The optimizer over a rank's own elements, and the norm of its gradients."""
     moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
     return speeds.seconds(Pass(moved, 4))
+
+
+BACKWARD_EXCHANGES = 0.5
+"""Of a pass's exchanges, those of the backward pass."""
+
+
+def shared_links(layout: Layout, links: Links) -> float:
+    """`shared` of step_time: reductions wait for exchanges where both take the same links."""
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    inside, _ = links.span(ranks, stride)
+    across = layout.tp > links.per_node
+    return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0
 
 
 def data_parallel_seconds(
@@ -182,8 +237,8 @@ def data_parallel_seconds(
 ) -> tuple[float, float]:
     """(reducing all gradients of a rank once, gathering all its parameters once)."""
     width = stack.gradient_exchange_bytes or state.gradient_bytes
-    shards, stride = layout.dp_shard * layout.cp, stride_of(layout, "cp")[1]
-    copies, apart = stride_of(layout, "dp_replicate")
+    shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
+    copies, apart = ranks_of(layout, "dp_replicate")
     reduce_s = gather_s = 0.0
     if layout.zero:
         reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)

@@ -11,6 +11,8 @@ class Product(NamedTuple):
     k: float
     n: float
     batch: float = 1.0
+    width: float = 2.0
+    """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
 
     @property
     def flop(self) -> float:
@@ -19,10 +21,12 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """A fused attention core; `flop` as executed (causal by half)."""
+    """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
 
     flop: float
     backward: bool = False
+    sequence: float = 1e9
+    dim: float = 128.0
 
 
 class Pass(NamedTuple):
@@ -41,7 +45,7 @@ class Exchange(NamedTuple):
     axis: Literal["tp", "cp", "ep"]
     collective: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
     size_bytes: float
-    count: float = 1.0
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
