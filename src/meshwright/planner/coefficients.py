@@ -6,6 +6,7 @@ micro-batches in flight, gathered layers, the worst moment) the page counts by i
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
@@ -19,7 +20,14 @@ from meshwright.spec.legal import layout_violations
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
-SIZES = tuple(field.name for field in fields(Cost) if field.name.endswith("_bytes"))
+SIZES: dict[str, Callable[[Cost], float]] = {
+    "kept": lambda cost: cost.kept_bytes,
+    "transient": lambda cost: cost.transient_bytes,
+    "logits_kept": lambda cost: cost.logits.kept,
+    "logits_held": lambda cost: cost.logits.held,
+    "logits_transient": lambda cost: cost.logits.transient,
+}
+"""Bytes of a part."""
 PARTS = ("embedding", "dense", "routed", "head")
 ELEMENTS = tuple(field.name for field in fields(Counts))
 
@@ -42,7 +50,7 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     """For every degree that so many devices and the shape allow."""
     degrees = list(_degrees(of, devices))
     return {
-        "sizes": SIZES,
+        "sizes": list(SIZES),
         "kept": {one.key: _parts(of, one) for one in degrees},
         "elements": ELEMENTS,
         "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
@@ -68,8 +76,8 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
     for recompute in RECOMPUTE:
         at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, MANY, 2 * MANY)}
         found[recompute] = {
-            part: [_lines([(tokens, getattr(getattr(costs, part), size)) for tokens, costs in at.items()])
-                   for size in SIZES]
+            part: [_lines([(tokens, size(getattr(costs, part))) for tokens, costs in at.items()])
+                   for size in SIZES.values()]
             for part in PARTS
         }  # fmt: skip
     return found

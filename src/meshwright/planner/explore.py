@@ -6,13 +6,14 @@ disk, offline. Nothing in it is loaded from anywhere.
 
 import json
 from dataclasses import replace
+from math import inf, isfinite
 from importlib.resources import files
 from typing import Any
 
 from meshwright.planner.coefficients import coefficients
 from meshwright.planner.landscape import landscape
 from meshwright.planner.predict import Estimator, estimator
-from meshwright.planner.search import DRIVER_BYTES
+from meshwright.planner.search import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
@@ -31,11 +32,12 @@ def data(plan: Plan) -> dict[str, Any]:
     """All numbers of the page. A batch ramp is left aside: a step has the recipe's global batch."""
     plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
     of = estimator(plan)
-    return {**facts(of), "landscape": landscape(of, plan)}
+    return {**facts(of, usable_bytes(plan)), "landscape": landscape(of, plan)}
 
 
-def facts(of: Estimator) -> dict[str, Any]:
-    """What the page's formulas read: shape, recipe, cluster, stack and the linear coefficients."""
+def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
+    """What the page's formulas read: shape, recipe, cluster, stack and the linear coefficients. `usable`: bytes of a
+    device that a program can have."""
     shape, recipe, device = of.shape, of.recipe, of.cluster.device
     flop = [token_flop(shape, recipe.sequence, causal=causal).training for causal in (False, True)]
     return {
@@ -63,10 +65,15 @@ def facts(of: Estimator) -> dict[str, Any]:
             "devices": of.cluster.devices,
             "per_node": of.cluster.devices_per_node,
             "memory_bytes": device.memory_bytes,
-            "usable_bytes": max(0.0, device.memory_bytes - DRIVER_BYTES) if device.memory_bytes else None,
+            "usable_bytes": usable if isfinite(usable) else None,
             "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
         },
-        "stack": {"update_bytes": of.stack.update_bytes, "reserve_bytes": of.stack.reserve_bytes},
+        "stack": {
+            "update_bytes": of.stack.update_bytes,
+            "bucket_bytes": of.stack.update_bucket_bytes if recipe.precision != "fp32" else 0.0,
+            "reserve_bytes": of.stack.reserve_bytes,
+            "slack": of.stack.slack,
+        },
         "memory": coefficients(of, of.cluster.devices),
     }
 

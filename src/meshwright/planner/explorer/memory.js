@@ -26,20 +26,29 @@ function memoryOf(data, recipe, layout) {
 
 // Bytes of a rank at the worse of two moments: a backward pass, or the optimizer's update.
 function rankMemory(data, layout, count, costs, alive, buffers) {
-  const table = data.memory.states[layout.zero][layout.pp > 1 ? 1 : 0];
-  const most = (size) => Math.max(...costs.map((cost) => cost[size]));
-  const step = {
-    ...stateBytes(data, table.step, count),
-    activations: Math.max(...alive.map((moment) => moment.reduce((sum, n, s) => sum + n * costs[s].kept_bytes, 0))),
-    logits: most("logit_bytes"),
-    buffers,
-    temporaries: most("transient_bytes"),
-  };
-  const update = {...stateBytes(data, table.update, count), temporaries: count.own * data.stack.update_bytes};
+  const {stack} = data, table = data.memory.states[layout.zero][layout.pp > 1 ? 1 : 0];
+  const activations = mostAlive(alive, costs.map((cost) => cost.kept));
+  const step = {...stateBytes(data, table.step, count), activations, ...backward(alive, costs), buffers};
+  const temporaries = count.own * stack.update_bytes + Math.min(4 * count.own, stack.bucket_bytes);
+  const update = {...stateBytes(data, table.update, count), temporaries};
   const sum = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
   const inside = sum(step) >= sum(update);
-  const kinds = {...(inside ? step : update), reserve: data.stack.reserve_bytes};
+  const kinds = {...(inside ? step : update)};
+  kinds.reserve = stack.reserve_bytes + (stack.slack - 1) * (kinds.activations ?? 0);
   return {when: inside ? "backward pass" : "optimizer step", kinds, total: sum(kinds)};
+}
+
+const mostAlive = (alive, sizes) =>
+  Math.max(...alive.map((moment) => moment.reduce((sum, n, stage) => sum + n * sizes[stage], 0)));
+
+// The worse of two moments of a backward pass: inside head and loss, or inside the layer behind them, when one
+// micro-batch's logits are gone.
+function backward(alive, costs) {
+  const most = (size) => Math.max(...costs.map(size));
+  const kept = mostAlive(alive, costs.map((cost) => cost.logits_kept));
+  const gone = most((cost) => cost.logits_kept - cost.logits_held);
+  const loss = kept + most((cost) => cost.logits_transient), inside = most((cost) => cost.transient);
+  return loss >= kept - gone + inside ? {logits: loss, temporaries: 0} : {logits: kept - gone, temporaries: inside};
 }
 
 function stateBytes(data, table, count) {
@@ -76,12 +85,13 @@ function countOf(data, layout, layers, first, last) {
 const routedOf = (model, {start, end}) =>
   model.experts ? Math.max(0, end - Math.max(start, model.first_dense)) : 0;
 
-// What ZeRO-3 gathers without a pipeline: two layers, and one's gradients.
+// What ZeRO-3 gathers without a pipeline: two layers and twice one's gradients; embedding, last norm and head for all the
+// step.
 function gathered(data, layout) {
-  const last = {start: data.model.layers - 1, end: data.model.layers};
-  const table = data.memory.states[3][0];
-  const unit = countOf(data, layout, [last], false, false).gathered;
-  return 2 * unit * table.parameter_bytes + unit * table.gradient_bytes;
+  const last = {start: data.model.layers - 1, end: data.model.layers}, table = data.memory.states[3][0];
+  const block = countOf(data, layout, [last], false, false).gathered;
+  const ends = countOf(data, layout, [], true, true).gathered;
+  return 2 * block * (table.parameter_bytes + table.gradient_bytes) + ends * table.parameter_bytes;
 }
 
 // Bytes of each stage for one micro-batch: kept ones add up, the others are the largest of any part.
@@ -98,7 +108,7 @@ function stageCosts(data, layout, tokens, split) {
       head: Number(stage === split.length - 1),
     };
     return Object.fromEntries(sizes.map((size, n) => [size, Object.entries(times).reduce((sum, [part, many]) => {
-      if (size === "kept_bytes") return sum + many * bytes[part][n];
+      if (size === "kept") return sum + many * bytes[part][n];
       return many ? Math.max(sum, bytes[part][n]) : sum;
     }, 0)]));
   });
