@@ -12,6 +12,8 @@ from meshwright.planner.landscape import Front, Point, counted, landscape, look
 from meshwright.planner.predict import estimator, predict
 from meshwright.planner.search import bounded, usable_bytes
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.replay import replay
+from meshwright.spec.schedule import schedule
 from tests.planner.browser import CHROMIUM, Browser
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -111,7 +113,7 @@ def test_sliders_change_the_bars_to_what_python_predicts(opened: Browser) -> Non
 def test_the_illegal_is_said_in_words(opened: Browser) -> None:
     for knob, value, said in (
         ("pp", 4, ""), ("schedule", "zb-v", "puts both ends of the model"), ("schedule", "1f1b", ""),
-        ("tp", 8, "does not divide the 8 devices"), ("pp", 1, "layout.zero=3 shards over"), ("zero", 0, ""),
+        ("tp", 8, "does not divide the 8 devices"), ("pp", 1, "shards over dp_shard"), ("zero", 0, ""),
         ("micro_batch", 32, ""), ("micro_batch", 3, "is not micro_batch=3 x accumulation"),
     ):  # fmt: skip
         turn(opened, knob, value)
@@ -152,6 +154,25 @@ def test_a_click_on_the_map_sets_the_sliders(opened: Browser) -> None:
     assert opened.evaluate("layoutOption(state.layout)") == opened.evaluate("layoutOption(pointed.layout)")
     assert opened.evaluate("Math.abs(pointed.peak / FRONT.at(-1).peak - 1)") < 0.1
     assert text(opened, "#dp") == str(opened.evaluate("String(dpOf(state.layout))")) or "x" in text(opened, "#dp")
+
+
+@in_browser
+def test_timelines_follow_the_layout(opened: Browser) -> None:
+    turn(opened, "zero", 0)
+    turn(opened, "micro_batch", 1)
+    turn(opened, "pp", 4)
+    opened.evaluate("drawTimelines()")
+    assert opened.evaluate("[shape.p, shape.m]") == [4, 8]
+    for name, v in (("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)):
+        bubble = replay(schedule(name, 4, 8, v)).bubble
+        shown = text(opened, f"[data-schedule='{name}'] h3").partition("bubble ")[2].partition(" %")[0]
+        assert float(shown) == pytest.approx(100 * bubble, abs=0.051)
+    drawn = "document.querySelector(\"[data-schedule='1f1b'] canvas\").clientWidth"
+    narrow = opened.evaluate(drawn)
+    turn_wide = "document.getElementById('knob-timeline_wide').click(); drawTimelines()"
+    opened.evaluate(f"shape.m = 64; {turn_wide}")
+    assert opened.evaluate(drawn) > 2 * narrow
+    assert opened.complaints == []
 
 
 @in_browser

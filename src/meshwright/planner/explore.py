@@ -6,8 +6,8 @@ disk, offline. Nothing in it is loaded from anywhere.
 
 import json
 from dataclasses import replace
-from math import inf, isfinite
 from importlib.resources import files
+from math import inf, isfinite
 from typing import Any
 
 from meshwright.planner.coefficients import coefficients

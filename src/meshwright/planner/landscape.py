@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.predict import Estimator
 from meshwright.planner.regions import Region, splits
-from meshwright.planner.search import bounded, usable_bytes
+from meshwright.planner.search import bounded, sharing, usable_bytes
 from meshwright.planner.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -98,11 +98,15 @@ def search_front(of: Estimator, every: list[tuple[float, float, Region]]) -> tup
     """The front of all regions, given as (least seconds, least bytes, region), and all points looked at."""
     front, looked = Front(), []
     for least_s, least_bytes, region in sorted(every, key=lambda one: one[0] * one[1]):
-        if front.beats(least_s, least_bytes):
-            continue
-        for point in look(of, region):
+        ordered = sorted(splits(region.cell, {}), key=sharing, reverse=True)
+        for split in ordered:
+            if front.beats(least_s, least_bytes):
+                break
+            point = counted(of, region.layout(*split), exact=False)
             looked.append(point)
             front.add(point)
+            if split is ordered[0]:  # it shares its states most: the others are not smaller
+                least_bytes = point.peak_bytes
     return front, looked
 
 

@@ -110,7 +110,7 @@ class _Search:
 
     def look(self, region: Region, limit_s: float) -> Iterator[tuple[float, int, Layout]]:
         """The region's layouts that fit, with their seconds, by closed forms; none if all are beyond the limit."""
-        found = sorted(splits(region.cell, self.fixed), key=_sharing, reverse=True)
+        found = sorted(splits(region.cell, self.fixed), key=sharing, reverse=True)
         for index, split in enumerate(found):
             layout = region.layout(*split)
             time, memory = self.estimator.measure(layout, exact=False)
@@ -157,7 +157,7 @@ def techniques(layout: Layout) -> int:
     return sum(degree > 1 for degree in degrees) + (layout.recompute != "none") + (layout.schedule != "1f1b")
 
 
-def _sharing(split: tuple[int, int, int]) -> tuple[int, int]:
+def sharing(split: tuple[int, int, int]) -> tuple[int, int]:
     """How far (dp_replicate, dp_shard, zero) shares the states."""
     return (split[1] if split[2] else 0, split[2])
 
@@ -186,7 +186,7 @@ class Least:
 
     def __init__(self, estimator: Estimator, cell: Cell, layouts: tuple[tuple[int, int, int], ...]) -> None:
         self.estimator, self.cell = estimator, cell
-        self.split = max(layouts, key=_sharing)
+        self.split = max(layouts, key=sharing)
         self.layers = estimator.shape.layers / cell.pp
         self.kept: dict[str, float] = {}
         self.ranks: dict[tuple[int, str], Cost] = {}
