@@ -215,8 +215,9 @@ def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
         assert content.count("<script") == 2
 
 
-def test_the_front_is_that_of_all_layouts() -> None:
-    plan = replace(SMALL, model=replace(SMALL.model, layers=4))
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b"])
+def test_the_front_is_that_of_all_layouts(name: str) -> None:
+    plan = replace(SMALL, model=replace(presets.model(name), layers=4), cluster=presets.cluster("h100x4", 1))
     of = estimator(plan)
     every = [point for _, region, _, _ in bounded(of, plan, {}) for point in look(of, region)]
     whole, part = landscape(of, plan, most=10**6), landscape(of, plan, most=200)
