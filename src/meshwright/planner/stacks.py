@@ -46,6 +46,7 @@ ALEPH = Stack(
 )
 NANOTRON = Stack(
     name="nanotron",
+    shares_sequence=True,
     passes=2.0,
     activation_kept=4.0,
     logit_kept=4.0,
@@ -65,6 +66,7 @@ NANOTRON = Stack(
 FSDP1 = Stack(name="fsdp1", passes=1.5, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md")
 TORCHTITAN = Stack(
     name="torchtitan",
+    shares_sequence=True,
     selective="alternate",
     activation_kept=4.0,
     logit_kept=8.0,
@@ -111,4 +113,5 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, core_kept=4.0)
     if "rms" in kernel:
         found = replace(found, passes=1.0, norm_kept=2.0)
-    return found, {}
+    shared = found.shares_sequence and not (columns.get("sp") or "").strip()
+    return found, {"sp": True} if shared and (columns.get("tp") or "1").strip() not in ("0", "1") else {}
