@@ -37,7 +37,7 @@ the rows, from which they can be made again, are listed there."""
 
 def folder(given: str | None) -> Path | None:
     """Where the tables lie; None where they do not."""
-    places = (given, os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
+    places = (given,) if given else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
     found = (Path(place) for place in places if place)
     return next((place for place in found if (place / TABLES[0]).is_file()), None)
 
@@ -234,9 +234,9 @@ def main() -> int:
     if place is None:
         print(HOW, file=sys.stderr)
         return 2
+    today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
     rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
     if options.fit or not options.calibration.is_file():
-        today = time.strftime("%Y-%m-%d", time.gmtime())
         split.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
     calibration = fit.load(options.calibration)
     zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
@@ -244,7 +244,12 @@ def main() -> int:
     if options.json:
         print(json.dumps({"rows": len(rows), "lines": lines, "clusters": asdict(calibration)["clusters"]}, indent=1))
         return 0
+    scored = sum(isinstance(one, Judged) for one in zero)
     tables = {
+        "stamp": [
+            f"Scored on {today} with Python {python}: {len(rows)} rows, {scored} of them scored; "
+            f"calibration of {calibration.date}."
+        ],
         "time": step_table(lines),
         "memory": memory_table(lines),
         "choice": choice_table(lines),

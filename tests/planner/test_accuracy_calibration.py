@@ -12,7 +12,7 @@ from meshwright.planner.fit import MOST_ROWS, Calibration, Fitted, changed, load
 from meshwright.planner.links import links_of
 from meshwright.planner.published import Row, read
 from meshwright.planner.speeds import speeds_of
-from tests.planner.published_tables import run, table, write
+from tests.planner.published_tables import ROOT, run, table, write
 
 LAYOUTS = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 8})
 MODELS = ({"layers": 16, "hidden": 2048}, {"layers": 24, "hidden": 4096, "heads": 32, "ffn": 16384})
@@ -92,6 +92,18 @@ def test_the_split_holds_out_whole_models_and_counts() -> None:
         models = sorted({split.kind(row.plan.model) for row in own})
         assert not {split.kind(row.plan.model) for row in chosen} & set(models[1::2])
         assert [row.id for row in chosen] == [row.id for row in split.chosen(own).rows]
+
+
+def test_the_calibration_of_the_page_keeps_to_the_split() -> None:
+    calibration = load(ROOT / "benchmarks" / "calibration.json")
+    clusters: dict[str, list[Row]] = {}
+    for row in read(table("training_throughput.csv")):
+        if isinstance(row, Row) and cluster_of(row) in calibration.clusters and row.step_s:
+            clusters.setdefault(cluster_of(row), []).append(row)
+    for name, own in clusters.items():
+        rows = calibration.clusters[name].rows
+        assert 1 <= len(set(rows)) == len(rows) <= MOST_ROWS
+        assert not set(rows) & {(row.source, row.id) for row in split.held_out(own)}
 
 
 def test_measured_times_play_no_part_in_the_choice(tmp_path: Path) -> None:
