@@ -43,7 +43,7 @@ class Cost:
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
-            logits=other.logits if times and other.logits.kept else self.logits,
+            logits=self.logits.plus(other.logits, times),
         )
 
 
