@@ -131,7 +131,6 @@ class Stack:
 MESHWRIGHT = Stack(
     name="meshwright",
     activation_kept=0.0,
-    regather=False,
     selective="products",
     logit_kept=0.0,
     logit_peak=0.0,
