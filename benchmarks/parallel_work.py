@@ -89,7 +89,7 @@ class Ours:
         self.engine.train()
         self.optimizer = AdamW(self.engine.parameters.items(), Recipe())
         self.share = Share(
-            index=self.mesh["dp_replicate"].index * self.layout.dp_shard + self.mesh["dp_shard"].index,
+            index=self.mesh.reader,
             parts=self.layout.dp,
             columns=self.engine.columns(work.sequence),
         )
@@ -108,7 +108,8 @@ class OursPlayed(Ours):
     def __init__(self, work: Work, made: Made | None = None, **layout: Any) -> None:
         super().__init__(work, made, **layout)
         self.played = Played()
-        pipeline = self.engine._pipeline
+        pipeline = self.engine.pipeline
+        assert pipeline is not None
         before, after, run = pipeline.before, pipeline.after, pipeline.run
 
         def timed_before(action: Action) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.parallel.pulse import Beat, Pulse, Watch
 from meshwright.parallel.verdict import Limits
 from meshwright.parallel.watchdog import _Observed
-from meshwright.train.phases import PHASES
+from meshwright.train.phases import PHASES, READS
 
 DEEP = 40
 """Frames of the watched thread: about those of a training step."""
@@ -25,7 +25,7 @@ def measure() -> dict[str, float]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     pulse = Pulse()
-    watch = Watch(pulse, PHASES)
+    watch = Watch(pulse, PHASES, READS)
 
     def beat() -> None:
         store.set("beat/0", watch.look().encode())

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -108,6 +109,19 @@ def has_flash_attention(device: torch.device) -> bool:
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
+def time_limit(group: Any) -> timedelta | None:
+    """How long a collective of a process group may take; None = this torch does not say.
+
+    torch gives every group that is made later a limit of its own (30 minutes), whatever was asked for at first, and
+    has no public question for it.
+    """
+    try:
+        found = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
     """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -146,21 +160,43 @@ def let_selective_recomputation_pass_hooks() -> None:
             ignored.add(operation)
 
 
+def fsdp_keep_reduce_dtype(modules: list[Any]) -> None:
+    """Let FSDP's shards of gradients keep the dtype in which they were reduced, for modules with memory, roots first.
+
+    FSDP casts every reduced gradient to the dtype of the shard before it adds it to the micro-batches before, and takes
+    that dtype from `_orig_dtype` of a group (None = no cast), which is set when the first pass begins: made now. Where
+    these names do not do this any more, the first reduction fails: a gradient is not of its parameter's `grad_dtype`.
+    """
+    for module in modules:
+        _fsdp_state(module)._lazy_init()
+    for module in modules:
+        for group in _fsdp_groups(module):
+            group._orig_dtype = None
+
+
+def _fsdp_state(module: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    """The parameter groups of a module: torch has had one or none as well as a list of them."""
+    state = _fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def fsdp_post_backward(modules: list[Any]) -> None:
     """What FSDP does at the end of a backward pass, for modules in the order of the forward pass, roots first.
 
     torch's own pipeline runtime calls the same private names, since a gradient may come later than the pass that FSDP
     hangs on; there is no public way to ask for the reduction.
     """
-    from torch.distributed.fsdp import fully_shard
-
     for module in reversed(modules):
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                group.post_backward()
+        for group in _fsdp_groups(module):
+            group.post_backward()
     for module in modules:
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        state = _fsdp_state(module)
         if state._is_root:
             state._root_post_backward_final_callback()

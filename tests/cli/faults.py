@@ -47,6 +47,26 @@ class In:
         Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True, slots=True)
+class SlowToEnd:
+    """Rank `bad` takes its time to leave the process group, after all its work."""
+
+    seconds: float
+    bad: int = BAD
+
+    def __call__(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        leave = dist.destroy_process_group
+
+        def slowly() -> None:
+            time.sleep(self.seconds)
+            leave()
+
+        if rank == self.bad:
+            dist.destroy_process_group = slowly
+
+
 def die(named: dict[str, Any]) -> None:
     """As the kernel kills a process that has taken too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)

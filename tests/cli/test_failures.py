@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from meshwright.planfile import read
 from meshwright.train import checkpoint
 from meshwright.train.run import MetricsLog
 from tests.cli import toy
-from tests.cli.faults import In
+from tests.cli.faults import In, SlowToEnd
 from tests.cli.launched import Ended, launch, new_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,17 @@ def test_a_cluster_that_wants_its_machine_back(texts: Path, tmp_path: Path) -> N
     ended = launch(2, words(texts, run, "layout.dp_shard=2"), tmp_path, fault=In(5, "terminate"))
     assert ended.codes == [0, 0] and not ended.errors
     assert str(checkpoint.latest(run / "checkpoints")).endswith("step-000005")
+
+
+def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:
+    """Started by hand, the first rank has it: another one that is slow to end has not failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    asked = words(texts, tmp_path / "run", "layout.dp_shard=2", "recipe.steps=2")
+    by_hand = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": ""}
+    ended = launch(2, asked, tmp_path, fault=SlowToEnd(2.0), **by_hand)
+    assert ended.codes == [0, 0] and not ended.errors
 
 
 def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None:

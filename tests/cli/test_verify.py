@@ -58,4 +58,13 @@ def test_the_page_marks_what_differs() -> None:
     one = trial(["tp", "zero 3"])
     assert isinstance(one, Trial)
     assert "**no**" in support_page([(one, "gradient of x differs")], {})
+
+
+def test_the_page_says_nothing_of_what_was_not_run() -> None:
+    one = trial(["tp", "zero 3"])
+    assert isinstance(one, Trial)
+    rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in support_page([(one, None)], {}).splitlines()}
+    columns = [name for name in FEATURES if name != "compiled"][1:]
+    cells = dict(zip(columns, (cell.strip(" |") for cell in rows["| tp"]), strict=True))
+    assert (cells["tp + sp"], cells["cp ring"], cells["packed"]) == ("-", "", "")
     assert "**no**" not in support_page([(one, None)], {})

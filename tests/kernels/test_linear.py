@@ -103,3 +103,12 @@ def test_the_input_is_kept_once_for_all() -> None:
     given = [tensor.requires_grad_() for tensor in triple(50)]
     _, kept = saved_bytes(lambda: several(fast().linears)(*given), without=given)
     assert kept == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows_have_gradients_too(dtype: torch.dtype) -> None:
+    """An expert may get no token."""
+    x, weight = torch.zeros(0, 6, dtype=dtype, requires_grad=True), torch.ones(4, 6, dtype=dtype, requires_grad=True)
+    fast().linear(x, weight, None).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 6)
+    assert weight.grad is not None and not weight.grad.any()

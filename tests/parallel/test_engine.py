@@ -30,7 +30,7 @@ TWO: list[dict[str, Any]] = [
 ]
 TWO_STAGES: list[dict[str, Any]] = [
     {"pp": 2, "micro_batch": 2, "schedule": "afab"},
-    {"pp": 2, "micro_batch": 1, "recompute": "selective"},
+    {"pp": 2, "micro_batch": 1, "recompute": "selective", "stages": (1, 2)},
     {"pp": 2, "micro_batch": 2, "schedule": "zb-h1", "recompute": "full"},
 ]
 FOUR_STAGES: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ FOUR_STAGES: list[dict[str, Any]] = [
 ]
 V_STAGES: list[dict[str, Any]] = [
     {"pp": 2, "vp": 2, "schedule": "interleaved", "micro_batch": 1},
-    {"pp": 2, "vp": 2, "schedule": "zb-v", "micro_batch": 1},
+    {"pp": 2, "vp": 2, "schedule": "zb-v", "micro_batch": 1, "stages": (2, 1, 1, 1)},
     {"pp": 2, "vp": 2, "schedule": "dualpipe-v", "micro_batch": 1, "recompute": "selective"},
 ]
 TWO_EXPERTS: list[dict[str, Any]] = [

@@ -1,13 +1,16 @@
 """Ranks and groups against their definitions, and the collectives against sums by hand."""
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.mesh import make_mesh
+from meshwright import compat
+from meshwright.observe.ranks import LIMIT_S, on_ranks
+from meshwright.parallel import mesh
+from meshwright.parallel.mesh import make_mesh, saving_group
 from meshwright.spec import Layout
 from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
 from tests.parallel.telling import Told
@@ -34,12 +37,22 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
         assert set(share) | set(same) <= set(ranks_along(LAYOUT, ("dp_shard", "cp", "tp"), rank))
 
 
+def test_only_groups_that_somebody_uses_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "_process_group", lambda ranks, world, purpose: None)
+    dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).made
+    once = [(5, 13), (5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
+    assert dense.keys() == {("", ranks) for ranks in once} | {("backward", (5, 13))}
+    routed = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2, ep=2, sp=True), rank=5)
+    assert routed["ep"].ranks == (4, 5) and routed["expert_shard"].ranks == (1, 3, 5, 7)
+    assert [routed.reader, routed.places["cp"]] == [1, 0]
+
+
 def _collectives() -> dict[str, Any]:
     told = Told()
-    mesh = make_mesh(Layout(dp_shard=2, tp=2), traffic=told)
-    tp, world = mesh["tp"], mesh["world"]
-    mine = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
-    theirs = torch.arange(6.0).view(2, 3) + 10 * (mesh.rank ^ 1)
+    ours = make_mesh(Layout(dp_shard=2, tp=2), traffic=told)
+    tp, world = ours["tp"], ours["world"]
+    mine = torch.arange(6.0).view(2, 3) + 10 * ours.rank
+    theirs = torch.arange(6.0).view(2, 3) + 10 * (ours.rank ^ 1)
     pair = [mine, theirs] if tp.index == 0 else [theirs, mine]
     assert torch.equal(tp.all_reduce(mine.clone()), mine + theirs)
     assert torch.equal(tp.all_reduce(mine.clone(), "max"), torch.maximum(mine, theirs))
@@ -48,21 +61,26 @@ def _collectives() -> dict[str, Any]:
     assert torch.equal(tp.reduce_scatter(mine), (mine + theirs)[tp.index : tp.index + 1])
     wide = torch.cat((mine, mine), 1)
     assert torch.equal(tp.reduce_scatter(wide, 1), mine + theirs)
+    assert torch.equal(tp.all_gather(mine[None], 1), torch.cat(pair)[None])  # no copy: nothing lies before the dim
+    assert torch.equal(tp.reduce_scatter(torch.cat(pair)[None], 1), 2 * pair[tp.index][None])
     sent = [[1, 0], [0, 2]][tp.index]
     rows = tp.all_to_all(torch.full((sum(sent), 3), float(tp.index)), sent, sent)
     assert rows.shape[0] == sum(sent) and (rows == tp.index).all()
-    assert mesh["cp"].all_reduce(mine) is mine and mesh["cp"].all_gather(mine) is mine
-    assert world.broadcast(torch.full((2,), float(mesh.rank)), 3).tolist() == [3.0, 3.0]
+    assert ours["cp"].all_reduce(mine) is mine and ours["cp"].all_gather(mine) is mine
+    assert world.broadcast(torch.full((2,), float(ours.rank)), 3).tolist() == [3.0, 3.0]
     received = torch.empty(2)
-    work = tp.exchange([(torch.full((2,), float(mesh.rank)), 1 - tp.index)], [(received, 1 - tp.index)])
+    work = tp.exchange([(torch.full((2,), float(ours.rank)), 1 - tp.index)], [(received, 1 - tp.index)])
     for one in work:
         one.wait()
-    assert received.tolist() == [float(mesh.rank ^ 1)] * 2
-    return {"told": told.calls, "ranks": tp.ranks}
+    assert received.tolist() == [float(ours.rank ^ 1)] * 2
+    groups = [*ours.groups.values(), saving_group(ours)]
+    limits = {compat.time_limit(group.process_group) for group in groups}
+    return {"told": told.calls, "ranks": tp.ranks, "limits": limits}
 
 
 def test_collectives_on_four_processes() -> None:
     results = on_ranks(4, _collectives)
     assert [result["ranks"] for result in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert all(result["limits"] == {timedelta(seconds=LIMIT_S)} for result in results), "what the world was given"
     assert results[0]["told"][0] == ("tp", "all_reduce", 24)
     assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["broadcast"]

@@ -123,17 +123,17 @@ def empty(_: MicroBatch) -> Tensor:
 
 def _run_cases(world: int, chosen: list[Case]) -> list[dict[str, Any]]:
     told = Told()
-    group = make_mesh(Layout(pp=world), traffic=told)["pp"]
-    return [_run_case(case, group, told) for case in chosen]
+    mesh = make_mesh(Layout(pp=world), traffic=told)
+    return [_run_case(case, mesh["pp"], mesh["pp_backward"], told) for case in chosen]
 
 
-def _run_case(case: Case, group: Group, told: Told) -> dict[str, Any]:
+def _run_case(case: Case, group: Group, backward: Group, told: Told) -> dict[str, Any]:
     placement = stage_rank(case.schedule, group.size, case.virtual)
     ranges = stage_layers(case.layers, len(placement))
     models = [part_of(case, ranges[stage]) for stage in stages_of(placement, group.index)]
     seen: list[tuple[str, Action]] = []
     pipeline = Pipeline(
-        case.schedule, group, stages_here(case, group, models), empty,
+        case.schedule, group, stages_here(case, group, models), empty, backward=backward,
         before=lambda action: seen.append(("before", action)), after=lambda action: seen.append(("after", action)),
     )  # fmt: skip
     batches = micro_batches(case.micro_batches)
@@ -201,11 +201,11 @@ def test_a_pipeline_of_one_rank() -> None:
     """Stages hand over on the spot."""
     for name in NAMES:
         case = Case(name, 3, VIRTUAL.get(name, 1))
-        assert_equal(case, 1, [_run_case(case, Group("pp"), Told())])
+        assert_equal(case, 1, [_run_case(case, Group("pp"), Group("pp"), Told())])
 
 
 def test_a_schedule_that_does_not_exist_is_refused_before_anything_is_sent() -> None:
-    pipeline = Pipeline("dualpipe-v", Group("pp"), [lambda x, batch: (x, None)] * 2, empty)
+    pipeline = Pipeline("dualpipe-v", Group("pp"), [lambda x, batch: (x, None)] * 2, empty, backward=Group("pp"))
     with pytest.raises(IllegalLayout, match="2 x pp = 2 micro-batches or more, not 1"):
         pipeline.run(micro_batches(1))
 
@@ -224,11 +224,11 @@ class Census:
 
 
 def _count_alive(world: int, chosen: list[Case]) -> list[tuple[int, int]]:
-    group = make_mesh(Layout(pp=world))["pp"]
-    return [_count_one(case, group) for case in chosen]
+    mesh = make_mesh(Layout(pp=world))
+    return [_count_one(case, mesh["pp"], mesh["pp_backward"]) for case in chosen]
 
 
-def _count_one(case: Case, group: Group) -> tuple[int, int]:
+def _count_one(case: Case, group: Group, backward: Group) -> tuple[int, int]:
     """Most activations that wait for a backward pass or for the weight's gradient, and most outputs."""
     census = Census()
     placement = stage_rank(case.schedule, group.size, case.virtual)
@@ -249,7 +249,7 @@ def _count_one(case: Case, group: Group) -> tuple[int, int]:
     for number in stages_of(placement, group.index):
         weight = torch.ones(HIDDEN, HIDDEN, requires_grad=True)
         stages.append(lambda x, batch, number=number, weight=weight: stage(number, weight, x, batch))
-    Pipeline(case.schedule, group, stages, empty).run(micro_batches(case.micro_batches))
+    Pipeline(case.schedule, group, stages, empty, backward=backward).run(micro_batches(case.micro_batches))
     assert not +census.alive, "all is freed in the end"
     return census.peak["activation"], census.peak["output"]
 

@@ -1,21 +1,27 @@
 """Who is to blame, from beats alone; what a watched thread is seen to do; how an attempt gets its name."""
 
 import importlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from meshwright.parallel import watchdog
 from meshwright.parallel.meeting import meet, named
 from meshwright.parallel.pulse import Beat, Pulse, Watch
 from meshwright.parallel.verdict import Limits, judge
-from meshwright.parallel.watchdog import _Observed
+from meshwright.parallel.watchdog import FAILED, TERMINATED, Place, Watchdog, _Observed
 from meshwright.spec.errors import RunError
-from meshwright.train.phases import PHASES
+from meshwright.train.interrupt import Interrupt
+from meshwright.train.phases import PHASES, READS
 
 MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
 STILL = replace(MOVES, still_s=31.0)
@@ -110,8 +116,106 @@ def test_a_thread_is_seen_where_it_stands() -> None:
     thread.join()
 
 
+@pytest.mark.parametrize(("phase", "moves"), [("save", True), ("forward", False)])
+def test_who_waits_for_threads_that_write_does_not_stand_still(phase: str, moves: bool) -> None:
+    """A save may take longer than the limit of one that stands; a step is not excused by it."""
+    pulse, held, watches = Pulse(), threading.Lock(), []
+
+    def joins() -> None:
+        watches.append(Watch(pulse, {f"{__name__}:{joins.__qualname__}": phase}))
+        held.acquire()
+
+    held.acquire()
+    thread = threading.Thread(target=joins)
+    thread.start()
+    time.sleep(0.05)
+    watches[0].look()
+    pulse.piece_begun()
+    assert (watches[0].look().still_s == 0.0) == moves
+    held.release()
+    thread.join()
+
+
+def test_who_reads_a_number_that_all_compute_waits_for_the_others() -> None:
+    """On GPUs a collective returns at once: a rank stands where it wants the result."""
+    device, on, watches = threading.Lock(), threading.Event(), []
+
+    def reads() -> None:
+        on.set()
+        device.acquire()  # as Tensor.item: no frame of its own
+
+    def work() -> None:
+        watches.extend(Watch(Pulse(), {}, frozenset(names)) for names in ([], [f"{__name__}:{reads.__qualname__}"]))
+        reads()
+
+    device.acquire()
+    thread = threading.Thread(target=work)
+    thread.start()
+    on.wait(20)
+    time.sleep(0.05)
+    assert [watch.look().waits for watch in watches] == [False, True]
+    device.release()
+    thread.join()
+
+
+@contextmanager
+def watched(store: dist.Store, hang_s: float) -> Iterator[list[int]]:
+    """Gives the exit codes with which the watchdog of a single rank wants to end this process."""
+    codes: list[int] = []
+    found = Watchdog(
+        store,
+        store,
+        Place(rank=0, world=1),
+        pulse=Pulse(),
+        phases=PHASES,
+        reads=READS,
+        limits=Limits(hang_s=hang_s),
+        say=lambda line: None,
+        end=codes.append,
+    )
+    found.start()
+    yield codes
+    found.close()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.1)
+    with watched(dist.HashStore(), 0.8) as codes:
+        yield codes
+
+
+def test_a_launcher_that_is_gone_ends_a_rank_without_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Connection was likely closed")
+
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.1)
+    with watched(Gone(), 0) as codes:
+        time.sleep(0.4)
+    assert set(codes) == {FAILED}
+
+
+def test_sigterm_ends_a_run_that_cannot_save_yet(alone: list[int]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    with Interrupt():  # began to train, but never heard of it
+        time.sleep(0.6)
+    assert set(alone) == {TERMINATED}
+
+
+def test_sigterm_that_was_heeded_ends_nothing_later(alone: list[int]) -> None:
+    """The run has saved and is about to end with 0, which may take longer than the guard's patience."""
+    with Interrupt() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+    assert stop.requested == "SIGTERM"
+    time.sleep(0.6)
+    assert alone == []
+
+
 def test_every_phase_is_a_function_that_exists() -> None:
-    for name in PHASES:
+    for name in (*PHASES, *READS):
         module, _, path = name.partition(":")
         found: Any = importlib.import_module(module)
         for step in path.split("."):

@@ -62,7 +62,12 @@ PLANS = st.builds(
     run=WORDS,
     recipe=RECIPES,
     layout=st.builds(
-        Layout, tp=st.integers(1, 64), zero=st.integers(0, 3), sp=st.booleans(), micro_batch=st.integers(0, 9)
+        Layout,
+        tp=st.integers(1, 64),
+        zero=st.integers(0, 3),
+        sp=st.booleans(),
+        micro_batch=st.integers(0, 9),
+        stages=st.lists(st.integers(1, 99), max_size=4).map(tuple),
     ),
     cluster=st.builds(
         Cluster,

@@ -21,6 +21,11 @@ def test_micro_batch_is_not_negative() -> None:
         Layout(micro_batch=-1)
 
 
+def test_a_stage_has_a_layer() -> None:
+    with pytest.raises(IllegalLayout, match=r"layout.stages=\[2, 0\]: each stage has at least 1 layer"):
+        Layout(pp=2, stages=(2, 0))
+
+
 def test_ranks() -> None:
     layout = Layout(dp_replicate=2, dp_shard=4, tp=8, cp=2, pp=3, ep=8, vp=2)
     assert layout.dp == 8

@@ -24,6 +24,15 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"pp": 4, "schedule": "zb-v"}, {}, "two stages a rank, not vp=1: take vp=2"),
     (LLAMA, {"pp": 4, "vp": 2}, {}, "one stage a rank, not vp=2"),
     (LLAMA, {"pp": 4, "vp": 2, "schedule": "dualpipe-v", "micro_batch": 16}, {}, "wants 2 x pp = 8 micro-batches"),
+    (LLAMA, {"stages": (16, 16)}, {}, "2 pipeline stages, and layout.pp=1: take layout.stages=[] or layout.pp=2"),
+    (
+        LLAMA,
+        {"pp": 4, "stages": (9, 9, 8, 5)},
+        {},
+        "layout.stages=[9, 9, 8, 5] deals 31 layers to 4 stages, and layout.pp=4 x layout.vp=1 stages want "
+        "the model's 32: take layout.stages=[8, 8, 8, 8]",
+    ),
+    (LLAMA, {"pp": 2, "vp": 2, "schedule": "zb-v", "stages": (16, 16)}, {}, "32 layers to 2 stages"),
     (LLAMA, {"dp_shard": 2, "ep": 2}, {}, "the model has none: take layout.ep=1"),
     (MIXTRAL, {"dp_shard": 3, "ep": 3}, {"global_batch": 63}, "layout.ep=3 does not divide the 8 experts"),
     (MIXTRAL, {"dp_shard": 2, "ep": 4}, {}, "dp_shard x cp x tp = 2 ranks"),
@@ -57,6 +66,7 @@ def test_advice_about_the_sequence_is_legal() -> None:
         {"cp": 8, "dp_shard": 4, "zero": 3},
         {"pp": 4, "vp": 4, "schedule": "interleaved", "micro_batch": 8},
         {"pp": 4, "vp": 2, "schedule": "zb-v", "micro_batch": 8, "tp": 2},
+        {"pp": 4, "stages": (9, 9, 8, 6), "micro_batch": 8},
     ],
 )
 def test_legal(layout: dict[str, Any]) -> None:

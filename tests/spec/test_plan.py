@@ -27,6 +27,12 @@ def test_batches_of_every_stage_are_checked() -> None:
         replace(TINY, recipe=recipe, layout=Layout(micro_batch=4)).check()
 
 
+def test_accumulation_is_that_of_the_largest_step_of_a_ramp() -> None:
+    recipe = Recipe(global_batch=8, batch_ramp=(BatchStage(tokens=1, global_batch=32),))
+    plan = replace(TINY, recipe=recipe, layout=Layout(micro_batch=4, dp_shard=2))
+    assert plan.micro_batches == 4 and plan.layout.micro_batches(8) == 1
+
+
 def test_learned_positions_end() -> None:
     gpt2 = Plan(model=presets.model("gpt2"), recipe=Recipe(sequence=1025))
     with pytest.raises(IllegalLayout, match=r"recipe.sequence=1025 exceeds the 1024 learned positions"):

@@ -31,6 +31,13 @@ def test_both_numbers_and_the_nearest_layouts() -> None:
     assert alone is not None and alone.endswith("(torchrun --nproc_per_node 2), or take layout.tp=1 layout.sp=false")
 
 
+def test_stages_by_hand_go_with_their_pipeline() -> None:
+    by_hand = plan(pp=2, stages=(17, 15), micro_batch=1)
+    assert all((layout.stages == (17, 15)) == (layout.pp == 2) for layout in nearest_layouts(by_hand, 4))
+    sentence = world_violation(plan(pp=2, stages=(17, 16), micro_batch=1), 2)
+    assert sentence is not None and "layout.pp=1 layout.stages=[]" in sentence
+
+
 def test_what_is_proposed_is_legal() -> None:
     moe = replace(plan(dp_shard=8, ep=8, zero=3), model=presets.model("mixtral-8x7b"))
     for processes in (1, 2, 6, 12, 16):

@@ -50,10 +50,11 @@ def test_sharding_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fits(replace(large, layout=Layout(tp=4, pp=2, micro_batch=1)), CPU)
 
 
-def test_the_worst_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layers", "worst"), [(5, "rank 0"), (4, "rank 1")], ids=["three layers", "a norm more"])
+def test_the_worst_stage_is_named(layers: int, worst: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "capacity_bytes", lambda device: 2**20)
     uneven = replace(
-        TINY, model=replace(TINY.model, layers=5, tied=False, vocab=256), layout=Layout(pp=2, micro_batch=1)
+        TINY, model=replace(TINY.model, layers=layers, tied=False, vocab=256), layout=Layout(pp=2, micro_batch=1)
     )
-    with pytest.raises(DoesNotFit, match=r"rank [01] needs"):
+    with pytest.raises(DoesNotFit, match=f"{worst} needs"):
         check_fits(uneven, CPU)

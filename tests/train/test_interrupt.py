@@ -3,10 +3,14 @@
 import os
 import signal
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from meshwright.train.interrupt import Interrupt
+from meshwright.train.trainer import Trainer
 
 
 def handlers() -> tuple[object, object]:
@@ -60,3 +64,21 @@ def test_in_another_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [(None, before)]
+
+
+def test_a_signal_while_ranks_agree_is_heard_at_the_next_step() -> None:
+    """They may wait long for each other there: for a rank that saves."""
+    with Interrupt() as stop:
+
+        class World:
+            size = 2
+
+            def all_reduce(self, told: torch.Tensor, op: str) -> torch.Tensor:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return told
+
+        engine = SimpleNamespace(mesh={"world": World()})
+        saver = SimpleNamespace(failed=lambda: False)
+        rank: Any = SimpleNamespace(state=SimpleNamespace(engine=engine), saver=saver, device="cpu")
+        assert [Trainer._stops(rank, stop) for _ in range(2)] == [False, True]
+        assert stop.requested == "SIGTERM"

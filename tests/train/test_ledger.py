@@ -43,11 +43,12 @@ def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
     if layout.world == 1:
         assert sent == {}
         return
-    blocks = SHAPE.layers
-    assert sent["shard", "reduce_scatter"][0] == blocks + 1 and sent["shard", "all_gather"][0] == 2 * blocks + 1
+    units = SHAPE.layers + 2
+    assert sent["shard", "reduce_scatter"][0] == units and sent["shard", "all_gather"][0] == 2 * units - 1
     assert sent["shard", "reduce_scatter"][1] >= 4 * num_parameters(SHAPE) // 2
     assert set(sent) == {
         ("data", "all_reduce"),
+        ("losses", "all_reduce"),
         ("world", "all_reduce"),
         ("shard", "all_gather"),
         ("shard", "reduce_scatter"),

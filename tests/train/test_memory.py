@@ -11,7 +11,7 @@ from meshwright.observe.tiny import shrink
 from meshwright.observe.verify import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
-from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
+from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.held import held, memory
 from meshwright.spec.ledger import Ledger
 from meshwright.train.batches import Share, select, split
@@ -25,6 +25,8 @@ SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, m
 N = num_parameters(SHAPE)
 UNEVEN = shrink("qwen3-30b-a3b")
 """A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
+FEW = replace(UNEVEN, moe=MoEShape(experts=2, top_k=1, ffn=12))
+"""Fewer experts than 4 ranks."""
 TIED = replace(shrink("qwen2.5-0.5b"), layers=5)
 
 TWO: list[dict[str, Any]] = [
@@ -51,6 +53,10 @@ FOUR_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
     {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "zero": 2},
 ]
+FEW_EXPERTS: list[dict[str, Any]] = [
+    *({"dp_shard": 4, "ep": ep, "zero": zero, "micro_batch": 1} for ep in (1, 2) for zero in (1, 3)),
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 1},
+]
 
 
 def sizes(found: Ledger, phase: str) -> dict[str, int]:
@@ -61,7 +67,14 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledge
     """What this rank holds at the two moments of a step."""
     case = Case(shape=shape)
     mesh = make_mesh(layout, made=made)
-    engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision])
+    engine = build_engine(
+        shape,
+        layout,
+        mesh=mesh,
+        dtype=DTYPES[precision],
+        reduce_dtype=torch.float32,
+        micro_batches=layout.micro_batches(case.global_batch),
+    )
     engine.train()
     optimizer = AdamW(engine.parameters.items(), RECIPE)
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
@@ -74,12 +87,12 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledge
         if not seen:
             seen.append(measured(engine, optimizer, "step"))
 
-    reduce_now = data.reduce_now
-    data.reduce_now = lambda modules: (look(), reduce_now(modules))[1]  # under a pipeline: before anything is reduced
+    reduce_next = data.reduce_next
+    data.reduce_next = lambda modules: (look(), reduce_next(modules))[1]  # under a pipeline: before anything is reduced
     try:
         engine.forward_backward([MicroPass(batch, weights) for batch in batches], after=look)
     finally:
-        data.reduce_now = reduce_now
+        data.reduce_next = reduce_next
     look()
     engine.finish_gradients()
     return seen[0] + measured(engine, optimizer, "update")
@@ -98,8 +111,9 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -
         (TIED, 2, TWO, "fp32"),
         (SHAPE, 4, FOUR, "bf16"),
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32"),
+        (FEW, 4, FEW_EXPERTS, "bf16"),
     ],
-    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven"],
+    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven", "four, few experts"],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(
     shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str
@@ -107,10 +121,11 @@ def test_ranks_hold_what_is_counted_to_the_byte(
     for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision)):
         for each, found in zip(options, results, strict=True):
             layout = Layout(compile="off", **each)
-            counted, title = memory(shape, layout, precision, rank), f"rank {rank} of {each}"
+            passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
+            counted = memory(shape, layout, precision, rank, micro_batches=passes)
             assert sizes(found, "update") == sizes(counted, "update"), title
             now, right = sizes(found, "step"), sizes(counted, "step")
-            if layout.micro_batches(8) == 1 and layout.pp == 1:
+            if passes == 1 and layout.pp == 1:
                 continue  # there is no moment between micro-batches
             if layout.dp_replicate > 1 and layout.zero > 1:  # fully_shard keeps partial sums to itself until the last
                 assert "gradients" not in now
@@ -118,8 +133,10 @@ def test_ranks_hold_what_is_counted_to_the_byte(
             assert now == right, title
 
 
-def counted(shape: ModelShape, precision: str, rank: int = 0, **options: Any) -> dict[str, dict[str, int]]:
-    found = memory(shape, Layout(**options), precision, rank)
+def counted(
+    shape: ModelShape, precision: str, rank: int = 0, *, reduce_dtype: str = "fp32", **options: Any
+) -> dict[str, dict[str, int]]:
+    found = memory(shape, Layout(**options), precision, rank, reduce_dtype=reduce_dtype)
     return {phase: {k: v for k, v in sizes(found, phase).items() if k != "counters"} for phase in ("step", "update")}
 
 
@@ -136,13 +153,18 @@ def test_the_lectures_table_of_zero_in_fp32(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_the_lectures_table_of_zero_in_mixed_precision(n: int) -> None:
-    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n."""
-    table = {0: 16 * N, 1: 4 * N + 12 * N // n, 2: 2 * N + 14 * N // n, 3: 16 * N // n}
+@pytest.mark.parametrize("gradient", [2, 4])
+def test_the_lectures_table_of_zero_in_mixed_precision(n: int, gradient: int) -> None:
+    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n. Gradients summed in fp32: two bytes more."""
+    g, reduce_dtype = gradient, {2: "model", 4: "fp32"}[gradient]
+    table = {0: (14 + g) * N, 1: (2 + g) * N + 12 * N // n, 2: 2 * N + (12 + g) * N // n, 3: (14 + g) * N // n}
     for zero, right in table.items():
-        found = counted(SHAPE, "bf16", dp_shard=n, zero=zero)
+        found = counted(SHAPE, "bf16", reduce_dtype=reduce_dtype, dp_shard=n, zero=zero)
         assert found["step"].pop("shards", 0) == (2 * N // n if zero in (1, 2) else 0)
         assert sum(found["step"].values()) == right
+
+
+def test_one_process_and_one_micro_batch_keep_the_lectures_sixteen_bytes() -> None:
     assert counted(SHAPE, "bf16")["update"] == {
         "parameters": 2 * N,
         "gradients": 2 * N,
@@ -177,6 +199,17 @@ def test_pipeline_stages_hold_their_layers_and_the_ends_their_matrices(p: int) -
         assert sum(found.values()) == 16 * (SHAPE.layers // p * layer + ends)
 
 
+def test_stages_by_hand_hold_what_they_were_dealt() -> None:
+    h, f, v = SHAPE.hidden, SHAPE.ffn, SHAPE.vocab
+    layer = 4 * h * h + 3 * h * f + 2 * h
+    for rank, (layers, ends) in enumerate(((1 + 1, h * v + h * v + h), (1 + 1, 0))):
+        found = counted(SHAPE, "fp32", rank, pp=2, vp=2, schedule="zb-v", stages=(1, 1, 1, 1), micro_batch=1)["update"]
+        assert sum(found.values()) == 16 * (layers * layer + ends)
+    for rank, layers in enumerate((3, 1)):
+        found = counted(SHAPE, "fp32", rank, pp=2, stages=(3, 1), micro_batch=1)["update"]
+        assert sum(found.values()) == 16 * (layers * layer + h * v + (rank == 1) * h)
+
+
 def test_a_tied_head_lies_on_both_ends_of_a_pipeline_once() -> None:
     tied = replace(SHAPE, tied=True)
     first, last = ({one.parameter.name for one in held(tied, Layout(pp=2), rank)} for rank in range(2))
@@ -194,6 +227,15 @@ def test_experts_divide_by_ep_and_the_rest_by_all_ranks(e: int) -> None:
     assert sum(plain.values()) == 16 * (experts // e + rest)
     sharded = counted(shape, "fp32", dp_shard=4, ep=e, zero=3)["update"]  # 4 / e ranks share what ep leaves
     assert sum(sharded.values()) == 16 * (experts // 4 + rest // 4)
+
+
+def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
+    """DeepSeek-V3 over 1024 ranks, 4 experts on each of ep=64: 16 ranks share them, and each has a sixteenth."""
+    shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
+    for rank in (0, 64 * 15):
+        experts = [one for one in held(shape, layout, rank) if one.parameter.group == "expert"]
+        assert all(16 * one.own == 16 * one.padded == one.box.numel for one in experts)
+        assert all(one.box.sizes[0] == 4 for one in experts)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

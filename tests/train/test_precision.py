@@ -1,10 +1,13 @@
 """The loss scale of fp16, and the dtypes of a recipe."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from meshwright.spec import Recipe
-from meshwright.train.precision import DTYPES, LossScaler
+from meshwright.spec import Layout, Recipe
+from meshwright.spec.held import gradient_bytes
+from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(False), torch.tensor(True)
@@ -12,6 +15,32 @@ GOOD, BAD = torch.tensor(False), torch.tensor(True)
 
 def test_every_precision_of_a_recipe_has_a_dtype() -> None:
     assert set(DTYPES) == set(Recipe.__dataclass_fields__["precision"].type.__args__)  # type: ignore[union-attr]
+
+
+def test_gradients_are_summed_in_fp32_unless_the_recipe_says_otherwise() -> None:
+    assert reduce_dtype(Recipe(precision="bf16")) == torch.float32
+    assert reduce_dtype(Recipe(precision="bf16", reduce_dtype="model")) == torch.bfloat16
+    assert reduce_dtype(Recipe(reduce_dtype="model")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "width"),
+    [
+        ({}, 1, 2),
+        ({"tp": 2, "sp": True}, 1, 2),
+        ({"tp": 4, "ep": 4}, 1, 2),
+        ({"tp": 4, "ep": 2}, 1, 4),
+        ({"cp": 2}, 1, 4),
+        ({"dp_replicate": 2}, 1, 4),
+        ({}, 2, 4),
+    ],
+)
+def test_a_gradient_is_four_bytes_wide_where_anything_is_added(
+    layout: dict[str, Any], micro_batches: int, width: int
+) -> None:
+    assert gradient_bytes("bf16", Layout(**layout), micro_batches=micro_batches) == width
+    assert gradient_bytes("bf16", Layout(**layout), micro_batches=micro_batches, reduce_dtype="model") == 2
+    assert gradient_bytes("fp32", Layout(**layout), micro_batches=micro_batches) == 4
 
 
 def test_an_overflow_halves_and_starts_the_count_anew() -> None:

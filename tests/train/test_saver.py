@@ -117,6 +117,16 @@ def test_one_save_is_under_way_at_most_and_one_buffer_is_used(tmp_path: Path, ga
     assert told == [1, 2] and [saved.step for saved in checkpoint.listing(tmp_path)] == [1, 2]
 
 
+def test_every_tensor_that_is_written_is_a_sign_of_life(tmp_path: Path) -> None:
+    begun, tensors = [], saving.tensors_of(1)
+    group = Group("saving")
+    with Saver(
+        tmp_path, keep_last=1, group=group, saved=lambda step, path: None, begun=lambda: begun.append(1)
+    ) as ours:
+        ours.save(1, tensors, {}, None)
+    assert len(begun) == len(tensors)
+
+
 def test_a_last_save_is_not_copied(tmp_path: Path) -> None:
     with saver(tmp_path) as ours:
         ours.save(1, saving.tensors_of(1), {}, None, last=True)

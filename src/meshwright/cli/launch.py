@@ -122,7 +122,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     from meshwright.parallel.pulse import Pulse
     from meshwright.parallel.verdict import Limits
     from meshwright.parallel.watchdog import Place, Watchdog
-    from meshwright.train.phases import PHASES
+    from meshwright.train.phases import PHASES, READS
 
     store = _store(hosts=rank() == 0 and not _is_agents_store())
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
@@ -138,6 +138,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         place,
         pulse=Pulse(),
         phases=PHASES,
+        reads=READS,
         limits=Limits(hang_s=hang_after_s),
         say=_say,
         end=os._exit,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class WeightGradients:
                 while products:
                     total = total + products.pop(0)()
                 if weight.grad is None:
-                    weight.grad = total
+                    weight.grad = total.to(weight.grad_dtype)
                 else:
                     weight.grad += total
 
@@ -133,54 +133,74 @@ def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
 
+def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once."""
+    if not needs_wide(x):
+        return linears_reference(x, weights, biases)
+    wide = x.float()
+    found = linears_reference(wide, [w.float() for w in weights], [None if b is None else b.float() for b in biases])
+    return tuple(product.to(x.dtype) for product in found)
+
+
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """gradients (..., out) of several products of one x -> that of x (..., in), summed inside the products (beta = 1)
+    instead of by passes over memory."""
+    first = gradients[0]
+    wide = torch.float32 if needs_wide(first) else first.dtype
+    total: Tensor | None = None
+    for gradient, weight in zip(gradients, weights, strict=True):
+        rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), weight.to(wide)
+        total = torch.mm(rows, matrix) if total is None else total.addmm_(rows, matrix)
+    assert total is not None
+    return total.to(first.dtype).view(*first.shape[:-1], total.shape[-1])
+
+
+def parameter_gradients(
+    ctx: Any, x: Tensor | None, gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Iterator[Tensor | None]:
+    """Gradients of the weights, then of the biases, the last inputs of the autograd function that `ctx` is of; None
+    where none is wanted or an open queue has taken the product. Without x only biases have any."""
+    count = len(weights)
+    wanted = ctx.needs_input_grad[-2 * count :]
+    narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    wide: Tensor | None = None
+    for gradient, weight, leaf, wants in zip(narrow, weights, ctx.leaves, wanted[:count], strict=True):
+        if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype)):
+            yield None
+            continue
+        if wide is None:
+            wide = rows.float() if needs_wide(rows) else rows
+        yield weight_product(gradient, wide, weight.dtype)
+    for gradient, wants in zip(narrow, wanted[count:], strict=True):
+        yield gradient.sum(0) if wants else None
+
+
+def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """n weights and n biases, as autograd functions take them -> (weights, biases)."""
+    count = len(parameters) // 2
+    return cast(Sequence[Tensor], parameters[:count]), parameters[count:]
+
+
 class _Linears(torch.autograd.Function):
     """Arguments after x: n weights, then n biases (or None). Saves x once.
 
-    The gradient of x is summed inside the products (beta = 1) instead of by passes over memory. Where 16-bit products
-    are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a GPU's matrix unit does;
-    that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
+    Where 16-bit products are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a
+    GPU's matrix unit does; that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
         ctx.leaves = tuple(map(as_leaf, weights))
-        wide = x.float() if needs_wide(x) else x
-        products = []
-        for weight, bias in zip(weights, biases, strict=True):
-            assert weight is not None
-            product = F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
-            products.append(product.to(x.dtype))
-        return tuple(products)
+        return products(x, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        count = len(weights)
-        dtype = torch.float32 if needs_wide(x) else x.dtype
-        rows = x.reshape(-1, x.shape[-1])
-        narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        flat = [gradient.to(dtype) for gradient in narrow]
-        total: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            for gradient, weight in zip(flat, weights, strict=True):
-                wide = weight.to(dtype)
-                total = torch.mm(gradient, wide) if total is None else total.addmm_(gradient, wide)
-        found: list[Tensor | None] = [None if total is None else total.to(x.dtype).view(x.shape)]
-        wide_rows: Tensor | None = None
-        for index, (gradient, weight) in enumerate(zip(flat, weights, strict=True)):
-            later = partial(weight_product, narrow[index], rows, weight.dtype)
-            if not ctx.needs_input_grad[1 + index] or is_left(ctx.leaves[index], later):
-                found.append(None)
-                continue
-            wide_rows = rows.to(dtype) if wide_rows is None else wide_rows
-            found.append(torch.mm(gradient.t(), wide_rows).to(weight.dtype))
-        for index, gradient in enumerate(flat):
-            wanted = ctx.needs_input_grad[1 + count + index]
-            found.append(gradient.sum(0).to(x.dtype) if wanted else None)
-        return tuple(found)
+        found = input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
+        return found, *parameter_gradients(ctx, x, gradients, weights)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

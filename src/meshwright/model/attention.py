@@ -82,10 +82,11 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         mla = self.mla
-        q = self.q_up(self.q_norm(self.q_down(x))) if mla.q_rank else self.q(x)
+        q, low = apply_all(x, self.q_down if mla.q_rank else self.q, self.kv_down)
+        q = self.q_up(self.q_norm(q)) if mla.q_rank else q
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
-        latent, k_rope = self.kv_down(x).split((mla.kv_rank, mla.rope_dim), dim=-1)
+        latent, k_rope = low.split((mla.kv_rank, mla.rope_dim), dim=-1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         k_nope, v = kv.split((mla.nope_dim, mla.v_dim), dim=-1)
         q_rope = self.kernels.rotate(q_rope, sight.cos, sight.sin, self.shape.rope_interleaved)

@@ -26,6 +26,18 @@ class Linear(nn.Linear):
         return product
 
 
+class Head(Linear):
+    """The last layer, which gives logits, or at once the loss that they make. It is called for either: what gathers its
+    weight for a call (FSDP) must see it used."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        """x (..., D) -> logits (..., V); x (N, D) with targets (N,) -> summed cross-entropy (), times scale."""
+        if targets is None:
+            return super().forward(x)
+        loss: Tensor = self.kernels.linear_cross_entropy(x, self.weight, targets, scale)
+        return loss
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether a kernel may take the layer's weights without calling it: not where another module was put in its place,
     nor where hooks hang on the call, as tensor parallelism's that gather, split or reduce."""

@@ -4,7 +4,7 @@ Letters: B batch, S sequence, D hidden, V vocab.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from meshwright.kernels.attention import Mask, causal_mask
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.cache import Cache, LayerCache
 from meshwright.model.init import fill_initial
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Head
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         )
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
-            self.head = Linear(shape.hidden, shape.vocab, kernels)
+            self.head = Head(shape.hidden, shape.vocab, kernels)
         self.first = self.last = True
         self.make_mask: MaskMaker = causal_mask
 
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S); see `hidden` for the rest."""
         x, _ = self.hidden(tokens, positions=positions, documents=documents, cache=cache)
-        logits: Tensor = self.kernels.linear(x, self.head_weight)
+        logits: Tensor = self.kernels.linear(x, self.head_weight) if self.shape.tied else self.head(x)
         return logits
 
     def loss(
@@ -132,7 +132,14 @@ class Transformer(nn.Module):
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
         flat = self.norm(x).flatten(0, 1)
-        return x, Loss(self.kernels.linear_cross_entropy(flat, self.head_weight, targets.flatten(), scale), balance)
+        return x, Loss(self._cross_entropy(flat, targets.flatten(), scale), balance)
+
+    def _cross_entropy(self, x: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+        """x (N, D), targets (N,) -> (), from head or embedding."""
+        if not self.shape.tied:
+            return cast(Tensor, self.head(x, targets, scale))
+        loss: Tensor = self.kernels.linear_cross_entropy(x, self.embed.weight, targets, scale)
+        return loss
 
     def hidden(
         self,
@@ -198,7 +205,8 @@ def shrink(model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
-            setattr(module, name, nn.Parameter(torch.empty(tuple(size), dtype=dtype, device="meta")))
+            empty = torch.empty(tuple(size), dtype=dtype, device="meta")
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def materialize(model: Transformer, device: torch.device | str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify import BANDS, Case, Outcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -24,6 +24,8 @@ CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), layers=5))
 """Grouped-query attention with norms of queries and keys, dense and routed parts, an odd number of layers and
 tokens."""
 DENSE = Case(shape=replace(shrink("llama-3.1-8b"), layers=5))
+EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and replace(CASE.shape.moe, top_k=8)))
+"""In bf16: a token that two experts want almost equally would go to the other, and take a whole gradient with it."""
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "replicas": {"dp_replicate": 2},
@@ -48,6 +50,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "full": {"recompute": "full"},
     "micro-batches of 1": {"micro_batch": 1},
     "packed": {"packed": True},
+    "bf16": {"precision": "bf16"},
     "compiled": {"compile": "on"},
 }
 """What a layout (and the packed case) must say to use each feature."""
@@ -59,12 +62,15 @@ class Trial:
 
     layout: Layout
     packed: bool
+    precision: str = "fp32"
     features: frozenset[str]
 
     @property
     def case(self) -> Case:
         """What is trained."""
-        return replace(CASE if self.layout.ep > 1 or self.layout.pp > 1 else DENSE, packed=self.packed)
+        routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
+        base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
+        return replace(base, packed=self.packed, precision=self.precision)
 
     @property
     def title(self) -> str:
@@ -87,7 +93,7 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     settings = merged(names)
     if settings is None:
         return None
-    packed = bool(settings.pop("packed", False))
+    packed, precision = bool(settings.pop("packed", False)), str(settings.pop("precision", "fp32"))
     if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
         settings["dp_shard"] = 2
     if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
@@ -98,8 +104,9 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
-    has = frozenset(name for name in FEATURES if _has(layout, packed, FEATURES[name]))
-    found = Trial(layout=layout, packed=packed, features=has)
+    case = {"packed": packed, "precision": precision}
+    has = frozenset(name for name in FEATURES if _has(layout, case, FEATURES[name]))
+    found = Trial(layout=layout, packed=packed, precision=precision, features=has)
     recipe = Recipe(sequence=found.case.sequence, global_batch=found.case.global_batch)
     refusals = layout_violations(found.case.shape, recipe, layout)
     try:
@@ -109,14 +116,15 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     return refusals[0] if refusals else found
 
 
-def _has(layout: Layout, packed: bool, feature: Mapping[str, Any]) -> bool:
-    return all((packed if key == "packed" else getattr(layout, key)) == value for key, value in feature.items())
+def _has(layout: Layout, case: Mapping[str, Any], feature: Mapping[str, Any]) -> bool:
+    return all((case[key] if key in case else getattr(layout, key)) == value for key, value in feature.items())
 
 
 def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[frozenset[str], str]]:
     """Layouts that have every legal pair of the named features (greedily few of them, three features and more at a
-    time), and the pairs that are refused with the reason."""
+    time), and the pairs that are refused with the reason. Those in bf16 come on top: their band is wider."""
     refused: dict[frozenset[str], str] = {}
+    exact = [name for name in names if name != "bf16"]
     wanted: dict[frozenset[str], Trial] = {}
     for pair in combinations(names, 2):
         found = trial(pair)
@@ -126,9 +134,9 @@ def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[fr
             wanted[frozenset(pair)] = found
     chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
     covered = {pair for found in chosen.values() for pair in _pairs(found)}
-    for pair, found in wanted.items():
+    for pair, found in sorted(wanted.items(), key=lambda item: "bf16" in item[0]):
         if pair not in covered:
-            richer = _enriched(found, covered, names)
+            richer = _enriched(found, covered, exact)
             chosen[richer.title] = richer
             covered |= set(_pairs(richer))
     return list(chosen.values()), refused
@@ -152,11 +160,17 @@ def _pairs(found: Trial) -> Iterator[frozenset[str]]:
 
 
 def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
-    """Each trial with its first difference from one device (None = equal), by world size; ranks live for one size.
+    """Each trial with its first difference from one device (None = equal), by world size.
 
     `device` cuda = a GPU for each rank, NCCL between them.
     """
-    expected: dict[bool, dict[str, Outcome]] = {}
+    for found, alone, ranks in outcomes(chosen, device):
+        yield found, first_difference(alone, ranks, BANDS[found.precision])
+
+
+def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Outcome, list[Outcome]]]:
+    """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
+    expected: dict[Case, Outcome] = {}
     for world in sorted({found.layout.world for found in chosen}):
         some = [found for found in chosen if found.layout.world == world]
         for start in range(0, len(some), BATCH):
@@ -166,11 +180,10 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
                 for rank in on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
             ]
             for index, found in enumerate(part):
-                known = expected.setdefault(found.packed, {})
-                name = f"{found.case.shape.family} {found.case.shape.moe is not None}"
-                if name not in known:
-                    known[name] = outcome(found.case, Layout(compile="off"), device=device)
-                yield found, first_difference(known[name], [rank[index] for rank in ranks])
+                if found.case not in expected:
+                    expected[found.case] = outcome(found.case, Layout(compile="off"), device=device)
+                here = [rank[index] for rank in ranks]
+                yield found, expected[found.case], here
 
 
 def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:

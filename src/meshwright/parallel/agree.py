@@ -1,7 +1,9 @@
 """What one rank does for all, so that what fails on one ends all with the same sentence and none waits for it."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -55,16 +57,42 @@ class FirstRank:
 
 def same_everywhere(world: Group, what: str, mine: str) -> None:
     """MeshwrightError on every rank where the ranks were started with different things (a plan, a version)."""
-    if world.size == 1:
+    digests = gathered(digest([mine]), world.process_group) if world.size > 1 else [""]
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is None:
         return
-    found: list[str] = [""] * world.size
-    dist.all_gather_object(found, mine, group=world.process_group)
-    if len(set(found)) > 1:
-        other = next(rank for rank, value in enumerate(found) if value != found[0])
-        raise MeshwrightError(
-            f"rank 0 and rank {other} were started with different {what}: {_difference(found[0], found[other])}; "
-            "start every rank with the same command and the same version"
-        )
+    first, second = (told_by(rank, mine, world.process_group) for rank in (0, other))
+    raise MeshwrightError(
+        f"rank 0 and rank {other} were started with different {what}: {_difference(first, second)}; "
+        "start every rank with the same command and the same version"
+    )
+
+
+def all_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
+    """The names that any rank of a group has. Most ranks have the same as others: all tell all a digest, and one for
+    each digest its names."""
+    names = sorted(mine)
+    digests = gathered(digest(names), group)
+    return set().union(*(told_by(digests.index(one), names, group) for one in sorted(set(digests))))
+
+
+def digest(texts: Iterable[str]) -> str:
+    """What tells lists of texts apart."""
+    return hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=16).hexdigest()
+
+
+def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What each rank of a group says, on every rank: for what is small, since it is sent that many times squared."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def told_by(source: int, mine: T, group: dist.ProcessGroup | None) -> T:
+    """What the rank at place `source` says, on every rank."""
+    told = [mine]
+    dist.broadcast_object_list(told, group=group, group_src=source)
+    return told[0]
 
 
 def _difference(one: str, other: str) -> str:

@@ -20,11 +20,13 @@ from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, ends_group, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
+from meshwright.spec.held import adds_gradients
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.shape import ModelShape
@@ -37,13 +39,17 @@ def build_engine(
     mesh: Mesh | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
+    micro_batches: int = 1,
     seed: int = 0,
     dropout: float = 0.0,
     initialize: bool = True,
 ) -> Engine:
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
 
-    Only what stays on this rank ever has memory: the model is cut and sharded before it gets any.
+    Only what stays on this rank ever has memory: the model is cut and sharded before it gets any. Gradients are summed
+    in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
+    in `dtype`.
     """
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
@@ -54,7 +60,7 @@ def build_engine(
         stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
         shrink(stage, dtype, sizes)
         stages.append(stage)
-    engine = parallelize(stages, mesh, held, device)
+    engine = parallelize(stages, mesh, held, device, None if reduce_dtype == dtype else reduce_dtype, micro_batches)
     if initialize:
         initialize_boxes(engine, seed)
     return engine
@@ -76,26 +82,38 @@ def initialize_boxes(engine: Engine, seed: int) -> None:
             fill_initial(data.local(parameter), name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
 
 
-def parallelize(stages: Sequence[Transformer], mesh: Mesh, held: dict[str, Box], device: torch.device) -> Engine:
+def parallelize(
+    stages: Sequence[Transformer],
+    mesh: Mesh,
+    held: dict[str, Box],
+    device: torch.device,
+    reduce_dtype: torch.dtype | None = None,
+    micro_batches: int = 1,
+) -> Engine:
     """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh. Skeletons are
     given memory, for what stays here."""
     for stage in stages:
-        apply(stage, mesh, device)
+        apply(stage, mesh, device, reduce_dtype)
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
+        if reduce_dtype and adds_gradients(mesh.layout, micro_batches):
+            data.widen_gradients(stage, mesh, reduce_dtype)
     share_embedding(stages)
     shape = stages[0].shape
+    replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
-        replicas=replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else (),
+        reduce_dtype=reduce_dtype,
+        replicas=replicas,
+        pipeline=make_pipeline(stages, mesh, replicas) if mesh["pp"].size > 1 else None,
         same_heads=_same_heads(shape, mesh),
         both_ends=ends_group(shape, mesh),
     )
 
 
-def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
     """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
@@ -106,7 +124,7 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device) -> None:
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
     if layout.zero and data.is_needed(mesh):
-        data.apply_data_parallel(model, mesh, device)
+        data.apply_data_parallel(model, mesh, device, reduce_dtype)
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:

@@ -9,20 +9,30 @@
 n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate) sum their
 shards once a step. Gradients are buckets of one block each. They are summed, never averaged: the loss was divided by
 the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
+
+Sums of gradients, over micro-batches and over ranks, are taken in `reduce_dtype` (decision 5): a parameter's `grad` is
+as wide from its first micro-batch to the optimizer. torch's mixed precision alone would round every reduction to the
+dtype of the shards, and add micro-batches up in that.
 """
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Mesh, device_mesh
 from meshwright.parallel.sharding import tell
-from meshwright.spec.boxes import rows_of
+from meshwright.spec.boxes import shard, sharded_dim
+
+FIRST, LAST = ("embed", "positions"), ("norm", "head")
+"""What lies outside of the blocks."""
 
 
 def is_needed(mesh: Mesh) -> bool:
@@ -31,29 +41,62 @@ def is_needed(mesh: Mesh) -> bool:
     return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
 
 
-def apply_data_parallel(model: Transformer, mesh: Mesh, device: torch.device) -> None:
-    """Shard each block and what is outside of the blocks, in the order of the forward pass. Under a pipeline parameters
-    stay whole from a stage's first pass of a step to its last: freed, they would be gathered for every micro-batch."""
+def apply_data_parallel(
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Shard embedding, blocks, and norm with head, each as a unit. Under a pipeline parameters stay whole from a
+    stage's first pass of a step to its last: freed, they would be gathered for every micro-batch. So does a head from
+    its forward pass to its backward pass, which is the next."""
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
+    assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     frees = zero == 3 and mesh["pp"].size == 1
-    dense, expert = _meshes(mesh, device, experts=any(block.routed for block in model.layers.values()))
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    routed = any(block.routed for block in model.layers.values())
+    dense, expert = _meshes(mesh, device, experts=routed)
+    first, last = _ends(model)
+    blocks: list[list[nn.Module]] = []
     for block in model.layers.values():
+        blocks.append([block])
         if expert is not None and block.routed:
-            fully_shard(block.mlp.experts, mesh=expert, reshard_after_forward=frees)
-            tell(block.mlp.experts, mesh["replicate"], mesh["expert_shard"])
-        if dense is not None:
-            fully_shard(block, mesh=dense, reshard_after_forward=frees)
-            tell(block, mesh["replicate"], mesh["shard"])
-    if dense is not None:
-        fully_shard(model, mesh=dense, reshard_after_forward=False)
-        tell(model, mesh["replicate"], mesh["shard"])
+            _shard([block.mlp.experts], mesh, "expert_shard", expert, policy, frees=frees)
+            blocks[-1].append(block.mlp.experts)
+        _shard([block], mesh, "shard", dense, policy, frees=frees)
+    _shard(first, mesh, "shard", dense, policy, frees=frees)
+    _shard(last, mesh, "shard", dense, policy, frees=False)
+    _shard([model], mesh, "shard", dense, policy, frees=False)
+    _prefetch([first[:1] or [model], *blocks, last[:1]])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if dense is not None:
-        register_fsdp_forward_method(model, "stage")
+    register_fsdp_forward_method(model, "stage")
+
+
+def _shard(
+    unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
+) -> None:
+    """Share modules that are gathered together over the ranks of a group; `ranks` are those and their replicas."""
+    if unit:
+        placement = _placement(mesh[group].size)
+        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
+        tell(unit[0], mesh["replicate"], mesh[group])
+
+
+def _ends(model: Transformer) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What comes before the blocks and what after, each to be gathered together. A tied head's matrix is in both, which
+    leaves them to the model as a whole: gathered from its beginning to its end."""
+    children = {} if model.shape.tied else dict(model.named_children())
+    first, last = ([children[name] for name in names if name in children] for names in (FIRST, LAST))
+    return first, last
+
+
+def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Have each unit, when its own parameters are there, begin to gather those of the next, and in the backward pass of
+    the one before. Left to itself FSDP begins when the host comes by, which in a routed layer waits for the device."""
+    for one, following in pairwise(filter(None, units)):
+        one[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]
+        following[0].set_modules_to_backward_prefetch(list(one))  # type: ignore[operator]
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -61,12 +104,30 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """(for all parameters, for expert stacks where those are spread over ep); None = nobody to sum with."""
-    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type) if mesh["data"].size > 1 else None
+def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(for all parameters, for expert stacks where those are spread over ep)."""
+    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type)
     if mesh["ep"].size == 1 or not experts:
         return dense, None
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
+
+
+def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Have every gradient added up and reduced in a dtype other than the parameter's. Of stages that keep whole
+    gradients, whole parameters are gathered once, a block at a time: those that autograd adds to are made by that."""
+    modules = sharded_modules(model)
+    if mesh.layout.zero == 1 or mesh["pp"].size > 1:
+        for module in modules:
+            module.unshard()
+            _set_grad_dtype(model, dtype)
+            module.reshard()
+    compat.fsdp_keep_reduce_dtype(modules)
+    _set_grad_dtype(model, dtype)
+
+
+def _set_grad_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
@@ -80,13 +141,18 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
             module.set_reshard_after_backward(last)
 
 
-def reduce_now(modules: list[FSDPModule]) -> None:
-    """Reduce the gradients that the modules of one model (its own root first) have gathered, outside of any backward
-    pass, and shard its parameters again."""
+def reduce_next(modules: list[FSDPModule]) -> None:
+    """Have the next backward pass of a model reduce the gradients that its modules have gathered, its own included, and
+    shard the parameters again."""
     for module in modules:
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(True)
         module.set_reshard_after_backward(True)
+
+
+def reduce_now(modules: list[FSDPModule]) -> None:
+    """The same at once, outside of any backward pass; of the modules of one model the root comes first."""
+    reduce_next(modules)
     compat.fsdp_post_backward(modules)
 
 
@@ -96,16 +162,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor, box: Box) -> Box:
-    """The box of `local(parameter)`: fully_shard gives each rank ceil(n / ranks) rows of what the rank held."""
+    """The box of `local(parameter)`."""
     if not isinstance(parameter, DTensor):
         return box
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    parts, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    start, _ = rows_of(rows, parts, index)
-    held = parameter.to_local().shape
-    return Box(
-        whole=box.whole,
-        offsets=(box.offsets[0] + start, *box.offsets[1:]),
-        sizes=tuple(held),
-        owner=box.owner,
-    )
+    mesh = parameter.device_mesh
+    return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+
+
+def _placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Along which dim fully_shard cuts each parameter."""
+    return lambda parameter: Shard(sharded_dim(parameter.shape, ranks))

@@ -1,7 +1,7 @@
 """A model laid over the mesh, and what a step asks of all ranks together."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from meshwright.parallel.boxes import Box
 from meshwright.parallel.context import local_positions
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.passes import Pass, make_pipeline
+from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.replicas import Replicas
 from meshwright.parallel.tensor import is_partial
@@ -38,9 +38,12 @@ class Engine:
     """tp ranks that hold the same key head (fewer key heads than ranks)."""
     both_ends: Group
     """Pipeline ranks that hold a tied head's matrix, first and last."""
+    reduce_dtype: torch.dtype | None = None
+    """In what gradients are summed; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
-    _pipelines: list[Pipeline] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+    """What runs the stages; None where there is one."""
 
     @property
     def model(self) -> Transformer:
@@ -74,9 +77,8 @@ class Engine:
         return self.mesh["data"].all_reduce(torch.full((), float(number), dtype=torch.float64, device=device))
 
     def sum_loss(self, loss: Tensor) -> Tensor:
-        """Each rank's part of a loss () -> the step's loss, on every rank. Ranks of one tp group have the same part."""
-        found = self.mesh["data"].all_reduce(loss.detach().clone())
-        return self.mesh["pp"].all_reduce(found)
+        """Each rank's parts of losses (...) -> those of the step, on every rank. tp ranks have the same parts."""
+        return self.mesh["losses"].all_reduce(loss.detach().clone())
 
     def train(self) -> None:
         """As nn.Module.train."""
@@ -97,8 +99,8 @@ class Engine:
     def forward_backward(self, passes: Sequence[P], after: Callable[[P], None] | None = None) -> None:
         """Every micro-batch forward and backward through all stages; `passes` keep what they want to tell. Without a
         pipeline `after` is called after each."""
-        if self.mesh["pp"].size > 1:
-            self._pipeline.run(passes)
+        if self.pipeline is not None:
+            self.pipeline.run(passes)
             return
         for index, one in enumerate(passes):
             last = index == len(passes) - 1
@@ -112,19 +114,12 @@ class Engine:
         for replicas in self.replicas:
             replicas.start()
 
-    def evaluate(self, one: Pass) -> Tensor:
-        """One micro-batch forward: this rank's part of its loss ()."""
-        if self.mesh["pp"].size > 1:
-            return self._pipeline.evaluate([one])
+    def evaluate(self, passes: Sequence[Pass]) -> Tensor:
+        """Some micro-batches forward: this rank's part of their loss ()."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(passes)
         with torch.no_grad():
-            return one(self.model, None)[1]
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        """Made at its first use, when all ranks come by."""
-        if not self._pipelines:
-            self._pipelines.append(make_pipeline(self.stages, self.mesh, self.replicas))
-        return self._pipelines[0]
+            return torch.stack([one(self.model, None)[1] for one in passes]).sum()
 
     def finish_gradients(self) -> None:
         """Wait for the sums over replicas; sum what is only a part on this rank: parameters that tp ranks, or both
@@ -132,15 +127,30 @@ class Engine:
         for replicas in self.replicas:
             replicas.finish()
         if self.both_ends.size > 1:
-            _sum_gradients([self.parameters["embed.weight"]], self.both_ends)
+            self._sum([self.parameters["embed.weight"]], self.both_ends)
         tp, sp = self.mesh["tp"], self.mesh.layout.sp
         if tp.size == 1:
             return
         named = self.parameters
         whole = [n for n in named if self._is_whole(n) and is_partial(n, sp=sp)]
-        _sum_gradients([named[n] for n in whole], tp)
+        self._sum([named[n] for n in whole], tp)
         if self.same_heads.size > 1:
-            _sum_gradients([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+            self._sum([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+
+    def _sum(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum,
+        which is rounded once where gradients are narrower than it."""
+        held = [parameter for parameter in parameters if parameter.requires_grad]
+        for dtype in dict.fromkeys(p.dtype for p in held):
+            some = [p for p in held if p.dtype == dtype]
+            for parameter in some:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            grads = [data.local(p.grad) for p in some if p.grad is not None]
+            parts = torch.cat([g.reshape(-1) for g in grads])
+            flat = group.all_reduce(parts.to(self.reduce_dtype or parts.dtype))
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Euclidean norm () fp32 over the gradients of the whole model, each element counted once."""
@@ -171,20 +181,6 @@ class Engine:
 
 def _is_key_or_value(name: str) -> bool:
     return ".attention.k." in name or ".attention.v." in name
-
-
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
-    """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum."""
-    held: list[nn.Parameter] = list(parameters)
-    for dtype in dict.fromkeys(p.dtype for p in held):
-        some = [p for p in held if p.dtype == dtype]
-        for parameter in some:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [data.local(p.grad) for p in some if p.grad is not None]
-        flat = group.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
 
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:

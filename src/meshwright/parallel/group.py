@@ -5,8 +5,9 @@ Every collective that the engine calls goes through here and is told to `traffic
 that this rank sends; those that fully_shard makes itself are told by what sharding.py gives it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -38,33 +39,49 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.process_group)
         return x
 
-    def start_all_reduce(self, x: Tensor) -> dist.Work | None:
-        """A sum in place that goes on while the caller does: wait() on what it gives before x is read or changed."""
+    def start_all_reduce(self, x: Tensor) -> "Pending":
+        """A sum in place that goes on while the caller does; x must not be read or changed before wait()."""
         if self.size == 1:
-            return None
+            return Pending(x)
         self.tell_all_reduce(x)
-        work: dist.Work = dist.all_reduce(x, group=self.process_group, async_op=True)
-        return work
+        return Pending(x, dist.all_reduce(x, group=self.process_group, async_op=True))
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors of equal shape, one after another along `dim`."""
+        return self._all_gather(x, dim, False).wait()
+
+    def start_all_gather(self, x: Tensor, dim: int = 0) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait()."""
+        return self._all_gather(x, dim, True)
+
+    def _all_gather(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
         if self.size == 1:
-            return x
+            return Pending(x)
         self.tell_all_gather(x)
         x = x.contiguous()
         whole = x.new_empty(self.size, *x.shape)
-        compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group)
-        return whole.flatten(0, 1) if dim == 0 else torch.cat(whole.unbind(0), dim)
+        work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, goes_on)
+        if prod(x.shape[:dim]) == 1:  # lies in memory as it should: no copy
+            return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work)
+        return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
+        return self._reduce_scatter(x, dim, False).wait()
+
+    def start_reduce_scatter(self, x: Tensor, dim: int = 0) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait()."""
+        return self._reduce_scatter(x, dim, True)
+
+    def _reduce_scatter(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
         if self.size == 1:
-            return x
+            return Pending(x)
         self.tell_reduce_scatter(x)
-        pieces = torch.stack(x.chunk(self.size, dim)) if dim else x.contiguous().unflatten(0, (self.size, -1))
-        part = pieces.new_empty(pieces.shape[1:])
-        compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group)
-        return part
+        copies = prod(x.shape[:dim]) > 1
+        pieces = torch.stack(x.chunk(self.size, dim)) if copies else x.contiguous()
+        part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
+        return Pending(part, work)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
@@ -117,6 +134,22 @@ class Group:
         """Of a tensor that is about to be summed and scattered."""
         if self.size > 1:
             self.traffic.tell(self.axis, "reduce_scatter", (self.size - 1) * _bytes(whole) // self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective under way, or one that has ended (no work)."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+    made_of: Callable[[Tensor], Tensor] | None = None
+    """What makes the result of the tensor that was waited for."""
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor if self.made_of is None else self.made_of(self.tensor)
 
 
 def _bytes(x: Tensor) -> int:

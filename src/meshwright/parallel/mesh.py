@@ -11,26 +11,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright import compat
 from meshwright.parallel.group import Group
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.places import expert_ranks, expert_replicas, ranks_along
+from meshwright.spec.places import expert_ranks, expert_replicas, place_of, ranks_along
 
-Made = dict[tuple[int, ...], dist.ProcessGroup | None]
-PRODUCTS = {
+Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+"""(purpose, ranks): a purpose of its own makes another group of the same ranks."""
+GROUPS = {
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "tp": ("tp",),
     "replicate": ("dp_replicate",),
     "shard": ("dp_shard", "cp"),
     "data": ("dp_replicate", "dp_shard", "cp"),
+    "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": AXES,
 }
-"""Groups over several axes. shard: ranks that share one replica's gradients; data: ranks that hold the same
-parameters."""
+"""Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters; losses:
+ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
+each costs memory and time at the start."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: each axis, each product in PRODUCTS; `ep` shares the experts, `expert_shard` (in
-    one replica) and `expert_data` (in all) hold the same ones; `alone` is this rank."""
+    """The groups of one rank by name: those of GROUPS; `pp_backward` are the ranks of `pp` once more, whose transfers
+    do not wait for those of `pp`; `ep` shares the experts, `expert_shard` (in one replica) and `expert_data` (in all)
+    hold the same ones, where ep > 1; `alone` is this rank."""
 
     layout: Layout
     rank: int
@@ -38,7 +46,7 @@ class Mesh:
     traffic: Traffic
     """Told of every collective of every group."""
     made: Made
-    """Process groups by their ranks; another mesh of the same process takes them over."""
+    """Process groups; another mesh of the same process takes them over."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
@@ -46,7 +54,12 @@ class Mesh:
     @property
     def places(self) -> dict[str, int]:
         """This rank's place on each axis."""
-        return {axis: self.groups[axis].index for axis in AXES}
+        return place_of(self.layout, self.rank)
+
+    @property
+    def reader(self) -> int:
+        """Which of the layout.dp readers of different sequences this rank is."""
+        return self.places["dp_replicate"] * self.layout.dp_shard + self.places["dp_shard"]
 
 
 def make_mesh(
@@ -60,16 +73,18 @@ def make_mesh(
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = {axis: ranks_along(layout, (axis,), rank) for axis in AXES}
-    ranks |= {name: ranks_along(layout, axes, rank) for name, axes in PRODUCTS.items()}
-    ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
-    ranks["expert_data"] = expert_replicas(layout, rank)
-    ranks["alone"] = (rank,)
+    ranks = {name: ranks_along(layout, axes, rank) for name, axes in GROUPS.items()}
+    ranks |= dict.fromkeys(("alone", "ep", "expert_shard", "expert_data"), (rank,))
+    if layout.ep > 1:
+        ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
+        ranks["expert_data"] = expert_replicas(layout, rank)
     traffic = Traffic() if traffic is None else traffic
     mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, made={} if made is None else made)
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
         _connect(mesh.groups[name])
+    mesh.groups["pp_backward"] = make_group("pp", ranks["pp"], mesh, purpose="backward")
+    _connect(mesh.groups["pp_backward"])
     return mesh
 
 
@@ -80,27 +95,31 @@ def _connect(group: Group) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
 
 
-def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh) -> Group:
+def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
     """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
-    if ranks not in mesh.made:
-        mesh.made[ranks] = _process_group(ranks, mesh.layout.world)
-    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[ranks], mesh.traffic)
+    key = purpose if len(ranks) > 1 else "", ranks
+    if key not in mesh.made:
+        mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
 
 
 def saving_group(mesh: Mesh) -> Group:
     """All ranks once more, over Gloo: for a thread that works beside the training, whose collectives would meet those
     of the training in a group that both use. Every rank calls this at the same place."""
     world = mesh["world"]
-    process_group = dist.new_group(backend="gloo") if world.size > 1 else None
+    if world.size == 1:
+        return Group("saving", world.ranks, world.index)
+    process_group = dist.new_group(timeout=compat.time_limit(dist.group.WORLD), backend="gloo")
     return Group("saving", world.ranks, world.index, process_group)
 
 
-def _process_group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.ProcessGroup | None:
     if world == 1:
         return None
-    if len(ranks) == world:
+    if len(ranks) == world and not purpose:
         return dist.group.WORLD
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    limit = compat.time_limit(dist.group.WORLD)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
     return group
 
 

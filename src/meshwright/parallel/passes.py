@@ -42,6 +42,7 @@ def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[
         mesh["pp"],
         [_stage(model) for model in stages],
         receive_like,
+        backward=mesh["pp_backward"],
         before=reduction.before,
         after=reduction.after,
     )
@@ -59,8 +60,9 @@ def _stage(model: Transformer) -> Stage:
 
 class Reduction:
     """Data parallelism under a pipeline: a stage's gradients stay whole until its last micro-batch and are reduced
-    once, for weight gradients may come after the backward pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of
-    ZeRO 1 for gradients, and 3 keeps parameters whole between a stage's passes of a step.
+    once: block by block while the stage's last backward pass goes on (BW), or after the last weight gradients, which
+    come outside of any pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of ZeRO 1 for gradients, and 3 keeps
+    parameters whole between a stage's passes of a step.
     """
 
     pipeline: Pipeline
@@ -71,14 +73,18 @@ class Reduction:
         self.last: dict[int, Action] = {}
 
     def before(self, action: Action) -> None:
-        """At a stage's first action of a step."""
-        if action.kind != "F" or action.micro_batch:
-            return
-        self.last[action.stage] = last_of(self.pipeline.current, ("W", "BW"))[action.stage]
-        for module in self._modules_of(action.stage):
-            module.set_requires_gradient_sync(False)
-            module.set_requires_all_reduce(False)
-            module.set_reshard_after_backward(False)
+        """At a stage's first action of a step, and at the last that makes gradients."""
+        if action.kind == "F" and not action.micro_batch:
+            self.last[action.stage] = last_of(self.pipeline.current, ("W", "BW"))[action.stage]
+            for module in self._modules_of(action.stage):
+                module.set_requires_gradient_sync(False)
+                module.set_requires_all_reduce(False)
+                module.set_reshard_after_backward(False)
+        elif action.kind == "BW" and action == self.last[action.stage]:
+            if self.replicas:
+                self.replicas[self._place_of(action.stage)].expect(last=True)
+            elif modules := self._modules_of(action.stage):
+                data.reduce_next(modules)
 
     def after(self, action: Action) -> None:
         """When a stage's gradients are whole."""
@@ -86,7 +92,7 @@ class Reduction:
             return
         if self.replicas:
             self.replicas[self._place_of(action.stage)].start()
-        elif modules := self._modules_of(action.stage):
+        elif action.kind == "W" and (modules := self._modules_of(action.stage)):
             data.reduce_now(modules)
 
     def _modules_of(self, stage: int) -> list[data.FSDPModule]:

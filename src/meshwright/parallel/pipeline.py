@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.parallel.group import Group
-from meshwright.parallel.mail import Mail
+from meshwright.parallel.mail import Kind, Mail
 from meshwright.spec.replay import Transfer, transfers
 from meshwright.spec.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
 
@@ -36,7 +36,8 @@ class Pipeline:
 
     `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
     None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
-    send for it, the same on all ranks. `before` and `after` are called around every action of a training step.
+    send for it, the same on all ranks. Activations travel in `group`, gradients in `backward`, another group of the
+    same ranks: each has an order of its own. `before` and `after` are called around every action of a training step.
     All ranks make a Pipeline at the same time: NCCL wants the first call of a group to be one of all its ranks.
     """
 
@@ -47,10 +48,12 @@ class Pipeline:
         stages: Sequence[Stage],
         receive_like: Callable[[Any], Tensor],
         *,
+        backward: Group,
         before: Watch | None = None,
         after: Watch | None = None,
     ) -> None:
         self.name, self.group, self.receive_like = name, group, receive_like
+        self.groups: dict[Kind, Group] = {"F": group, "B": backward}
         self.placement = stage_rank(name, group.size, len(stages))
         self.stages = dict(zip(stages_of(self.placement, group.index), stages, strict=True))
         self.before, self.after = before, after
@@ -131,7 +134,7 @@ class Passes:
 
     def __init__(self, pipeline: Pipeline, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
         self.pipeline, self.micro_batches, self.train = pipeline, micro_batches, train
-        self.mail = Mail(pipeline.group, todo.transfers, lambda i: pipeline.receive_like(micro_batches[i]))
+        self.mail = Mail(pipeline.groups, todo.transfers, lambda i: pipeline.receive_like(micro_batches[i]))
         self.last = len(pipeline.placement) - 1
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.queues: dict[tuple[int, int], WeightGradients] = {}

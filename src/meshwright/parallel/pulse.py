@@ -26,7 +26,7 @@ FIRST_STEPS = 2
 
 @dataclass(slots=True)
 class Pulse:
-    """What the main thread tells its watchdog; written by that thread alone."""
+    """What a process tells its watchdog; all but `pieces` by its main thread."""
 
     step: int = 0
     """The step under way, or the last one."""
@@ -35,6 +35,13 @@ class Pulse:
     longest_s: float = 0.0
     """The longest of them but the first ones."""
     calls: Traffic = field(default_factory=Traffic)
+    pieces: int = 0
+    """Pieces of long work that threads of this process have begun, as tensors that are written: while the main thread
+    waits for them in a slow phase, it does not stand still. Told by those threads."""
+
+    def piece_begun(self) -> None:
+        """One more."""
+        self.pieces += 1
 
     def step_ended(self, seconds: float) -> None:
         """One more step is done."""
@@ -90,10 +97,13 @@ class Beat:
 
 
 class Watch:
-    """Looks at one thread of this process; `look` is called by another one, from time to time."""
+    """Looks at one thread of this process; `look` is called by another one, from time to time.
 
-    def __init__(self, pulse: Pulse, phases: Mapping[str, str]) -> None:
-        self.pulse, self.phases = pulse, phases
+    `phases`: function -> what is done in it; `reads`: functions that read what the device is still computing.
+    """
+
+    def __init__(self, pulse: Pulse, phases: Mapping[str, str], reads: frozenset[str] = frozenset()) -> None:
+        self.pulse, self.phases, self.reads = pulse, phases, reads
         self._thread = threading.get_ident()
         self._seen: object = None
         self._moved_s = time.monotonic()
@@ -102,19 +112,20 @@ class Watch:
         """Where the thread stands now. Takes 20 to 50 microseconds."""
         # CPython's documented way to see another thread; frames are read under the interpreter's lock, never changed.
         frames = list(_frames(sys._current_frames().get(self._thread)))
-        calls = self.pulse.calls
-        seen = (self.pulse.step, calls.calls_begun, [(id(f.f_code), f.f_lasti) for f in frames])
+        names = [_name(frame) for frame in frames]
+        phase, calls = self.phase(names), self.pulse.calls
+        pieces = 0 if phase in QUICK else self.pulse.pieces
+        seen = (self.pulse.step, calls.calls_begun, pieces, [(id(f.f_code), f.f_lasti) for f in frames])
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved_s = seen, now
-        phase = self.phase([_name(frame) for frame in frames])
         return Beat(
             step=self.pulse.step,
             phase=phase,
             last=calls.last,
             calls=calls.calls_begun,
             still_s=now - self._moved_s,
-            waits=phase == "loss" or (bool(frames) and _module(frames[0]).startswith(COLLECTIVES)),
+            waits=bool(names) and (names[0] in self.reads or names[0].startswith(COLLECTIVES)),
             slow=phase not in QUICK or self.pulse.ended < FIRST_STEPS,
             longest_s=self.pulse.longest_s,
             where=_where(frames),

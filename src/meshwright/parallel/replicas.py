@@ -4,7 +4,8 @@ A bucket is a block; embedding, and norm with head, are one each. When the backw
 made the last gradient of a bucket, they are laid into one buffer whose all-reduce runs while the backward pass goes on
 with the blocks before (Li et al. 2020, arXiv:2006.15704). From then on the gradients are views of that buffer: nothing
 is copied back, and only the bucket that is being laid exists twice. A rank holds 4 N elements in fp32 (parameters,
-gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N.
+gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N. Sums are taken in the dtype
+that the gradients have (`data.widen_gradients`).
 
 Buckets start in one order on every rank, each after the ones before it.
 """
@@ -14,12 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
-from meshwright.parallel.group import Group
+from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
 
 
@@ -33,25 +33,25 @@ class Bucket:
     """How many of them get a gradient on this rank: biases that another tp rank adds do not."""
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
-    work: dist.Work | None = None
+    pending: Pending | None = None
 
     def __post_init__(self) -> None:
         self.missing = self.made_here
 
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradients = [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         parts = flat.split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
-        self.work = self.group.start_all_reduce(flat)
+        self.pending = self.group.start_all_reduce(flat)
 
     def finish(self) -> None:
         """Wait for the sum."""
-        if self.work is not None:
-            self.work.wait()
-        self.work, self.missing = None, self.made_here
+        if self.pending is not None:
+            self.pending.wait()
+        self.pending, self.missing = None, self.made_here
 
 
 class Replicas:
@@ -112,7 +112,7 @@ def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Repli
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
-        some = [p for p in parameters if p not in seen]
+        some = [p for p in parameters if p.requires_grad and p not in seen]
         seen.update(some)
         buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
         buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)

@@ -8,15 +8,16 @@ from meshwright.model import Transformer
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group
 from meshwright.spec.layout import Layout
-from meshwright.spec.schedule import stage_layers, stage_rank
+from meshwright.spec.places import layers_of_stages
+from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
 
 def cut(model: Transformer, layout: Layout, stage: int) -> Transformer:
     """Leave of a whole model (a skeleton) what one stage holds. The last stage of a tied head keeps the embedding."""
-    stages = layout.pp * layout.vp
-    layers = stage_layers(model.shape.layers, stages)[stage]
-    model.first, model.last = stage == 0, stage == stages - 1
+    ranges = layers_of_stages(model.shape.layers, layout)
+    layers = ranges[stage]
+    model.first, model.last = stage == 0, stage == len(ranges) - 1
     for name in [name for name in model.layers if int(name) not in layers]:
         del model.layers[name]
     if not model.first:

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
 
 Attention is split by heads, the MLP by its inner width, embedding and head by vocabulary. The model's own layers do the
-local products; what communicates hangs on the borders of attention and MLP:
+local products; what communicates stands at the borders of attention and MLP:
 
     without sp    f: identity, backward all-reduce          f*: all-reduce, backward identity
     with sp       g: all-gather along the sequence,         g*: reduce-scatter along the sequence,
@@ -9,6 +9,10 @@ local products; what communicates hangs on the borders of attention and MLP:
 
 so that with sp norms, residuals and dropout work on S / tp positions. Per layer and pass two collectives of B S D
 elements either way (an all-reduce being one reduce-scatter and one all-gather).
+
+f and g are one with the products that read what they give (`columns.py`): in the backward pass those of the weights'
+gradients run while the collective does, and g keeps its slice only and gathers once more. Where something else reads
+it too (a router, experts), and before the head, they stand alone.
 """
 
 from collections.abc import Callable
@@ -25,12 +29,13 @@ from meshwright.kernels.linear import needs_wide
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel.boxes import share
+from meshwright.parallel.columns import SEQUENCE, Columns
 from meshwright.parallel.group import Group
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""
-SEQUENCE = 1
-"""The dim of x (B, S, D) that sp splits."""
+READERS = ("q", "k", "v", "q_down", "kv_down", "gate", "up")
+"""Linears that read what enters attention or MLP."""
 
 
 class _Enter(torch.autograd.Function):
@@ -95,7 +100,8 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     if model.last:
         model.norm.register_forward_hook(lambda module, inputs, out: enter(out, group, sp))
         loss = VocabularyParallelLoss(group, model.shape.vocab)
-        model.kernels = replace(model.kernels, linear_cross_entropy=loss)
+        head = model if model.shape.tied else model.head
+        head.kernels = replace(head.kernels, linear_cross_entropy=loss)
 
 
 def _surround(module: nn.Module, group: Group, sp: bool) -> None:
@@ -109,7 +115,13 @@ def _surround(module: nn.Module, group: Group, sp: bool) -> None:
             return leave(out[0], group, sp), *out[1:]
         return leave(out, group, sp)
 
-    module.register_forward_pre_hook(before)
+    readers = [child for name, child in module.named_children() if name in READERS]
+    for reader in readers:
+        columns = Columns(group, sp)
+        assert isinstance(reader, Linear), "what reads the input of a block must take its product from its kernels"
+        reader.kernels = replace(reader.kernels, linear=columns.linear, linears=columns.linears)
+    if not readers:
+        module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
 
 

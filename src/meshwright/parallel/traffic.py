@@ -14,7 +14,7 @@ Counts = Mapping[tuple[str, str], tuple[int, int]]
 
 
 class Traffic:
-    """The counts of one rank since the start or the last `reset`; also what it began last, for a watchdog.
+    """The counts of one rank since the start; also what it began last, for a watchdog.
 
     Written by the thread that trains; another one may read `last` and `calls_begun` at any time.
     """
@@ -25,7 +25,7 @@ class Traffic:
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._last: tuple[str, str] | None = None
         self.calls_begun = 0
-        """Collectives, sends and receives begun since the start; `reset` leaves it."""
+        """Collectives, sends and receives begun since the start."""
 
     def tell(self, axis: str, collective: str, sent_bytes: int) -> None:
         """A collective is about to begin, in which this rank sends so much."""
@@ -63,10 +63,6 @@ class Traffic:
             if calls > calls_before:
                 more[key] = (calls - calls_before, sent - sent_before)
         return more
-
-    def reset(self) -> None:
-        """Count from zero again."""
-        self._counts = {}
 
 
 def ledger(counts: Counts, rank: int = 0) -> Ledger:

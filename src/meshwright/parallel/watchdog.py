@@ -10,7 +10,6 @@ Whoever claims the verdict first speaks; the others wait until it has spoken, an
 """
 
 import json
-import math
 import os
 import queue
 import select
@@ -37,6 +36,8 @@ LOST_S = 15.0
 """A rank that lost a connection waits so long for somebody who knows which rank is gone."""
 GRACE_S = 1.0
 """After SIGTERM, where nothing is to be saved: time for a verdict that may be the reason of it."""
+LAST_S = 30.0
+"""The first rank waits at the end so long for the others to be done."""
 FAILED, TERMINATED = 1, 143
 GONE = "the launcher's store does not answer: torchrun, or the machine it ran on, is gone"
 
@@ -67,13 +68,14 @@ class Watchdog:
         *,
         pulse: Pulse,
         phases: Mapping[str, str],
+        reads: frozenset[str],
         limits: Limits,
         say: Callable[[str], None],
         end: Callable[[int], None],
     ) -> None:
         self.store, self.main_store, self.place, self.limits = store, main_store, place, limits
         self.say, self.end = say, end
-        self.pulse, self.watch = pulse, Watch(pulse, phases)
+        self.pulse, self.watch = pulse, Watch(pulse, phases, reads)
         self.beat = Beat(host=place.host, machine=_machine(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
         self._claims: queue.SimpleQueue[tuple[Verdict, int]] = queue.SimpleQueue()
@@ -83,7 +85,7 @@ class Watchdog:
         self._lost_s = self._verdict_s = 0.0
         self._code = FAILED
         self._met = False
-        self._answered_s = time.monotonic()
+        self._answered_s, self._cut_off = time.monotonic(), False
         self._due = threading.Event()
         self._closed = threading.Event()
         self._heard, self._bell = os.pipe()
@@ -109,6 +111,19 @@ class Watchdog:
         os.write(self._bell, b"\0")
         for thread in self._threads:
             thread.join(TOLD_S)
+        if self.place.rank == 0 and not self._cut_off:
+            self._go_last()
+
+    def _go_last(self) -> None:
+        """The first rank may keep the store: others that still want it would take its end for a failure."""
+        keys = [_key(rank) for rank in range(self.place.world)]
+        end_s = time.monotonic() + LAST_S
+        with suppress(RuntimeError):
+            while time.monotonic() < end_s and not self._all_done(keys):
+                time.sleep(0.02)
+
+    def _all_done(self, keys: list[str]) -> bool:
+        return self.store.check(keys) and all(Beat.decode(text).done for text in self.store.multi_get(keys))
 
     def failed(self, sentence: str, code: int) -> None:
         """This rank failed: one rank says so, all end. Does not come back, unless `end` does."""
@@ -143,7 +158,7 @@ class Watchdog:
                 self._due.clear()
             self.store.set(_key(self.place.rank), replace(self.beat, done=True).encode())
         except RuntimeError:  # what a store raises: the connection is closed, an answer took too long
-            self._answered_s = -math.inf
+            self._cut_off = True
 
     def _once(self) -> None:
         own, seen = self.beat, self._last or self.watch.look()
@@ -227,13 +242,14 @@ class Watchdog:
             found, terminated = self._hear(dead)
             dead |= found
             now = time.monotonic()
-            terminated_s = terminated_s or now * terminated
+            # Asked at once: who saves now has heard the signal, and ends by itself; who begins to later has not.
+            terminated_s = terminated_s or now * (terminated and _nobody_saves())
             if self._verdict_s:
                 if now > self._verdict_s + 2 * TOLD_S:  # the store answers no more, or a pipe is full
                     self.end(self._code)
-            elif terminated_s and now > terminated_s + GRACE_S and _nobody_saves() and not self._lost_s:
+            elif terminated_s and now > terminated_s + GRACE_S and not self._lost_s:
                 self.end(TERMINATED)
-            elif now > self._answered_s + self.limits.silent_s:
+            elif self._cut_off or now > self._answered_s + self.limits.silent_s:
                 if self.place.rank == min(set(self.place.neighbours) - dead, default=self.place.rank):
                     self.say(f"{GONE}; rank {self.place.rank} was at {self.beat.place}")
                 self.end(FAILED)

@@ -15,7 +15,7 @@ from meshwright.planner.kept import (
     Logits,
     Routed,
     Widths,
-    embedding_kept,
+    embedding_mask,
     head_rows,
     layer_kept,
     layer_transient,
@@ -135,7 +135,7 @@ def embedding(of: Local) -> Block:
                 backward_exchanges=out[1],
             ),
         ),
-        kept=embedding_kept(of),
+        logits=embedding_mask(of),
     )  # fmt: skip
 
 

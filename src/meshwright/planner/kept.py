@@ -19,7 +19,7 @@ MASK_BYTES = 1
 """Of a dropped element."""
 STREAMS = 3
 """Whole hidden states alive at once in a layer's backward pass beside its widest place: gradients of the stream, of a
-branch and of its normed input; or, where sequence parallelism shares the stream, what is gathered and to be scattered."""
+branch and of its normed input; where sequence parallelism shares the stream, what is gathered and to be scattered."""
 
 
 class Widths(NamedTuple):
@@ -48,23 +48,30 @@ def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept
     return tuple(found)
 
 
-def embedding_kept(of: "Local") -> tuple[Kept, ...]:
-    """Of the embedding: the mask of its dropout."""
-    mask = of.between * of.shape.hidden * MASK_BYTES
-    return (Kept("embedding mask", mask, mask),) if of.dropout else ()
-
-
 class Logits(NamedTuple):
     """Bytes that head, loss and the norm in front of them keep until their backward pass, those of them that stay until
-    the last layer's, and bytes more at the worst moment of the head."""
+    the last layer's, and bytes more at the worst moment of the head. A dropout mask of the embedding stays too."""
 
     kept: float
     held: float
     transient: float
 
+    def plus(self, other: "Logits", times: float) -> "Logits":
+        """Both kept, one moment at a time."""
+        if not times:
+            return self
+        kept, held = self.kept + times * other.kept, self.held + times * other.held
+        return Logits(kept, held, max(self.transient, other.transient))
+
 
 NONE = Logits(0.0, 0.0, 0.0)
 """Of all but the head."""
+
+
+def embedding_mask(of: "Local") -> Logits:
+    """What the embedding keeps: its dropout mask."""
+    mask = of.between * of.shape.hidden * MASK_BYTES if of.dropout else 0.0
+    return Logits(mask, mask, 0.0)
 
 
 def logits(of: "Local") -> Logits:

@@ -202,7 +202,7 @@ class Estimator:
         memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
         for rank in range(layout.pp) if exact else self._telling(layout):
             count = self.held(layout, rank)
-            state = states(self.stack, layout, recipe.precision, count)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
             reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
             reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)

@@ -30,6 +30,8 @@ class Stack:
     """Of a query: packed copies that the attention core keeps beside queries, keys, values and its output."""
     activation_kept: float = 2.0
     """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
+    shares_sequence: bool = False
+    """Tensor parallelism of this software comes with sequence parallelism, where a row does not say."""
     regather: bool = True
     """Sequence parallel: a product's gathered input is gathered again in the backward pass, not kept."""
     selective: Literal["core", "products", "alternate"] = "core"
@@ -129,7 +131,6 @@ class Stack:
 MESHWRIGHT = Stack(
     name="meshwright",
     activation_kept=0.0,
-    regather=False,
     selective="products",
     logit_kept=0.0,
     logit_peak=0.0,

@@ -55,6 +55,7 @@ ALEPH = Stack(
 )
 NANOTRON = Stack(
     name="nanotron",
+    shares_sequence=True,
     passes=1.75,
     rope_passes=5.0,
     activation_kept=4.0,
@@ -80,6 +81,7 @@ FSDP1 = Stack(
 )  # fmt: skip
 TORCHTITAN = Stack(
     name="torchtitan",
+    shares_sequence=True,
     selective="alternate",
     selective_repeats=0.5,
     activation_kept=4.0,
@@ -160,4 +162,5 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, norm_passes=1.0, norm_kept=2.0)
     if columns.get("compile") == "0" and found.name == "torchtitan":
         found = replace(found, passes=1.75, norm_passes=10.0, rope_passes=5.0)
-    return found, {"sp": True} if found.name == "nanotron" and int(columns.get("tp") or 1) > 1 else {}
+    shared = found.shares_sequence and not (columns.get("sp") or "").strip()
+    return found, {"sp": True} if shared and (columns.get("tp") or "1").strip() not in ("0", "1") else {}

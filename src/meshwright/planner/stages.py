@@ -43,7 +43,7 @@ class Cost:
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
-            logits=other.logits if times and other.logits.kept else self.logits,
+            logits=self.logits.plus(other.logits, times),
         )
 
 
@@ -188,13 +188,13 @@ def split_evenly(shape: ModelShape, stages: int) -> list[range]:
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
     """Blocks in turn, the head weighing as its product: the next stage begins with the block after a threshold was
-    passed (nanotron, src/nanotron/models/base.py). A stage can be left with the head alone, not with nothing."""
+    reached (nanotron, src/nanotron/models/base.py). A stage can be left with the head alone, not with nothing."""
     layer = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
     whole = shape.layers * layer + shape.vocab * shape.hidden
     sizes, filled = [0] * stages, 0
     for n in range(shape.layers):
         sizes[filled] += 1
-        if (n + 1) * layer > whole * (filled + 1) / stages and filled + 1 < stages:
+        if (n + 1) * layer >= whole * (filled + 1) / stages and filled + 1 < stages:
             filled += 1
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

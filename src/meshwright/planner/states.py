@@ -8,14 +8,15 @@ from functools import cache
 from math import prod
 
 from meshwright.planner.stack import Stack
-from meshwright.spec.boxes import boxes
-from meshwright.spec.held import COUNTER_BYTES, WIDTHS
+from meshwright.spec.boxes import boxes, sharded_dim
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
-Sizes = tuple[tuple[int, int, bool], ...]
-"""(rows, elements of a row, whether it is an expert's) of each parameter."""
+Size = tuple[tuple[int, ...], bool]
+"""(sizes of a parameter, whether it is an expert's)."""
+Sizes = tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +36,13 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
     first = shape.moe.first_dense if shape.moe else 0
     small = replace(shape, layers=min(shape.layers, first + 1)) if first < shape.layers else replace(shape, layers=1)
     found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
-    groups: dict[str, list[tuple[int, int, bool]]] = {}
+    groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):
         sizes = found[parameter.name].sizes
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        groups.setdefault(kind, []).append((sizes[0], prod(sizes[1:]), parameter.group == "expert"))
+        groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
     head = groups.get("head", []) or [groups["embedding"][0]]
     return Pieces(
         embedding=tuple(groups["embedding"]),
@@ -67,7 +68,7 @@ def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: b
     """Of the layers (and ends) that a pipeline rank holds."""
     found = pieces(shape, layout.tp, layout.ep)
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
-    parts: Counter[tuple[int, int, bool]] = Counter()
+    parts: Counter[Size] = Counter()
     for sizes, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
         for size in sizes:
             parts[size] += times
@@ -79,19 +80,20 @@ def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: b
     return _count(parts, layout)
 
 
-def _count(parts: Counter[tuple[int, int, bool]], layout: Layout) -> Counts:
+def _count(parts: Counter[Size], layout: Layout) -> Counts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-    whole = shard = own = gathered = tensors = 0
-    for (rows, row, expert), times in parts.items():
+    whole = shard = gathered = tensors = 0
+    for (sizes, expert), times in parts.items():
         n = same if expert else ranks
-        each = -(-rows // n)
-        whole += times * rows * row
-        shard += times * each * row
-        own += times * min(each, rows) * row
-        gathered += times * each * n * row
+        dim = sharded_dim(sizes, n)
+        numel = prod(sizes)
+        each = -(-sizes[dim] // n) * (numel // sizes[dim])
+        whole += times * numel
+        shard += times * each
+        gathered += times * each * n
         tensors += times
-    return Counts(whole=whole, shard=shard, own=own, gathered=gathered, tensors=tensors)
+    return Counts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +107,15 @@ class States:
     gradient_bytes: float
 
 
-def states(stack: Stack, layout: Layout, precision: str, count: Counts) -> States:
-    """spec/held.py's table with the stack's widths."""
+def states(
+    stack: Stack, layout: Layout, precision: str, count: Counts, micro_batches: int = 1, reduce_dtype: str = "fp32"
+) -> States:
+    """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank."""
     width = WIDTHS[precision]
     sixteen = precision != "fp32"
     gradient = stack.gradient_bytes if sixteen else width.gradient
+    if stack.name == "meshwright":
+        gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     master = stack.master_bytes if sixteen else width.master
     shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0
     zero, late = layout.zero, layout.pp > 1

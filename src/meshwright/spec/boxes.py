@@ -4,7 +4,8 @@ The inventory names, per dim, the axis that splits it. Heads are split whole; wh
 ranks, tp / kv_heads neighbours hold the same one. Vocabulary and ffn need not divide: the first ranks get one more.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.spec.inventory import Parameter, parameters
@@ -44,6 +45,24 @@ def rows_of(rows: int, ranks: int, index: int) -> tuple[int, int]:
     size = -(-rows // ranks)
     start = min(rows, size * index)
     return start, min(rows, start + size) - start
+
+
+def sharded_dim(sizes: Sequence[int], ranks: int) -> int:
+    """The dim along which ZeRO cuts a tensor of these sizes: 0, but for a stack of experts (three dims) too few for
+    all ranks. That is cut inside its experts, along the first dim which divides: fully_shard pads dim 0 only."""
+    if len(sizes) < 3 or rows_of(sizes[0], ranks, ranks - 1)[1]:
+        return 0
+    return next((dim for dim in range(1, len(sizes)) if sizes[dim] % ranks == 0), 0)
+
+
+def shard(box: Box, ranks: int, index: int) -> Box:
+    """What ZeRO leaves of a box on rank `index` of those that share it."""
+    dim = sharded_dim(box.sizes, ranks)
+    start, size = rows_of(box.sizes[dim], ranks, index)
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim] += start
+    sizes[dim] = size
+    return replace(box, offsets=tuple(offsets), sizes=tuple(sizes))
 
 
 def heads_of(heads: int, parts: int, index: int) -> tuple[int, int]:

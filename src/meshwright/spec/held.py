@@ -10,21 +10,23 @@ gradients are reduced), "update" is when the optimizer runs, after all reduction
     3      1 / n                 1 / n       1 / n                           1 / n
 
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
-rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Under a
-pipeline ZeRO 2 and 3 are as ZeRO 1 within the step (docs/parallel.md).
+rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Experts
+fewer than n are cut inside instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
+(docs/parallel.md).
+
+Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
+(docs/decisions/0005-gradient-precision.md).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.spec.boxes import Box, boxes, rows_of
+from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import Entry, Ledger
-from meshwright.spec.places import expert_ranks, own_stages, place_of
-from meshwright.spec.schedule import stage_layers
+from meshwright.spec.places import expert_ranks, layers_of_stages, own_stages, place_of
 from meshwright.spec.shape import ModelShape
 
 Phase = Literal["step", "update"]
@@ -48,8 +50,21 @@ WIDTHS = {
     "bf16": Widths(parameter=2, gradient=2, master=4),
     "fp16": Widths(parameter=2, gradient=2, master=4),
 }
-"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way."""
+"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
+`gradient_bytes` wide."""
 COUNTER_BYTES = 4
+
+
+def adds_gradients(layout: Layout, micro_batches: int) -> bool:
+    """Whether any gradient is a sum over several micro-batches, or over ranks that read other tokens with the same
+    parameters. Experts may lie on fewer ranks than the tp group that they borrow: those hold the same ones."""
+    return micro_batches > 1 or layout.dp * layout.cp > 1 or 1 < layout.ep < layout.tp
+
+
+def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, reduce_dtype: str = "fp32") -> int:
+    """Bytes of an element of a gradient, for steps of at most so many micro-batches on a rank."""
+    wide = reduce_dtype == "fp32" and adds_gradients(layout, micro_batches)
+    return 4 if wide else WIDTHS[precision].gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +79,12 @@ class Held:
     @property
     def own(self) -> int:
         """Elements that are this rank's to update."""
-        return rows_of(self.box.sizes[0], self.ranks, self.index)[1] * prod(self.box.sizes[1:])
+        return shard(self.box, self.ranks, self.index).numel
 
     @property
     def padded(self) -> int:
-        """Elements of a shard, the same on every rank: ceil(rows / ranks) rows."""
-        return -(-self.box.sizes[0] // self.ranks) * prod(self.box.sizes[1:])
+        """Elements of a shard, the same on every rank: that of the first, who has no less than the others."""
+        return shard(self.box, self.ranks, 0).numel
 
 
 def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
@@ -92,8 +107,8 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
 
 def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
     """The parameters of a pipeline stage."""
-    stages = layout.pp * layout.vp if layout.pp > 1 else 1
-    layers = stage_layers(shape.layers, stages)[stage]
+    ranges = layers_of_stages(shape.layers, layout)
+    stages, layers = len(ranges), ranges[stage]
     for parameter in parameters(shape):
         first = parameter.group == "embedding"
         if parameter.layer in layers if parameter.layer >= 0 else stage == (0 if first else stages - 1):
@@ -102,9 +117,21 @@ def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
         yield "embed.weight"
 
 
-def memory(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> Ledger:
-    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out."""
-    width, found = WIDTHS[precision], held(shape, layout, rank)
+def memory(
+    shape: ModelShape,
+    layout: Layout,
+    precision: str,
+    rank: int = 0,
+    *,
+    micro_batches: int = 1,
+    reduce_dtype: str = "fp32",
+) -> Ledger:
+    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
+
+    `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
+    """
+    gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
+    width, found = replace(WIDTHS[precision], gradient=gradient), held(shape, layout, rank)
     return Ledger(
         tuple(
             Entry(kind="memory", what=kind, rank=rank, phase=phase, quantity=size, unit="bytes")

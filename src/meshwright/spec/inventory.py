@@ -2,8 +2,8 @@
 
 Read by the model (which parameters it must have), the planner (bytes on a rank), the engine (which slice a rank owns),
 the checkpoint (resharding) and the dry run (which row a storage belongs to). Dim letters: docs/notation.md.
-Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole on every tp rank. FSDP's dp_shard always
-splits dim 0 of what is left and is not written here.
+Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole on every tp rank. What ZeRO
+splits of the rest is not written here: dim 0, or inside experts that are too few (`boxes.sharded_dim`).
 """
 
 from collections.abc import Iterator

@@ -38,6 +38,8 @@ class Layout:
     """Context parallel: give each rank a chunk from the front and one from the back, so that causal work is even."""
     schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
     """Order of the pipeline's forward and backward passes."""
+    stages: tuple[int, ...] = ()
+    """Layers of each pipeline stage, from the embedding to the head; [] = even, both ends counting as a layer."""
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -53,6 +55,8 @@ class Layout:
         for field in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):
             if getattr(self, field) < 1:
                 raise IllegalLayout(f"layout.{field}={getattr(self, field)} must be at least 1")
+        if any(number < 1 for number in self.stages):
+            raise IllegalLayout(f"layout.stages={list(self.stages)}: each stage has at least 1 layer")
         if self.micro_batch < 0:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
 

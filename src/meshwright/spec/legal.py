@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import V_PLACED, refusal
+from meshwright.spec.schedule import V_PLACED, refusal, stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -75,11 +75,26 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
     if layout.pp == 1:
         if layout.vp > 1:
             yield f"layout.vp={layout.vp} cuts a pipeline rank's layers, and layout.pp=1: take layout.vp=1"
+        if layout.stages:
+            number = len(layout.stages)
+            yield (
+                f"layout.stages={list(layout.stages)} deals layers to {number} pipeline stages, and layout.pp=1: "
+                f"take layout.stages=[] or layout.pp={number}"
+            )
         return
     if stages > shape.layers:
         yield (
             f"layout.pp={layout.pp} x layout.vp={layout.vp} stages exceed the model's {shape.layers} layers: "
             f"take layout.pp={max(1, min(layout.pp, shape.layers // layout.vp))}"
+        )
+    elif layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, shape.layers):
+        even = [len(layers) for layers in stage_layers(shape.layers, stages)]
+        by_hand = (
+            f"layout.stages={list(layout.stages)} deals {sum(layout.stages)} layers to {len(layout.stages)} stages"
+        )
+        yield (
+            f"{by_hand}, and layout.pp={layout.pp} x layout.vp={layout.vp} stages want the model's {shape.layers}: "
+            f"take layout.stages={even}"
         )
     if shape.tied and name in V_PLACED and layout.dp * layout.cp > 1:
         yield (

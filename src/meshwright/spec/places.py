@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.schedule import stage_rank, stages_of
+from meshwright.spec.schedule import ranges, stage_layers, stage_rank, stages_of
 
 
 def place_of(layout: Layout, rank: int) -> dict[str, int]:
@@ -51,3 +51,10 @@ def expert_replicas(layout: Layout, rank: int) -> tuple[int, ...]:
 def own_stages(layout: Layout, pp_rank: int) -> tuple[int, ...]:
     """The stages, ascending, of a pipeline rank."""
     return stages_of(stage_rank(layout.schedule, layout.pp, layout.vp), pp_rank) if layout.pp > 1 else (0,)
+
+
+def layers_of_stages(layers: int, layout: Layout) -> list[range]:
+    """Which of a model's layers each pipeline stage has: as `layout.stages` says, or dealt evenly."""
+    if layout.stages:
+        return ranges(layout.stages)
+    return stage_layers(layers, layout.pp * layout.vp if layout.pp > 1 else 1)

@@ -69,6 +69,11 @@ class Plan:
     def _global_batches(self) -> tuple[int, ...]:
         return (self.recipe.global_batch, *(stage.global_batch for stage in self.recipe.batch_ramp))
 
+    @property
+    def micro_batches(self) -> int:
+        """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
+        return max(map(self.layout.micro_batches, self._global_batches))
+
     def _batches(self) -> list[str]:
         found = []
         for batch in self._global_batches:

@@ -39,6 +39,8 @@ class Recipe:
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+    reduce_dtype: Literal["fp32", "model"] = "fp32"
+    """In what gradients are summed over micro-batches and ranks; model = the dtype of the weights (bf16 sums stall)."""
 
     learning_rate: float = 3e-4
     """The largest rate, reached after warmup_steps."""

@@ -14,6 +14,7 @@ of the weights, which B left) or BW (both at once). The planner, the executor an
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.spec.errors import IllegalLayout
@@ -233,5 +234,9 @@ def stage_layers(layers: int, stages: int) -> list[range]:
         sizes[stage] += 1
     sizes[0] -= 1
     sizes[-1] -= 1
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return ranges(sizes)
+
+
+def ranges(sizes: Sequence[int]) -> list[range]:
+    """Runs of these lengths, one after another from 0."""
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

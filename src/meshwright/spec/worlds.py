@@ -57,7 +57,11 @@ def _instead(plan: Plan, processes: int, lead: str) -> str:
 
 def _change(old: Layout, new: Layout) -> str:
     changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
-    return " ".join(f"layout.{name}={str(getattr(new, name)).lower()}" for name in changed)
+    return " ".join(f"layout.{name}={_written(getattr(new, name))}" for name in changed)
+
+
+def _written(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value).lower()
 
 
 def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
@@ -76,6 +80,8 @@ def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
         changes["sp"] = False
     if degrees["pp"] == 1:
         changes |= {"vp": 1, "schedule": "1f1b"}
+    if degrees["pp"] != plan.layout.pp:
+        changes["stages"] = ()
     if plan.model.moe is not None:
         ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
         changes["ep"] = math.gcd(plan.layout.ep, plan.model.moe.experts, ranks)

@@ -12,7 +12,7 @@ All ranks of `group` call `save` and `load` together, on a file system that they
 import errno
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from meshwright.parallel.agree import all_names, gathered
 from meshwright.spec.errors import CheckpointError
 from meshwright.spec.units import gib
 from meshwright.train import commit as commits
@@ -126,7 +127,7 @@ def load(
     commit = _agreed(lambda: _verify(checkpoint, group), group)
     reader = Reader(checkpoint)
     saved = _agreed(reader.kinds, group)
-    everyone = {name for rank in _gathered(sorted(tensors), group) for name in rank}
+    everyone = all_names(_not_random(tensors), group) if _distributed() else set(tensors)
     _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
     with raised_as_is(), quiet():
@@ -204,16 +205,19 @@ def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str
             f"checkpoint {checkpoint} is of another model: {what}; take the plan it was trained with"
         )
 
-    for name, tensor in tensors.items():
-        if name.startswith(RNG_PREFIX):
-            continue
+    for name in _not_random(tensors):
+        tensor = tensors[name]
         if name not in saved:
             raise refuse(f"it has no '{name}' ({_described(_kind(tensor))} here)")
         if saved[name] != _kind(tensor):
             raise refuse(f"'{name}' is {_described(saved[name])} there, {_described(_kind(tensor))} here")
-    for name in sorted(set(saved) - everyone):
-        if not name.startswith(RNG_PREFIX):
-            raise refuse(f"it has '{name}' ({_described(saved[name])}) too")
+    for name in sorted(set(_not_random(saved)) - everyone):
+        raise refuse(f"it has '{name}' ({_described(saved[name])}) too")
+
+
+def _not_random(names: Iterable[str]) -> list[str]:
+    """Without the states of random generators, of which each rank has its own."""
+    return [name for name in names if not name.startswith(RNG_PREFIX)]
 
 
 def _kind(tensor: Tensor) -> Kind:
@@ -255,15 +259,6 @@ def _world(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
-def _gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The object of every rank."""
-    if not _distributed():
-        return [mine]
-    found: list[Any] = [None] * _world(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
 def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `look` on every rank; what one rank refuses, all refuse, so that none waits for it later."""
     result, refusal = [], ""
@@ -271,7 +266,7 @@ def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result.append(look())
     except CheckpointError as error:
         refusal = str(error)
-    refusals = [text for text in _gathered(refusal, group) if text]
+    refusals = [text for text in (gathered(refusal, group) if _distributed() else [refusal]) if text]
     if refusals:
         failure = CheckpointError(refusals[0])
         failure.said_elsewhere = _rank(group) > 0

@@ -14,7 +14,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.held import WIDTHS, memory
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import rank_of
+from meshwright.spec.places import layers_of_stages, own_stages, place_of, rank_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
 
@@ -62,10 +62,15 @@ def _pipeline_ranks(layout: Layout) -> list[int]:
 def _needs(plan: Plan, rank: int) -> tuple[int, int, int, int]:
     """Bytes of states, of activations, of tokens; and the rank."""
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
-    states = memory(shape, layout, recipe.precision, rank).only(phase="update").total()
+    held = memory(
+        shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
+    )
+    states = held.only(phase="update").total()
     positions = recipe.sequence // layout.cp
     sequences = layout.micro_batch_of(recipe.global_batch)
-    kept = shape.layers // layout.pp * sequences * positions * _kept_of_token(shape, layout)
+    ranges = layers_of_stages(shape.layers, layout)
+    layers = sum(len(ranges[stage]) for stage in own_stages(layout, place_of(layout, rank)["pp"]))
+    kept = layers * sequences * positions * _kept_of_token(shape, layout)
     tokens = recipe.global_batch // layout.dp * positions * TOKEN_BYTES
     return int(states), kept * WIDTHS[recipe.precision].parameter, tokens, rank
 

@@ -21,7 +21,7 @@ from meshwright.train.batches import Share
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, LossScaler
+from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
@@ -72,7 +72,7 @@ def run(
             corpus=corpus,
             folder=folder,
             share=Share(
-                index=_data_index(mesh),
+                index=mesh.reader,
                 parts=plan.layout.dp,
                 columns=state.engine.columns(plan.recipe.sequence),
             ),
@@ -104,11 +104,6 @@ def saves_behind(plan: Plan, target: torch.device) -> bool:
     """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
     training has, so there only where it is asked for."""
     return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
-
-
-def _data_index(mesh: Mesh) -> int:
-    """Which of the data-parallel readers this rank is."""
-    return mesh["dp_replicate"].index * mesh["dp_shard"].size + mesh["dp_shard"].index
 
 
 @contextmanager
@@ -167,13 +162,15 @@ def _check_resume(plan: Plan, resume: str) -> None:
 
 def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
     recipe = plan.recipe
-    seed_everything(recipe.seed + _data_index(mesh) + plan.layout.dp * mesh["pp"].index)
+    seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
         plan.model,
         plan.layout,
         mesh=mesh,
         device=target,
         dtype=DTYPES[recipe.precision],
+        reduce_dtype=reduce_dtype(recipe),
+        micro_batches=plan.micro_batches,
         seed=recipe.seed,
         dropout=recipe.dropout,
         initialize=initialize,

@@ -1,8 +1,9 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
 
 The update itself is torch's fused AdamW. Below fp32 it runs on fp32 master weights, bucket by bucket, so that only one
-bucket of gradients is ever widened: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters it
-updates this rank's part, as plain tensors that share the part's memory.
+bucket of gradients is ever widened: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Gradients that were summed
+in fp32 are taken as they are. Of sharded parameters it updates this rank's part, as plain tensors that share the part's
+memory.
 """
 
 from collections.abc import Iterable

@@ -20,3 +20,15 @@ PHASES = {
     "meshwright.train.trainer:Trainer._finish": "finish",
 }
 """module:function -> phase. Of several on a stack the outermost counts: an evaluation's forward pass is evaluate."""
+
+READS = frozenset(
+    {
+        "meshwright.model.moe:counts_on_host",
+        "meshwright.train.evaluate:evaluate",
+        "meshwright.train.trainer:Trainer._check",
+        "meshwright.train.trainer:Trainer._first_without_number",
+        "meshwright.train.trainer:Trainer._stops",
+    }
+)
+"""Functions that read numbers off a device. Whoever stands in one of them itself waits for what the device has to
+compute first, and that for other ranks."""

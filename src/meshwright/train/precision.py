@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
+from meshwright.spec.recipe import Recipe
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Weights and gradients. Below fp32 the optimizer keeps an fp32 master copy: 2 + 2 + 4 + 4 + 4 bytes a parameter."""
+
+
+def reduce_dtype(recipe: Recipe) -> torch.dtype:
+    """In what gradients are summed over micro-batches and ranks."""
+    return torch.float32 if recipe.reduce_dtype == "fp32" else DTYPES[recipe.precision]
 
 
 class LossScaler:

@@ -33,14 +33,21 @@ class Saver:
     """Saves into one folder; within `with`, whose end waits for what is under way.
 
     `group` is None to write at once, else a group of all ranks that nothing else uses (`mesh.saving_group`). `saved`
-    is told (step, path) of every checkpoint once it is committed, by the thread that calls the methods. In the
-    background a save needs host memory for what this rank writes, taken at the first and kept.
+    is told (step, path) of every checkpoint once it is committed, by the thread that calls the methods; `begun` of
+    every tensor that is about to be written, by the threads that write. In the background a save needs host memory for
+    what this rank writes, taken at the first and kept.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int, group: Group | None, saved: Callable[[int, Path], None]
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        group: Group | None,
+        saved: Callable[[int, Path], None],
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.keep_last, self.group, self.saved = folder, keep_last, group, saved
+        self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
         self.blocked_s = 0.0
         """Seconds that callers waited, for copies, writing and saves before theirs."""
         self._staging = Staging()
@@ -65,7 +72,7 @@ class Saver:
         """
         started = time.perf_counter()
         self._join()
-        flight = _Flight(self.folder, step, values, score, self.keep_last, self.group)
+        flight = _Flight(self.folder, step, values, score, self.keep_last, self.group, self.begun)
         if self.group is None or last:
             flight.run(tensors)
         else:
@@ -149,7 +156,9 @@ class _Flight:
         score: float | None,
         keep_last: int,
         group: Group | None,
+        begun: Callable[[], None],
     ) -> None:
+        self.begun = begun
         self.folder, self.step, self.values, self.score, self.keep_last = folder, step, values, score, keep_last
         self.group = None if group is None else group.process_group
         self.ended = Event()
@@ -191,5 +200,6 @@ class _Flight:
             self.error = error
 
     def _check(self) -> None:
+        self.begun()
         if self.ended.is_set():
             raise CheckpointError(f"the checkpoint of step {self.step} was interrupted; earlier ones are kept")

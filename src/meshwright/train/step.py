@@ -57,7 +57,7 @@ def train_step(
     engine.forward_backward(passes, after=lambda one: gradients.collect(one.batch.valid * weights.token))
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
-    part, loss = loss, engine.sum_loss(loss) / weights.scale
+    part, (loss, balance) = loss, engine.sum_loss(torch.stack((loss, balance)))
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     skipped = (~torch.isfinite(norm)).float()
@@ -69,10 +69,10 @@ def train_step(
     if scaler:
         scaler.update(skipped.bool())
     return StepResult(
-        loss=loss,
+        loss=loss / weights.scale,
         part=part,
         grad_norm=norm,
-        balance=engine.sum_loss(balance) if engine.model.shape.moe else None,
+        balance=balance if engine.model.shape.moe else None,
         skipped=skipped,
         micro_squared=tuple(gradients.squared),
         micro_tokens=tuple(batch.valid for batch in micro_batches) if measure_noise else (),
@@ -95,11 +95,11 @@ class Weights:
         each takes its share of that."""
         device = micro_batches[0].tokens.device
         tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
-        sequences = engine.total(sum(len(batch.tokens) for batch in micro_batches), device)
+        sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
         scale = scaler.scale if scaler else torch.ones((), device=device)
         return Weights(
             (1.0 / tokens).float() * scale,
-            (1.0 / sequences).float(),
+            torch.full((), 1.0 / sequences, device=device),
             balance_loss / engine.mesh["tp"].size * scale,
             scale,
         )

@@ -61,6 +61,7 @@ class Trainer:
             keep_last=self.plan.recipe.keep_last,
             group=self.saving,
             saved=lambda step, path: self._tell("saved", step, path),
+            begun=self.pulse.piece_begun,
         )
 
     def train(self, stop: Interrupt) -> Summary:
@@ -100,14 +101,16 @@ class Trainer:
     def _stops(self, stop: Interrupt) -> bool:
         """Whether any rank was asked to stop: all end after the same step. CheckpointError on all where one could not
         write in the background."""
-        world, failed = self.state.engine.mesh["world"], int(self.saver.failed())
+        world, asked, failed = self.state.engine.mesh["world"], stop.requested, int(self.saver.failed())
         if world.size > 1:
-            told = torch.tensor((SIGNALS.index(stop.requested), failed), dtype=torch.int32, device=self.device)
+            told = torch.tensor((SIGNALS.index(asked), failed), dtype=torch.int32, device=self.device)
             signal, failed = world.all_reduce(told, "max").tolist()
-            stop.requested = SIGNALS[signal]
+            asked = SIGNALS[signal]
         if failed:
             self.saver.give_up()
-        return stop.requested is not None
+        if asked is not None:  # a signal that came meanwhile stays for the next step
+            stop.requested = asked
+        return asked is not None
 
     def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
         return Sampler(
@@ -153,7 +156,7 @@ class Trainer:
 
     def _check(self, step: int, result: StepResult) -> tuple[float, float]:
         """Loss and gradient norm as numbers; a loss that is none ends the run (the weights were not touched)."""
-        loss, norm = result.loss.item(), result.grad_norm.item()
+        loss, norm = torch.stack((result.loss, result.grad_norm)).tolist()
         scaler = self.state.scaler
         overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
         if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):

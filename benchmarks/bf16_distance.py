@@ -1,0 +1,34 @@
+"""How far layouts in bf16 are from one device in bf16: the figures behind the band of `meshwright verify`.
+
+python -m benchmarks.bf16_distance
+"""
+
+from meshwright.observe.matrix import FEATURES, outcomes, trials
+from meshwright.observe.verify import Outcome, assemble, distance
+
+
+def distances(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
+    """The largest relative difference of each kind that a band has a figure for."""
+    whole = assemble(ranks)
+    by_name = {name: distance(name, one, whole, by_length=True) for name in one.tensors}
+    return {
+        "loss": max(abs(a - b) / a for rank in ranks for a, b in zip(one.losses, rank.losses, strict=True)),
+        "norm": max(abs(a - b) / a for rank in ranks for a, b in zip(one.norms, rank.norms, strict=True)),
+        "gradient": max(far for name, far in by_name.items() if " gradient of " in name),
+        "weight": max(far for name, far in by_name.items() if " weight " in name),
+    }
+
+
+def main() -> None:
+    """Every layout of the matrix in bf16, a line each, and the largest of all."""
+    chosen = [one for one in trials([name for name in FEATURES if name != "compiled"])[0] if "bf16" in one.features]
+    largest: dict[str, float] = {}
+    for trial, one, ranks in outcomes(chosen):
+        found = distances(one, ranks)
+        largest = {kind: max(value, largest.get(kind, 0.0)) for kind, value in found.items()}
+        print(trial.title, *(f"{kind} {value:.1e}" for kind, value in found.items()), flush=True)
+    print("largest:", *(f"{kind} {value:.1e}" for kind, value in largest.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""When a stage's gradients begin to be summed over data-parallel ranks."""
+
+from typing import Any
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny import shrink
+from meshwright.observe.verify import Case, case_batch
+from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout
+from meshwright.spec.schedule import Action, last_of
+from meshwright.train.batches import Share, select, split
+from meshwright.train.step import MicroPass, Weights
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"zero": zero, "schedule": schedule} for zero in (0, 2) for schedule in ("1f1b", "zb-h1")
+]
+
+
+def begun(options: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Of each layout: sums begun by the end of the last action that makes gradients, and all of them."""
+    made: Made = {}
+    return [_begun(Layout(pp=2, dp_shard=2, micro_batch=2, compile="off", **each), made) for each in options]
+
+
+def _begun(layout: Layout, made: Made) -> tuple[int, int]:
+    case, mesh = Case(shape=shrink("llama-3.1-8b")), make_mesh(layout, made=made)
+    engine = build_engine(case.shape, layout, mesh=mesh)
+    engine.train()
+    batches = split(select(case_batch(case, 1), Share(index=mesh["data"].index, parts=2)), 2)
+    weights = Weights.of(engine, batches, 0.0, None)
+    pipeline = engine.pipeline
+    last = next(iter(last_of(pipeline.actions(len(batches)), ("W", "BW")).values()))
+    kind = ("shard", "reduce_scatter") if layout.zero else ("data", "all_reduce")
+    seen: list[int] = []
+    reduce = pipeline.after
+    before = mesh.traffic.snapshot()
+
+    def after(action: Action) -> None:
+        if action == last:
+            seen.append(mesh.traffic.since(before).get(kind, (0, 0))[0])
+        assert reduce is not None
+        reduce(action)
+
+    pipeline.after = after
+    engine.forward_backward([MicroPass(batch, weights) for batch in batches])
+    engine.finish_gradients()
+    everything = len(engine.model.layers) + 1  # blocks, and the end that lies here
+    assert mesh.traffic.since(before)[kind][0] == everything
+    return seen[0], everything
+
+
+def test_a_stage_is_reduced_while_its_last_backward_pass_goes_on() -> None:
+    """But where weight gradients come last and outside of it, after them."""
+    for found in on_ranks(4, begun, LAYOUTS):
+        for each, (early, everything) in zip(LAYOUTS, found, strict=True):
+            assert early == (everything if each["schedule"] == "1f1b" else 0), each
