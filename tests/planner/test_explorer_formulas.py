@@ -29,6 +29,7 @@ MODELS = (
     ("deepseek-v3", "h100x8", 64, "bf16"),
     ("qwen3-30b-a3b", "h200x8", 6, "bf16"),
     ("llama-3.1-405b", "h100x8", 256, "bf16"),
+    ("moe-tiny", "h100x8", 2, "bf16"),
 )
 PLANS = 1000
 

@@ -54,7 +54,7 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
         "kept": {one.key: _parts(of, one) for one in degrees},
         "elements": ELEMENTS,
         "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
-        "states": [[_states(of, zero, pp) for pp in (1, 2)] for zero in range(4)],
+        "states": [[[_states(of, zero, pp, sums) for sums in (False, True)] for pp in (1, 2)] for zero in range(4)],
     }
 
 
@@ -98,21 +98,22 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
     return [*first, y2 - far * n2, far]
 
 
-def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[list[int]]]:
-    """part -> (rows, elements of a row, 1 for an expert's, how many such tensors)."""
+def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
+    """part -> (sizes, 1 for an expert's, how many such tensors)."""
     found = pieces(of.shape, tp, ep)
     return {
-        field.name: [[rows, row, int(expert), times] for (rows, row, expert), times in
+        field.name: [[sizes, int(expert), times] for (sizes, expert), times in
                      Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 
 
-def _states(of: Estimator, zero: int, pp: int) -> dict[str, Any]:
-    """phase -> kind -> bytes of an element of each of ELEMENTS."""
-    layout = Layout(dp_shard=2, pp=pp, zero=zero)  # type: ignore[arg-type]
+def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:
+    """phase -> kind -> bytes of an element of each of ELEMENTS. `sums`: gradients are sums of several."""
+    layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]
     units = [Counts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
-    made = [states(of.stack, layout, of.recipe.precision, unit) for unit in units]
+    precision, reduce_dtype = of.recipe.precision, of.recipe.reduce_dtype
+    made = [states(of.stack, layout, precision, unit, reduce_dtype=reduce_dtype) for unit in units]
     return {
         "step": {kind: [one.step[kind] for one in made] for kind in made[0].step},
         "update": {kind: [one.update[kind] for one in made] for kind in made[0].update},

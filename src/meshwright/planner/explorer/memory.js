@@ -13,24 +13,25 @@ function memoryOf(data, recipe, layout) {
   const {pp, vp} = layout;
   const split = stageLayers(data.model.layers, pp * vp);
   const stages = stageCosts(data, layout, tokens, split);
-  const whole = layout.zero === 3 && pp === 1 ? gathered(data, layout) : 0;
+  const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
+  const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
+  const whole = layout.zero === 3 && pp === 1 ? gathered(data, layout, table) : 0;
   const between = layout.sp ? tokens / layout.tp : tokens;
   const buffers = whole + (pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0);
   return [...Array(pp).keys()].map((rank) => {
     const own = pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank);
     const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), own.includes(pp * vp - 1));
     const costs = own.map((stage) => stages[stage]);
-    return rankMemory(data, layout, count, costs, momentsOf(layout, m, rank), buffers);
+    return rankMemory(data, table, count, costs, momentsOf(layout, m, rank), buffers);
   });
 }
 
 // Bytes of a rank at the worse of two moments: a backward pass, or the optimizer's update.
-function rankMemory(data, layout, count, costs, alive, buffers) {
-  const {stack} = data, table = data.memory.states[layout.zero][layout.pp > 1 ? 1 : 0];
+function rankMemory({stack, memory}, table, count, costs, alive, buffers) {
   const activations = mostAlive(alive, costs.map((cost) => cost.kept));
-  const step = {...stateBytes(data, table.step, count), activations, ...backward(alive, costs), buffers};
+  const step = {...stateBytes(memory, table.step, count), activations, ...backward(alive, costs), buffers};
   const temporaries = count.own * stack.update_bytes + Math.min(4 * count.own, stack.bucket_bytes);
-  const update = {...stateBytes(data, table.update, count), temporaries};
+  const update = {...stateBytes(memory, table.update, count), temporaries};
   const sum = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
   const inside = sum(step) >= sum(update);
   const kinds = {...(inside ? step : update)};
@@ -51,8 +52,8 @@ function backward(alive, costs) {
   return loss >= kept - gone + inside ? {logits: loss, temporaries: 0} : {logits: kept - gone, temporaries: inside};
 }
 
-function stateBytes(data, table, count) {
-  const dot = (widths) => widths.reduce((sum, width, n) => sum + width * count[data.memory.elements[n]], 0);
+function stateBytes({elements}, table, count) {
+  const dot = (widths) => widths.reduce((sum, width, n) => sum + width * count[elements[n]], 0);
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
@@ -70,15 +71,22 @@ function countOf(data, layout, layers, first, last) {
   const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
   const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0};
   for (const [sizes, times] of parts)
-    for (const [rows, row, expert, copies] of sizes) {
-      const n = expert ? same : ranks, each = Math.ceil(rows / n), many = times * copies;
-      count.whole += many * rows * row;
-      count.shard += many * each * row;
-      count.own += many * Math.min(each, rows) * row;
-      count.gathered += many * each * n * row;
+    for (const [shape, expert, copies] of sizes) {
+      const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
+      const numel = shape.reduce((a, b) => a * b, 1), each = Math.ceil(shape[dim] / n) * (numel / shape[dim]);
+      count.whole += many * numel;
+      count.shard += many * each;
+      count.own += many * each;
+      count.gathered += many * each * n;
       count.tensors += many;
     }
   return count;
+}
+
+// The dim along which ZeRO cuts a tensor: spec/boxes.py, for experts too few for all ranks one inside them.
+function shardedDim(sizes, ranks) {
+  if (sizes.length < 3 || Math.ceil(sizes[0] / ranks) * (ranks - 1) < sizes[0]) return 0;
+  return Math.max(0, sizes.findIndex((size, dim) => dim > 0 && size % ranks === 0));
 }
 
 // Layers of a range that are mixtures of experts.
@@ -87,14 +95,15 @@ const routedOf = (model, {start, end}) =>
 
 // What ZeRO-3 gathers without a pipeline: two layers and twice one's gradients; embedding, last norm and head for all the
 // step.
-function gathered(data, layout) {
-  const last = {start: data.model.layers - 1, end: data.model.layers}, table = data.memory.states[3][0];
+function gathered(data, layout, table) {
+  const last = {start: data.model.layers - 1, end: data.model.layers};
   const block = countOf(data, layout, [last], false, false).gathered;
   const ends = countOf(data, layout, [], true, true).gathered;
   return 2 * block * (table.parameter_bytes + table.gradient_bytes) + ends * table.parameter_bytes;
 }
 
-// Bytes of each stage for one micro-batch: kept ones add up, the others are the largest of any part.
+// Bytes of each stage for one micro-batch: what is kept adds up, of the others the largest of any part.
+const SUMMED = ["kept", "logits_kept", "logits_held"];
 function stageCosts(data, layout, tokens, split) {
   const {tp, sp, ep} = layout, {sizes} = data.memory;
   const parts = data.memory.kept[`${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}`][layout.recompute];
@@ -108,7 +117,7 @@ function stageCosts(data, layout, tokens, split) {
       head: Number(stage === split.length - 1),
     };
     return Object.fromEntries(sizes.map((size, n) => [size, Object.entries(times).reduce((sum, [part, many]) => {
-      if (size === "kept") return sum + many * bytes[part][n];
+      if (SUMMED.includes(size)) return sum + many * bytes[part][n];
       return many ? Math.max(sum, bytes[part][n]) : sum;
     }, 0)]));
   });

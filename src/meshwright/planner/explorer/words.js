@@ -47,7 +47,7 @@ const EXPLAIN = {
   shards: ["Own shards", "fully_shard keeps a rank's shard beside the whole copy, with its last rows padded so that all ranks have equally many.",
     "2 N / (dp_shard cp), while parameters are whole", "docs/parallel.md"],
   gradients: ["Gradients", "One number for each weight. Whole under ZeRO 0 and 1, sharded from ZeRO 2 on; whole within a step under a pipeline.",
-    "2 bytes each in bf16; / (dp_shard cp) from ZeRO 2 on", "ZeRO, arXiv:1910.02054, figure 1"],
+    "2 bytes each in bf16, 4 where several are added; / (dp_shard cp) from ZeRO 2 on", "ZeRO, arXiv:1910.02054, figure 1"],
   masters: ["fp32 master weights", "The optimizer adds small steps to weights; 16 bits would lose them.",
     "4 N / (dp_shard cp) with ZeRO 1 or more", "Micikevicius et al. 2018, arXiv:1710.03740, section 3.1"],
   moments: ["Optimizer moments", "AdamW keeps a mean and a mean square of every gradient. With parameters, gradients and masters: 16 bytes a weight.",
