@@ -84,6 +84,18 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
     return found
 
 
+def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
+    """`vtrain-single-node` -> its mean errors and scores, for claims; what was not scored is left out."""
+    found = {}
+    for line in lines:
+        means = {name: line[name][0] for name in ("time", "calibrated", "memory") if isinstance(line[name], tuple)}  # type: ignore[index]
+        plain = ("memory_p95", "oom_accuracy", "false_fits", "rank_correlation", "regret", "rank_calibrated", "regret_calibrated")
+        known = {**means, **{name: line[name] for name in plain}}
+        slug = str(line["family"]).lower().replace(" ", "-")
+        found[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
+    return found
+
+
 def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
     found: dict[str, list[Judged | Unreadable]] = {}
     for one in judged:
@@ -242,7 +254,8 @@ def main() -> int:
     zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
     lines = lines_of(zero, calibrated, calibration)
     if options.json:
-        print(json.dumps({"rows": len(rows), "lines": lines, "clusters": asdict(calibration)["clusters"]}, indent=1))
+        clusters = asdict(calibration)["clusters"]
+        print(json.dumps({"rows": len(rows), "lines": lines, "by": figures_of(lines), "clusters": clusters}, indent=1))
         return 0
     scored = sum(isinstance(one, Judged) for one in zero)
     tables = {
