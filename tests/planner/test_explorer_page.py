@@ -193,6 +193,9 @@ def test_it_fits_every_width_in_light_and_dark(opened: Browser, width: int, dark
     paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, paper.removeprefix("rgb(").rstrip(")").split(","))) > 384
     assert light != dark
+    pixel = "[...document.querySelector('[data-schedule] canvas').getContext('2d').getImageData(3, 3, 1, 1).data]"
+    forward = str(opened.evaluate("css('forward')")).removeprefix("#")
+    assert opened.evaluate(pixel)[:3] == [int(forward[n : n + 2], 16) for n in (0, 2, 4)]
     assert len(opened.picture()) > 30_000
     assert opened.complaints == []
 

@@ -33,13 +33,19 @@ function changed() {
   document.getElementById("verdict").innerHTML = verdictWords(sentences);
   if (!sentences.length) followLayout();
   draw(!sentences.length);
+  drawTimelinesSoon();
+}
+
+// At another size or in other colours.
+function drawAll() {
+  draw();
+  drawTimelines();
 }
 
 function draw(legal = !wrong().length) {
   drawBars(ranks, legal);
   drawKinds(ranks);
   drawMap(legal ? ranks : null);
-  drawTimelinesSoon();
   document.getElementById("map-words").textContent = mapWords();
 }
 
@@ -89,9 +95,9 @@ function start() {
   let waiting = 0;
   addEventListener("resize", () => {
     cancelAnimationFrame(waiting);
-    waiting = requestAnimationFrame(() => draw());
+    waiting = requestAnimationFrame(drawAll);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 }
 
 start();
