@@ -145,7 +145,7 @@ def head(of: Local) -> Block:
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter = _enter(of)
+    enter = _enter(of, alone=bool(stack.head_chunk_bytes))
     softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
@@ -166,13 +166,14 @@ def head(of: Local) -> Block:
     return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
-def _enter(of: Local, inputs: int = 1) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward."""
+def _enter(of: Local, inputs: int = 1, *, alone: bool = False) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
+    where f and g stand `alone`, in front of something else that reads it too."""
     if of.tp == 1:
         return (), ()
     if not of.sp:
         return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs),)
-    again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather else ()
+    again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather and not alone else ()
     return (Exchange("tp", "all-gather", of.hidden_bytes),), (
         Exchange("tp", "reduce-scatter", of.hidden_bytes),
         *again,
@@ -310,14 +311,14 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
 
 
 def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """Context parallelism: all keys and values pass by; backward also their gradients, in fp32 on the ring."""
+    """Context parallelism: all keys and values pass by; backward also their gradients, in fp32."""
     if of.cp == 1:
         return (), ()
     size = of.batch * of.sequence * keys_values * of.width
     if not of.ring:
         return (Exchange("cp", "all-gather", size),), (
             Exchange("cp", "all-gather", size),
-            Exchange("cp", "reduce-scatter", size),
+            Exchange("cp", "reduce-scatter", size * 4 / of.width),
         )
     return (Exchange("cp", "ring", size),), (
         Exchange("cp", "ring", size),
@@ -355,7 +356,7 @@ def _experts(of: Local) -> Iterator[Operation]:
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
-    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of), _leave(of, 1.0))
+    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of, alone=True), _leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield replace(_linear(of, "router", own, shape.hidden, moe.experts), forward_exchanges=_balance(of))
     moved = copies * shape.hidden * of.width

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from meshwright.planner.block import Block, Local, embedding, head, layer, local
 from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stages import ranks_of
-from meshwright.planner.states import Sizes, pieces
+from meshwright.planner.states import Size, Sizes, pieces
 from meshwright.planner.work import Exchange
-from meshwright.spec.boxes import boxes
+from meshwright.spec.boxes import boxes, rows_of, sharded_dim
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import own_stages
+from meshwright.spec.places import layers_of_stages, own_stages
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import stage_layers, stage_rank
+from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
 
@@ -68,23 +68,31 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     batch = layout.micro_batch_of(recipe.global_batch)
     of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout)
     m = layout.micro_batches(recipe.global_batch)
-    own = own_stages(layout, pp_rank)
-    split = stage_layers(shape.layers, layout.pp * layout.vp)
-    layers = [layer for stage in own for layer in split[stage]]
-    first, last = 0 in own, len(split) - 1 in own
-    yield from _of_blocks(of, layout, m, layers, first, last)
+    own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
+    held = Held(
+        layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
+    )
+    summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
+    yield from _of_blocks(of, layout, m, held)
     yield from _of_borders(of, layout, m, own, len(split))
-    modules = _modules(shape, layout, layers, first, last)
     if layout.zero:
-        yield from _of_shards(layout, m, modules, width.parameter, width.gradient)
+        yield from _of_shards(layout, m, _units(shape, layout, held), width.parameter, summed)
     else:
-        yield from _of_replicas(layout, modules, width.gradient)
-    yield from _of_common_gradients(shape, layout, layers, first, last, width.gradient)
-    yield from _of_numbers(shape, layout)
+        yield from _of_replicas(layout, _units(shape, layout, held), summed)
+    yield from _of_common_gradients(shape, layout, held, summed)
+    yield from _of_numbers(layout)
 
 
-def _of_blocks(of: Local, layout: Layout, m: int, layers: list[int], first: bool, last: bool) -> Calls:
-    shape = of.shape
+class Held(NamedTuple):
+    """Layers of a pipeline rank, and whether it has the embedding and the head."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
+    shape, (layers, first, last) = of.shape, held
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
     parts: list[tuple[Block, int]] = []
     if len(layers) > routed:
@@ -122,26 +130,42 @@ def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages:
                 yield "pp", "send", m, of.between_bytes
 
 
-Module = tuple[Sizes, bool]
-"""(parameters that are gathered and reduced together, whether they are experts spread over ep)."""
+class Unit(NamedTuple):
+    """Parameters that are gathered and reduced together."""
+
+    sizes: Sizes
+    spread: bool = False
+    """Experts that lie on the ranks of ep."""
+    kept: bool = False
+    """Whole from the forward to the backward pass, under ZeRO-3 too."""
 
 
-def _modules(shape: ModelShape, layout: Layout, layers: list[int], first: bool, last: bool) -> list[Module]:
-    """Each block, what is before and what is behind them; experts apart where they lie on other ranks."""
+def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
+    """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
+    makes the ends one unit under ZeRO."""
     found = pieces(shape, layout.tp, layout.ep)
-    modules: list[Module] = []
+    (layers, first, last), apart = held, layout.ep > 1
+    units = []
     for number in layers:
         block = found.routed if shape.is_moe_layer(number) else found.dense
-        modules.append((tuple(size for size in block if layout.ep == 1 or not size[2]), False))
-        modules.append((tuple(size for size in block if layout.ep > 1 and size[2]), True))
-    front = found.embedding if first else ()
-    behind = (*found.norm, *(() if shape.tied and first else found.head)) if last else ()
-    ends = [front, behind] if not layout.zero else [(*front, *behind)]
-    return [(sizes, spread) for sizes, spread in [*modules, *((end, False) for end in ends)] if sizes]
+        units.append(Unit(tuple(size for size in block if not (apart and size[1]))))
+        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True))
+    front, behind = found.embedding if first else (), found.norm if last else ()
+    if shape.tied:
+        front = (*front, *(found.head if last and not first else ()))
+    elif last:
+        behind = (*behind, *found.head)
+    ends = (
+        [Unit((*front, *behind), kept=True)] if shape.tied and layout.zero else [Unit(front), Unit(behind, kept=True)]
+    )
+    return (unit for unit in (*units, *ends) if unit.sizes)
 
 
-def _numel(sizes: Iterable[tuple[int, int, bool]], ranks: int = 1) -> int:
-    return sum(-(-rows // ranks) * row for rows, row, _ in sizes)
+def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
+    """Elements of a rank's padded share."""
+    return sum(
+        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, _ in sizes
+    )
 
 
 def _holders(layout: Layout) -> int:
@@ -149,75 +173,69 @@ def _holders(layout: Layout) -> int:
     return layout.dp_shard * layout.cp * layout.tp // layout.ep
 
 
-def _of_replicas(layout: Layout, modules: list[Module], gradient_bytes: float) -> Calls:
-    for sizes, spread in modules:
-        n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
+def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
+    for unit in units:
+        n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
         if n > 1:
-            axis = "expert_data" if spread else "data"
-            yield axis, "all_reduce", 1, 2 * (n - 1) * _numel(sizes) * gradient_bytes // n
+            axis = "expert_data" if unit.spread else "data"
+            yield axis, "all_reduce", 1, 2 * (n - 1) * _numel(unit.sizes) * summed // n
 
 
-def _of_shards(layout: Layout, m: int, modules: list[Module], word: float, gradient_bytes: float) -> Calls:
-    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each block twice; under a pipeline once a step."""
-    each = m if layout.pp == 1 else 1
-    for place, (sizes, spread) in enumerate(modules):
-        n, axis = (_holders(layout), "expert_shard") if spread else (layout.dp_shard * layout.cp, "shard")
-        shard = _numel(sizes, n)
-        outside = place == len(modules) - 1
-        gathers = each * (1 if outside or layout.pp > 1 else 2) if layout.zero == 3 else 1
+def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summed: float) -> Calls:
+    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a
+    step."""
+    each, r = m if layout.pp == 1 else 1, layout.dp_replicate
+    for unit in units:
+        n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
+        shard = _numel(unit.sizes, n)
+        gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1:
             yield axis, "all_gather", gathers, (n - 1) * shard * word
-            yield axis, "reduce_scatter", each if layout.zero >= 2 else 1, (n - 1) * shard * gradient_bytes
-        r = layout.dp_replicate
+            yield axis, "reduce_scatter", each if layout.zero >= 2 else 1, (n - 1) * shard * summed
         if r > 1:
-            yield "replicate", "all_reduce", 1, 2 * (r - 1) * shard * gradient_bytes // r
+            yield "replicate", "all_reduce", 1, 2 * (r - 1) * shard * summed // r
 
 
 @cache
-def _in_part(shape: ModelShape, tp: int, ep: int, sp: bool) -> dict[str, int]:
-    """Elements that tp ranks hold in common while each has but a part of their gradient, by the part of the model."""
+def _in_part(shape: ModelShape, tp: int, ep: int, sp: bool) -> dict[str, Sizes]:
+    """What tp ranks hold in common while each has but a part of its gradient, by the part of the model."""
     first = shape.moe.first_dense if shape.moe else 0
     small = replace(shape, layers=min(shape.layers, first + 1))
-    found: Counter[str] = Counter()
+    found: dict[str, Sizes] = {}
     for name, box in boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep, sp=sp), 0).items():
         if box.sizes == box.whole and (sp or ".attention." in name or ".mlp." in name):
             number = name.split(".")[1] if name.startswith("layers.") else ""
             kind = ("routed" if small.is_moe_layer(int(number)) else "dense") if number else name.split(".")[0]
             if kind != "dense" or int(number) == 0:
-                found[kind] += prod(box.sizes)
-    return dict(found)
+                found[kind] = (*found.get(kind, ()), (box.sizes, False))
+    return found
 
 
-def _of_common_gradients(
-    shape: ModelShape, layout: Layout, layers: list[int], first: bool, last: bool, gradient_bytes: float
-) -> Calls:
+def _of_common_gradients(shape: ModelShape, layout: Layout, held: Held, summed: float) -> Calls:
+    layers, first, last = held
     n = layout.dp_shard * layout.cp if layout.zero else 1
     if shape.tied and layout.pp > 1 and first != last:
-        yield "pp", "all_reduce", 1, _numel(pieces(shape, layout.tp, layout.ep).embedding[:1], n) * gradient_bytes
+        yield "pp", "all_reduce", 1, _numel(pieces(shape, layout.tp, layout.ep).embedding[:1], n) * summed
     t = layout.tp
     if t == 1:
         return
-    part = _in_part(shape, t, layout.ep, layout.sp)
+    part = {kind: _numel(sizes, n) for kind, sizes in _in_part(shape, t, layout.ep, layout.sp).items()}
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
     numel = (len(layers) - routed) * part.get("dense", 0) + routed * part.get("routed", 0)
     numel += part.get("norm", 0) if last else 0
     numel += part.get("positions", 0) if first else 0
     if numel:
-        yield "tp", "all_reduce", 1, 2 * (t - 1) * (numel // n) * gradient_bytes // t
+        yield "tp", "all_reduce", 1, 2 * (t - 1) * numel * summed // t
     if shape.mla is None and t > shape.kv_heads:
         copies = t // shape.kv_heads
-        keys = 2 * shape.head_dim * (shape.hidden + (1 if shape.qkv_bias else 0)) * len(layers)
-        yield "tp", "all_reduce", 1, 2 * (copies - 1) * (keys // n) * gradient_bytes // copies
+        head = [((shape.head_dim, shape.hidden), False), *([((shape.head_dim,), False)] if shape.qkv_bias else [])]
+        keys = 2 * len(layers) * _numel(head, n)
+        yield "tp", "all_reduce", 1, 2 * (copies - 1) * keys * summed // copies
 
 
-def _of_numbers(shape: ModelShape, layout: Layout) -> Calls:
-    """Tokens and sequences (float64), loss (and balance loss) (float32), the squared norm of the gradients."""
+def _of_numbers(layout: Layout) -> Calls:
+    """Tokens (float64); loss and balance loss (float32) in one; the squared norm of the gradients."""
     n, p, world = layout.dp * layout.cp, layout.pp, layout.world
-    losses = 2 if shape.moe else 1
-    if n > 1:
-        yield "data", "all_reduce", 2, 2 * (n - 1) * 8 // n
-        yield "data", "all_reduce", losses, 2 * (n - 1) * 4 // n
-    if p > 1:
-        yield "pp", "all_reduce", losses, 2 * (p - 1) * 4 // p
-    if world > 1:
-        yield "world", "all_reduce", 1, 2 * (world - 1) * 4 // world
+    for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8), ("world", world, 4)):
+        if ranks > 1:
+            yield axis, "all_reduce", 1, 2 * (ranks - 1) * size // ranks
