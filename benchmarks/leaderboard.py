@@ -84,13 +84,17 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
     return found
 
 
+PLAIN = (
+    "memory_p95", "oom_accuracy", "false_fits", "rank_correlation", "regret", "rank_calibrated", "regret_calibrated",
+)  # fmt: skip
+
+
 def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
     """`vtrain-single-node` -> its mean errors and scores, for claims; what was not scored is left out."""
     found = {}
     for line in lines:
         means = {name: line[name][0] for name in ("time", "calibrated", "memory") if isinstance(line[name], tuple)}  # type: ignore[index]
-        plain = ("memory_p95", "oom_accuracy", "false_fits", "rank_correlation", "regret", "rank_calibrated", "regret_calibrated")
-        known = {**means, **{name: line[name] for name in plain}}
+        known = {**means, **{name: line[name] for name in PLAIN}}
         slug = str(line["family"]).lower().replace(" ", "-")
         found[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
     return found

@@ -107,7 +107,8 @@ def main() -> None:
         print(json.dumps(found))
         return
     for p in points:
-        print(f"{p['model']:>15} {p['nodes']:>5} nodes {p['legal']:>9,} legal {p['seconds']:7.2f} s {p['bytes'] / 1e6:6.0f} MB")
+        space = f"{p['model']:>15} {p['nodes']:>5} nodes {p['legal']:>9,} legal"
+        print(f"{space} {p['seconds']:7.2f} s {p['bytes'] / 1e6:6.0f} MB")
     print(f"one layout, from process start: {found['one_layout_seconds']:.2f} s; exponent {found['exponent']:.2f}")
 
 

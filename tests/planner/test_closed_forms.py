@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.block import Block, embedding, head, layer, local
+from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.local import local
 from meshwright.planner.memory import about, moments
 from meshwright.planner.predict import estimator
 from meshwright.planner.stack import MESHWRIGHT, Stack

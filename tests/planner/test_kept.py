@@ -7,7 +7,8 @@ import torch
 
 from meshwright.model.transformer import build
 from meshwright.parallel import apply_block_call
-from meshwright.planner.block import Local, embedding, head, layer, local
+from meshwright.planner.block import embedding, head, layer
+from meshwright.planner.local import Local, local
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape

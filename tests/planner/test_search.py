@@ -36,11 +36,11 @@ def every_layout(of: Plan) -> list[Layout]:
             (False, True), range(4), experts, NAMES, range(1, shape.layers + 1), range(1, batch + 1),
             ("none", "selective", "full"),
         ):  # fmt: skip
-            if pp == 1 and (name != "1f1b" or vp > 1) or pp > 1 and zero > 1 or zero == 0 and shard > 1:
+            if (pp == 1 and (name != "1f1b" or vp > 1)) or (pp > 1 and zero > 1) or (zero == 0 and shard > 1):
                 continue
             if name == "interleaved" and any(deepest(shape, pp, v) == deepest(shape, pp, vp) for v in range(2, vp)):
                 continue
-            if name == "interleaved" and vp == 1 or name == "zb-h1" and vp > 1 or pp * vp > shape.layers:
+            if (name == "interleaved" and vp == 1) or (name == "zb-h1" and vp > 1) or pp * vp > shape.layers:
                 continue
             layout = Layout(
                 dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, sp=sp, zero=zero, ep=ep, schedule=name,

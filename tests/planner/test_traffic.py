@@ -8,7 +8,8 @@ import pytest
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny import shrink
 from meshwright.observe.verify import Case
-from meshwright.planner.block import layer, local
+from meshwright.planner.block import layer
+from meshwright.planner.local import local
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.traffic import exchanges, of_exchange, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets

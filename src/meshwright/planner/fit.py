@@ -209,7 +209,9 @@ def _changes(parameters: Sequence[Parameter], x: Sequence[float]) -> dict[str, C
 
 def _predicted_s(row: Row, changes: Mapping[str, Change]) -> float:
     plan = row.plan
-    stack, speeds, links = changed(row.stack, speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster), changes)
+    stack, speeds, links = changed(
+        row.stack, speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster), changes
+    )
     estimator = Estimator(
         shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.planner.work import Kept
 
 if TYPE_CHECKING:
-    from meshwright.planner.block import Local
+    from meshwright.planner.local import Local
 
 INDEX_BYTES = 8
 """An int64."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
@@ -80,17 +81,46 @@ def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """Bytes that ZeRO-3 gathers for a while: of the largest block, and of embedding, last norm and head, which stay
-    whole from the first forward to the last backward pass of a step without a pipeline."""
+    """Bytes that data parallelism holds for a while, in a step without a pipeline, at three moments: when the loss is
+    made, when the head's gradients are whole, in the backward pass of the last layer."""
 
-    block_bytes: float = 0.0
-    block_gradient_bytes: float = 0.0
-    ends_bytes: float = 0.0
+    loss_bytes: float = 0.0
+    head_bytes: float = 0.0
+    layer_bytes: float = 0.0
 
-    @property
-    def buffer_bytes(self) -> float:
-        """Two blocks, since the next is gathered early; one's gradients and the buffer they are reduced from."""
-        return 2 * self.block_bytes + 2 * self.block_gradient_bytes + self.ends_bytes
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients."""
+
+    parameters: float
+    gradients: float
+
+
+def whole_together(block: Unit, ends: Unit) -> Whole:
+    """ZeRO-3 where the ends stay whole from the first forward to the last backward pass: two blocks beside them, since
+    the next is gathered early; one's gradients and the buffer they are reduced from."""
+    found = 2 * block.parameters + 2 * block.gradients + ends.parameters
+    return Whole(loss_bytes=found, layer_bytes=found)
+
+
+def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
+    """Norm with head are a unit that is whole from its forward to its backward pass; `tied`: with the embedding, whole
+    from the first to the last moment of a micro-batch. Gradients stand twice when they are laid into the buffer that is
+    reduced, which lives until the next one is: ZeRO 0 and 1 keep them whole anyway, 2 and 3 only then."""
+    parameters = 1 if zero == 3 else 0
+    copies = 2 if zero >= 2 else 1
+    if tied:
+        ends = parameters * last.parameters
+        kept = last.gradients if zero >= 2 else 0.0
+        layer = 2 * parameters * block.parameters + copies * block.gradients
+        return Whole(loss_bytes=ends, head_bytes=ends + parameters * block.parameters + kept,
+                     layer_bytes=ends + kept + layer)  # fmt: skip
+    later = max(block.gradients, last.gradients) + (copies - 1) * block.gradients
+    return Whole(
+        loss_bytes=parameters * last.parameters,
+        head_bytes=parameters * (last.parameters + block.parameters) + copies * last.gradients,
+        layer_bytes=2 * parameters * block.parameters + later,
+    )
 
 
 def rank_memory(
@@ -105,8 +135,9 @@ def rank_memory(
         alive = ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
     costs = [stages[stage] for stage in own_stages(layout, rank)]
     activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
-    kinds = {**state.step, "activations": activations, **_backward(alive, costs)}
-    kinds["buffers"] = _buffers(layout, stack, alive, whole, border_bytes)
+    gathers = layout.pp == 1 or stack.sharding == "flat"
+    kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
+    kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
     update = {**state.update, "temporaries": update_bytes}
     when = "backward pass"
     if sum(update.values()) > sum(kinds.values()):
@@ -120,25 +151,26 @@ def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost]) -> dict[str, float]:
-    """The worse of two moments of a backward pass: inside head and loss, or inside the layer behind them, when one
-    micro-batch's logits are gone."""
+def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
+    """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
+    them, when one micro-batch's logits are gone."""
     kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
     gone = max(cost.logits.kept - cost.logits.held for cost in costs)
-    loss = kept + max(cost.logits.transient for cost in costs)
     inside = max(cost.transient_bytes for cost in costs)
-    if loss >= kept - gone + inside:
-        return {"logits": loss, "temporaries": 0.0}
-    return {"logits": kept - gone, "temporaries": inside}
+    found = [
+        {
+            "logits": kept + max(cost.logits.transient for cost in costs),
+            "temporaries": 0.0,
+            "buffers": whole.loss_bytes,
+        },
+        {"logits": kept - gone, "temporaries": 0.0, "buffers": whole.head_bytes},
+        {"logits": kept - gone, "temporaries": inside, "buffers": whole.layer_bytes},
+    ]
+    return max(found, key=lambda kinds: sum(kinds.values()))
 
 
-def _buffers(
-    layout: Layout, stack: Stack, alive: tuple[tuple[float, ...], ...], whole: Whole, border_bytes: float
-) -> float:
-    """What ZeRO-3 gathers, and what a pipeline receives and has yet to send."""
-    found = whole.buffer_bytes if layout.zero == 3 and (layout.pp == 1 or stack.sharding == "flat") else 0.0
-    if layout.pp > 1:
-        found += 2 * border_bytes
-        if stack.outputs_kept:
-            found += border_bytes * max(map(sum, alive))
-    return found
+def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[float, ...], ...], border_bytes: float) -> float:
+    """What a pipeline receives and has yet to send."""
+    if layout.pp == 1:
+        return 0.0
+    return 2 * border_bytes + (border_bytes * max(map(sum, alive)) if stack.outputs_kept else 0.0)

@@ -1,16 +1,26 @@
 """Plan -> Prediction: memory, traffic and time of one layout, by counting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.planner.block import Local, local
 from meshwright.planner.links import Links, links_of
-from meshwright.planner.memory import DRIVER_BYTES, RankMemory, Whole, rank_memory
+from meshwright.planner.local import Local, local
+from meshwright.planner.memory import (
+    DRIVER_BYTES,
+    RankMemory,
+    Unit,
+    Whole,
+    rank_memory,
+    whole_apart,
+    whole_together,
+)
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost, split_evenly
+from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import (
+    UNKNOWN,
+    Edges,
     StepTime,
     data_parallel_seconds,
     owned,
@@ -22,6 +32,7 @@ from meshwright.planner.traffic import Sent, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
@@ -125,15 +136,19 @@ class Estimator:
         return {}
 
     @cached_property
+    def _shares(self) -> dict[tuple[int, int], Edges]:
+        return {}
+
+    @cached_property
     def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
         return {}
 
     @cached_property
-    def _fullest(self) -> dict[tuple[str, int, int], list[int]]:
+    def _fullest(self) -> dict[tuple[object, ...], list[int]]:
         return {}
 
     @cached_property
-    def _splits(self) -> dict[tuple[int, int], list[range]]:
+    def _splits(self) -> dict[tuple[object, ...], list[range]]:
         return {}
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
@@ -152,15 +167,18 @@ class Estimator:
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
-        key = layout.pp, layout.vp
+        key = layout.pp, layout.vp, layout.stages
         if key not in self._splits:
-            cut = split_by_cost if self.stack.split == "cost" else split_evenly
-            self._splits[key] = cut(self.shape, layout.pp * layout.vp)
+            by_cost = self.stack.split == "cost" and not layout.stages
+            stages = layout.pp * layout.vp
+            self._splits[key] = (
+                split_by_cost(self.shape, stages) if by_cost else layers_of_stages(self.shape.layers, layout)
+            )
         return self._splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
         """Cost of each pipeline stage; those of the layout asked for last are kept."""
-        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp)
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
         if key not in self._stages:
             _, found = self.parts(layout)
             split = self.split(layout)
@@ -179,7 +197,7 @@ class Estimator:
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
         shards = layout.dp_shard * layout.cp if layout.zero else 1
-        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.schedule, shards, rank)
+        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
         if key not in self._counts:
             split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
             layers = tuple(layer for stage in own for layer in split[stage])
@@ -210,17 +228,18 @@ class Estimator:
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
         shared = shared_links(layout, self.links)
-        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact)
+        edges = self._edges(layout)
+        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
         return time, tuple(memory)
 
     def _telling(self, layout: Layout) -> list[int]:
         """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
         which routed ones count more."""
-        key = layout.schedule, layout.pp, layout.vp
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
         if key not in self._fullest:
             first = self.shape.moe.first_dense if self.shape.moe else self.shape.layers
             sizes = [(max(0, one.stop - max(first, one.start)), len(one)) for one in self.split(layout)]
-            held = [[sizes[s] for s in own] for own in owned(*key)]
+            held = [[sizes[s] for s in own] for own in owned(layout.schedule, layout.pp, layout.vp)]
             fullest = [(sum(routed for routed, _ in own), sum(layers for _, layers in own)) for own in held]
             self._fullest[key] = sorted({0, fullest.index(max(fullest)), layout.pp - 1})
         return self._fullest[key]
@@ -261,20 +280,40 @@ class Estimator:
         return count.own * self.stack.update_bytes + widened
 
     def _whole(self, layout: Layout, state: States) -> Whole:
-        """What ZeRO-3 gathers."""
-        if layout.zero < 3:
+        """What data parallelism gathers, and reduces from."""
+        apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
+        if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
             return Whole()
-        key = ("whole", layout.tp, layout.ep, layout.dp_shard * layout.cp)
+        tied = self.shape.tied
+        block = self._unit(layout, state, (self.shape.layers - 1,))
+        if not apart:
+            return whole_together(block, self._unit(layout, state, (), first=True, last=True))
+        return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+
+    def _edges(self, layout: Layout) -> Edges:
+        """Of the embedding's unit and of what stays whole, without a pipeline."""
+        if layout.pp > 1 or layout.dp * layout.cp == 1:
+            return UNKNOWN
+        key = layout.tp, layout.ep
+        if key not in self._shares:
+            plain, tied = replace(layout, zero=0), self.shape.tied
+            whole, first, last = (
+                counts(self.shape, plain, layers, first=first, last=last).whole
+                for layers, first, last in ((range(self.shape.layers), True, True), ((), True, tied), ((), tied, True))
+            )
+            apart = self.stack.ends_apart
+            ends = last if tied else first + last
+            self._shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
+        return self._shares[key]
+
+    def _unit(
+        self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
+    ) -> Unit:
+        key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
         if key not in self._counts:
-            last = (self.shape.layers - 1,)
-            self._counts[key] = counts(self.shape, layout, last, first=False, last=False)
-            self._counts["ends", *key] = counts(self.shape, layout, (), first=True, last=True)
-        block, ends = self._counts[key].gathered, self._counts["ends", *key].gathered
-        return Whole(
-            block_bytes=block * state.parameter_bytes,
-            block_gradient_bytes=block * state.gradient_bytes,
-            ends_bytes=ends * state.parameter_bytes,
-        )
+            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        found = self._counts[key].gathered
+        return Unit(found * state.parameter_bytes, found * state.gradient_bytes)
 
 
 def estimator(

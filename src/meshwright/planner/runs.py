@@ -241,7 +241,7 @@ def _shape(name: str, sizes: tuple[int, ...], kv_heads: int, billions: float, se
 
 @cache
 def _cluster(gpu: str, said: str, devices: int) -> Cluster:
-    """Eight devices a node or what their links join; the network as the row says it, per node, else the device's own."""
+    """Eight devices a node or what their links join; the network as the row says, per node, else the device's own."""
     plain = gpu.lower().replace(" ", "-").replace("_", "-").replace("dgx-", "")
     name = next((preset for pattern, preset in DEVICES if re.search(pattern, plain)), "")
     if not name:

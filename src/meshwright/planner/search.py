@@ -121,7 +121,8 @@ class _Search:
             if worst.total_bytes <= self.room:
                 yield time.total_s, next(self.numbers), layout
                 continue
-            surely = index == 0 and self.plan.model.moe is None  # (experts are padded: more ranks may hold more)
+            lasting = worst.total_bytes - worst.kinds["buffers"]  # what is gathered for a while grows with sharing
+            surely = index == 0 and lasting > self.room and self.plan.model.moe is None  # (experts are padded)
             self.reject(_largest(worst), worst.total_bytes, region, split, len(found) if surely else 1)
             if surely:
                 return

@@ -70,6 +70,9 @@ class Stack:
     sharding: Literal["flat", "fully_shard"] = "flat"
     """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: by tensors, a
     rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
+    ends_apart: bool = False
+    """Embedding with positions, and norm with head, are gathered and reduced as units of their own, where the head is
+    not tied; else they are one with what stays whole from the first forward to the last backward pass."""
     shard_bytes: float = 0.0
     """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
     reports: Literal["worst", "first"] = "worst"
@@ -136,6 +139,7 @@ MESHWRIGHT = Stack(
     logit_peak=0.0,
     head_chunk_bytes=512 * 2**20,
     sharding="fully_shard",
+    ends_apart=True,
     update_bucket_bytes=16 * 2**20,
     reserve_bytes=96 * 2**20,
     source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.planner.block import Block, Local, embedding, head, layer
+from meshwright.planner.block import Block, embedding, head, layer
 from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
+from meshwright.planner.local import Local
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
-from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
 
 
@@ -179,11 +179,6 @@ def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, 
         recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
         for recompute in ("none", "selective", "full")
     }
-
-
-def split_evenly(shape: ModelShape, stages: int) -> list[range]:
-    """As the trainer does."""
-    return stage_layers(shape.layers, stages)
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
@@ -23,6 +24,17 @@ UPDATE_BYTES = 30.0
 2); an fp32 run moves 28."""
 NORM_BYTES = 4.0
 """Reading the gradients once for their norm."""
+
+
+class Edges(NamedTuple):
+    """Shares of a rank's parameters: what is gathered before anything is computed and reduced when all is (0 = not
+    known), and what ZeRO-3 gathers once a micro-batch, since it stays whole until the backward pass."""
+
+    first: float = 0.0
+    kept: float = 0.0
+
+
+UNKNOWN = Edges()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +134,7 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True,
+    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
 ) -> StepTime:  # fmt: skip
     """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
     of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
@@ -140,8 +152,9 @@ def step_time(
     else:
         bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
-    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind)
-    slowed = stack.contention * max(0.0, _data_parallel_s(layout, m, reduce_s, gather_s) - weights - gradients)
+    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind, edges)
+    whole_s = _data_parallel_s(layout, m, reduce_s, gather_s, edges)
+    slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
         exchange_s=exchange,
@@ -191,26 +204,27 @@ def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def _data_parallel(
-    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float
+    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float, edges: Edges
 ) -> tuple[float, float]:
     """(exposed gathers, exposed reductions) of a step."""
     forward = stack.hides_weights * sum(cost.forward_s for cost in own)
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in own)
-        first = gather_s / 50
-        weights = m * (max(first, gather_s - forward) + max(0.0, gather_s + reduce_s - backward))
-        return weights, reduce_s / 50
-    last = reduce_s / 20 if stack.hides_gradients else reduce_s
+        first, last = (edges.first or 1 / 50) * gather_s, (edges.first or 1 / 50) * reduce_s
+        again_s = gather_s * (1 - edges.kept)
+        weights = m * (max(first, gather_s - forward) + max(0.0, again_s + reduce_s - backward))
+        return weights, last
+    last = (edges.first or 1 / 20) * reduce_s if stack.hides_gradients else reduce_s
     times = m if layout.zero == 2 and layout.pp == 1 else 1
     gradients = times * max(last, reduce_s - behind)
     weights = max(0.0, gather_s - forward) if layout.zero else 0.0
     return weights, gradients
 
 
-def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float) -> float:
+def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float, edges: Edges) -> float:
     """Of all gathers and reductions of a step, hidden ones too."""
     if layout.zero == 3 and layout.pp == 1:
-        return m * (2 * gather_s + reduce_s)
+        return m * ((2 - edges.kept) * gather_s + reduce_s)
     return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
 
 

@@ -12,7 +12,8 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.block import Block, Local, embedding, head, layer, local
+from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.local import Local, local
 from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stages import ranks_of
 from meshwright.planner.states import Size, Sizes, pieces

@@ -165,8 +165,8 @@ def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
     if best.tokens_per_step > 2 * limit.batch_tokens:
         yield (
             f"Warning: {count(best.tokens_per_step)} tokens a step are far above the critical batch of about "
-            f"{count(limit.batch_tokens)} (Kaplan et al. 2020, at a loss of {limit.loss_nats:.2f}): more devices will buy "
-            "little."
+            f"{count(limit.batch_tokens)} (Kaplan et al. 2020, at a loss of {limit.loss_nats:.2f}): more devices will "
+            "buy little."
         )
 
 
