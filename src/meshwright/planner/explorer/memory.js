@@ -15,21 +15,23 @@ function memoryOf(data, recipe, layout) {
   const stages = stageCosts(data, layout, tokens, split);
   const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
   const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
-  const whole = layout.zero === 3 && pp === 1 ? gathered(data, layout, table) : 0;
+  const alone = pp > 1 || degreeOfData(layout) * layout.cp === 1;
+  const whole = alone ? {loss: 0, head: 0, layer: 0} : gathered(data, layout, table);
   const between = layout.sp ? tokens / layout.tp : tokens;
-  const buffers = whole + (pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0);
+  const borders = pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0;
   return [...Array(pp).keys()].map((rank) => {
     const own = pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank);
     const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), own.includes(pp * vp - 1));
     const costs = own.map((stage) => stages[stage]);
-    return rankMemory(data, table, count, costs, momentsOf(layout, m, rank), buffers);
+    return rankMemory(data, table, count, costs, momentsOf(layout, m, rank), whole, borders);
   });
 }
 
 // Bytes of a rank at the worse of two moments: a backward pass, or the optimizer's update.
-function rankMemory({stack, memory}, table, count, costs, alive, buffers) {
+function rankMemory({stack, memory}, table, count, costs, alive, whole, borders) {
   const activations = mostAlive(alive, costs.map((cost) => cost.kept));
-  const step = {...stateBytes(memory, table.step, count), activations, ...backward(alive, costs), buffers};
+  const step = {...stateBytes(memory, table.step, count), activations, ...backward(alive, costs, whole)};
+  step.buffers += borders;
   const temporaries = count.own * stack.update_bytes + Math.min(4 * count.own, stack.bucket_bytes);
   const update = {...stateBytes(memory, table.update, count), temporaries};
   const sum = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
@@ -42,14 +44,19 @@ function rankMemory({stack, memory}, table, count, costs, alive, buffers) {
 const mostAlive = (alive, sizes) =>
   Math.max(...alive.map((moment) => moment.reduce((sum, n, stage) => sum + n * sizes[stage], 0)));
 
-// The worse of two moments of a backward pass: inside head and loss, or inside the layer behind them, when one
-// micro-batch's logits are gone.
-function backward(alive, costs) {
+// The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind them,
+// when one micro-batch's logits are gone.
+function backward(alive, costs, whole) {
   const most = (size) => Math.max(...costs.map(size));
   const kept = mostAlive(alive, costs.map((cost) => cost.logits_kept));
   const gone = most((cost) => cost.logits_kept - cost.logits_held);
-  const loss = kept + most((cost) => cost.logits_transient), inside = most((cost) => cost.transient);
-  return loss >= kept - gone + inside ? {logits: loss, temporaries: 0} : {logits: kept - gone, temporaries: inside};
+  const found = [
+    {logits: kept + most((cost) => cost.logits_transient), temporaries: 0, buffers: whole.loss},
+    {logits: kept - gone, temporaries: 0, buffers: whole.head},
+    {logits: kept - gone, temporaries: most((cost) => cost.transient), buffers: whole.layer},
+  ];
+  const sum = (kinds) => kinds.logits + kinds.temporaries + kinds.buffers;
+  return found.reduce((worst, kinds) => sum(kinds) > sum(worst) ? kinds : worst);
 }
 
 function stateBytes({elements}, table, count) {
@@ -93,13 +100,22 @@ function shardedDim(sizes, ranks) {
 const routedOf = (model, {start, end}) =>
   model.experts ? Math.max(0, end - Math.max(start, model.first_dense)) : 0;
 
-// What ZeRO-3 gathers without a pipeline: two layers and twice one's gradients; embedding, last norm and head for all the
-// step.
+// What data parallelism holds for a while without a pipeline, at three moments: planner/memory.py, whole_apart.
 function gathered(data, layout, table) {
-  const last = {start: data.model.layers - 1, end: data.model.layers};
-  const block = countOf(data, layout, [last], false, false).gathered;
-  const ends = countOf(data, layout, [], true, true).gathered;
-  return 2 * block * (table.parameter_bytes + table.gradient_bytes) + ends * table.parameter_bytes;
+  const {zero} = layout, {tied, layers} = data.model;
+  const unit = (ranges, first, last) => {
+    const count = countOf(data, layout, ranges, first, last).gathered;
+    return {parameters: zero === 3 ? count * table.parameter_bytes : 0, gradients: count * table.gradient_bytes};
+  };
+  const block = unit([{start: layers - 1, end: layers}], false, false), end = unit([], tied, true);
+  const copies = zero >= 2 ? 2 : 1, kept = tied && zero >= 2 ? end.gradients : 0;
+  const layer = 2 * block.parameters, both = end.parameters + block.parameters;
+  if (tied) {
+    const reduced = copies * block.gradients;
+    return {loss: end.parameters, head: both + kept, layer: end.parameters + kept + layer + reduced};
+  }
+  const reduced = Math.max(block.gradients, end.gradients) + (copies - 1) * block.gradients;
+  return {loss: end.parameters, head: both + copies * end.gradients, layer: layer + reduced};
 }
 
 // Bytes of each stage for one micro-batch: what is kept adds up, of the others the largest of any part.
