@@ -144,6 +144,10 @@ class Estimator:
         return {}
 
     @cached_property
+    def _fullest(self) -> dict[tuple[object, ...], list[int]]:
+        return {}
+
+    @cached_property
     def _splits(self) -> dict[tuple[object, ...], list[range]]:
         return {}
 
@@ -208,13 +212,13 @@ class Estimator:
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
-        """Time of a step and memory of every pipeline rank; not `exact`: of both ends only, with closed forms instead
-        of the schedule played."""
+        """Time of a step and memory of every pipeline rank; not `exact`: of both ends and of the rank that holds most
+        layers, with closed forms instead of the schedule played."""
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
         memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
-        for rank in range(layout.pp) if exact else sorted({0, layout.pp - 1}):
+        for rank in range(layout.pp) if exact else self._telling(layout):
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
@@ -227,6 +231,18 @@ class Estimator:
         edges = self._edges(layout)
         time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
         return time, tuple(memory)
+
+    def _telling(self, layout: Layout) -> list[int]:
+        """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
+        which routed ones count more."""
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
+        if key not in self._fullest:
+            first = self.shape.moe.first_dense if self.shape.moe else self.shape.layers
+            sizes = [(max(0, one.stop - max(first, one.start)), len(one)) for one in self.split(layout)]
+            held = [[sizes[s] for s in own] for own in owned(layout.schedule, layout.pp, layout.vp)]
+            fullest = [(sum(routed for routed, _ in own), sum(layers for _, layers in own)) for own in held]
+            self._fullest[key] = sorted({0, fullest.index(max(fullest)), layout.pp - 1})
+        return self._fullest[key]
 
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:

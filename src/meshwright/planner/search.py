@@ -100,30 +100,17 @@ class _Search:
 
     def fitting(self) -> Iterator[tuple[float, Region]]:
         """The regions whose least memory does not exceed the device's, each with the least seconds it takes."""
-        for cell in cells(self.plan, self.plan.cluster.devices, self.fixed):
-            per_rank = self.plan.recipe.global_batch // cell.dp
-            layouts = splits(cell, self.fixed)
-            if not layouts:
-                continue
-            least = _Least(self.estimator, cell, layouts)
-            for micro in keep(self.fixed, "micro_batch", divisors(per_rank)):
-                m = per_rank // micro
-                schedules = pipelines(self.plan.model, cell, m, self.fixed)
-                for recompute in keep(self.fixed, "recompute", RECOMPUTE):
-                    for name, vp in schedules:
-                        self.found.legal += len(layouts)
-                        region = Region(cell, micro, name, vp, recompute)
-                        peak, kind = least.peak(region, m)
-                        if peak <= self.room:
-                            rank = least.rank(micro, recompute)
-                            busy_s = (rank.forward_s + rank.backward_s) * least.unevenness(name, vp)
-                            yield m * busy_s + bubble_about_s(name, cell.pp, vp, m, rank), region
-                        else:
-                            self.reject(kind, peak, region, least.split, len(layouts))
+        for least, region, m, layouts in bounded(self.estimator, self.plan, self.fixed):
+            self.found.legal += layouts
+            peak, kind = least.peak(region, m)
+            if peak <= self.room:
+                yield least.seconds(region, m), region
+            else:
+                self.reject(kind, peak, region, least.split, layouts)
 
     def look(self, region: Region, limit_s: float) -> Iterator[tuple[float, int, Layout]]:
         """The region's layouts that fit, with their seconds, by closed forms; none if all are beyond the limit."""
-        found = sorted(splits(region.cell, self.fixed), key=_sharing, reverse=True)
+        found = sorted(splits(region.cell, self.fixed), key=sharing, reverse=True)
         for index, split in enumerate(found):
             layout = region.layout(*split)
             time, memory = self.estimator.measure(layout, exact=False)
@@ -171,7 +158,7 @@ def techniques(layout: Layout) -> int:
     return sum(degree > 1 for degree in degrees) + (layout.recompute != "none") + (layout.schedule != "1f1b")
 
 
-def _sharing(split: tuple[int, int, int]) -> tuple[int, int]:
+def sharing(split: tuple[int, int, int]) -> tuple[int, int]:
     """How far (dp_replicate, dp_shard, zero) shares the states."""
     return (split[1] if split[2] else 0, split[2])
 
@@ -180,12 +167,27 @@ def _largest(memory: RankMemory) -> str:
     return max(memory.kinds, key=memory.kinds.__getitem__)
 
 
-class _Least:
+def bounded(estimator: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple["Least", Region, int, int]]:
+    """Every legal region: (its cell's bounds, the region, micro-batches of a step, layouts)."""
+    for cell in cells(plan, plan.cluster.devices, fixed):
+        per_rank = plan.recipe.global_batch // cell.dp
+        layouts = splits(cell, fixed)
+        if not layouts:
+            continue
+        least = Least(estimator, cell, layouts)
+        for micro in keep(fixed, "micro_batch", divisors(per_rank)):
+            schedules = pipelines(plan.model, cell, per_rank // micro, fixed)
+            for recompute in keep(fixed, "recompute", RECOMPUTE):
+                for name, vp in schedules:
+                    yield least, Region(cell, micro, name, vp, recompute), per_rank // micro, len(layouts)
+
+
+class Least:
     """The least a cell's regions take: states shared as far as they can be, activations and work of a middle rank."""
 
     def __init__(self, estimator: Estimator, cell: Cell, layouts: tuple[tuple[int, int, int], ...]) -> None:
         self.estimator, self.cell = estimator, cell
-        self.split = max(layouts, key=_sharing)
+        self.split = max(layouts, key=sharing)
         self.layers = estimator.shape.layers / cell.pp
         self.kept: dict[str, float] = {}
         self.ranks: dict[tuple[int, str], Cost] = {}
@@ -206,6 +208,13 @@ class _Least:
         alive = about(region.schedule, region.cell.pp, region.vp, micro_batches, 0)
         kept = self.kept[region.recompute] * region.micro_batch * alive
         return self.states + kept, "activations" if kept > self.states / 2 else self.largest
+
+    def seconds(self, region: Region, micro_batches: int) -> float:
+        """The busiest rank's own work, and the bubble of the schedule's closed form."""
+        rank = self.rank(region.micro_batch, region.recompute)
+        busy_s = (rank.forward_s + rank.backward_s) * self.unevenness(region.schedule, region.vp)
+        bubble_s = bubble_about_s(region.schedule, self.cell.pp, region.vp, micro_batches, rank)
+        return micro_batches * busy_s + bubble_s
 
     def rank(self, micro_batch: int, recompute: str) -> Cost:
         """A pipeline rank's share of one micro-batch, as if all were equal."""

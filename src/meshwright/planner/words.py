@@ -17,7 +17,7 @@ COLLAPSED = 0.25
 WORTH = 1.25
 NAMES = {
     "moments": "optimizer moments", "masters": "fp32 master weights", "shards": "own shards",
-    "buffers": "gathered layers and pipeline buffers",
+    "buffers": "gathered layers and exchange buffers",
 }  # fmt: skip
 
 
