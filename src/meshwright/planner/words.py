@@ -17,7 +17,7 @@ COLLAPSED = 0.25
 WORTH = 1.25
 NAMES = {
     "moments": "optimizer moments", "masters": "fp32 master weights", "shards": "own shards",
-    "buffers": "gathered layers and pipeline buffers",
+    "buffers": "gathered layers and exchange buffers",
 }  # fmt: skip
 
 
@@ -86,6 +86,9 @@ def speed(found: Prediction) -> str:
 def summary(found: Found) -> Iterator[str]:
     """The first lines of an answer."""
     best = found.best[0]
+    if found.legal == 1:
+        yield f"{fits(best)} {layout_words(best.plan.layout)}: {speed(best)}."
+        return
     yield f"{fits(best)} Fastest of {found.legal:,} legal layouts: {layout_words(best.plan.layout)}: {speed(best)}."
     yield from _others(found)
     yield f"Of the others {found.too_large:,} do not fit and {found.slower:,} cannot be faster than those listed."
@@ -101,7 +104,7 @@ def _others(found: Found) -> Iterator[str]:
     best, rest = found.best[0], found.best[1:]
     ties = sum(other.step_s <= best.step_s * (1 + TIE) for other in rest)
     if ties:
-        some = "at least " if ties == len(rest) else ""
+        some = "At least " if ties == len(rest) else ""
         yield f"{some}{ties} more are within {TIE:.0%} of it: choose among them by memory and habit."
     simpler = next((o for o in rest if techniques(o.plan.layout) < techniques(best.plan.layout)), None)
     if simpler:

@@ -57,7 +57,7 @@ const EXPLAIN = {
     "bytes a layer and token x layers x tokens x micro-batches in flight", "Korthikanti et al. 2022, arXiv:2205.05198, section 4"],
   logits: ["Logits", "What head and loss keep until their backward pass. Made chunk by chunk, so that the whole matrix never exists.",
     "tokens x vocab / tp x bytes, if not chunked", "src/meshwright/kernels/cross_entropy.py"],
-  buffers: ["Gathered layers and pipeline buffers", "Under ZeRO 3 a layer is whole while it computes, and the next one arrives; under a pipeline a border is received and one sent.",
+  buffers: ["Gathered layers and exchange buffers", "Under ZeRO 3 a layer is whole while it computes, and the next one arrives; gradients of a layer or of the head are laid into a buffer to be reduced; under a pipeline a border is received and one sent.",
     "two layers and a layer's gradients; two borders of tokens x hidden", "docs/parallel.md"],
   temporaries: ["Temporaries", "Alive only inside one layer's backward pass, or one chunk of the head, or the update of the optimizer.",
     "largest moment beyond what is kept", "planner/block.py"],
