@@ -183,7 +183,7 @@ def bounded(estimator: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple["L
 
 
 class Least:
-    """The least a cell's regions take: states shared as far as they can be, activations and work of a middle rank."""
+    """The least a cell's regions take: states shared as far as they can be, activations of the first rank."""
 
     def __init__(self, estimator: Estimator, cell: Cell, layouts: tuple[tuple[int, int, int], ...]) -> None:
         self.estimator, self.cell = estimator, cell
@@ -194,7 +194,7 @@ class Least:
         for recompute in RECOMPUTE:
             costs = self._costs(1, recompute)
             kept = [cost.kept_bytes for cost in (costs.dense, costs.routed) if cost.kept_bytes]
-            self.kept[recompute] = min(kept, default=0.0) * max(1, int(self.layers) - 1)
+            self.kept[recompute] = min(kept, default=0.0)
         layout = Region(cell, 1, "1f1b", 1, "none").layout(*self.split)
         state = states(estimator.stack, layout, estimator.recipe.precision, estimator.held(layout, cell.pp // 2))
         self.states = min(sum(state.step.values()), sum(state.update.values()))
@@ -205,8 +205,9 @@ class Least:
 
     def peak(self, region: Region, micro_batches: int) -> tuple[float, str]:
         """(bytes, their largest kind)."""
-        alive = about(region.schedule, region.cell.pp, region.vp, micro_batches, 0)
-        kept = self.kept[region.recompute] * region.micro_batch * alive
+        name, ranks, vp = region.schedule, region.cell.pp, region.vp
+        layers = first_layers(self.estimator.shape.layers, name, ranks, vp)
+        kept = self.kept[region.recompute] * region.micro_batch * layers * about(name, ranks, vp, micro_batches, 0)
         return self.states + kept, "activations" if kept > self.states / 2 else self.largest
 
     def seconds(self, region: Region, micro_batches: int) -> float:
@@ -217,17 +218,29 @@ class Least:
         return micro_batches * busy_s + bubble_s
 
     def rank(self, micro_batch: int, recompute: str) -> Cost:
-        """A pipeline rank's share of one micro-batch, as if all were equal."""
+        """Seconds of a pipeline rank's share of one micro-batch, as if all were equal."""
         key = micro_batch, recompute
         if key not in self.ranks:
             costs = self._costs(micro_batch, recompute)
             layer = costs.routed if self.estimator.shape.moe else costs.dense
-            self.ranks[key] = Cost().plus(layer, self.layers).plus(costs.head, 1 / self.cell.pp)
+            n, share, head = self.layers, 1 / self.cell.pp, costs.head
+            self.ranks[key] = Cost(
+                forward_s=n * layer.forward_s + share * head.forward_s,
+                input_s=n * layer.input_s + share * head.input_s,
+                weight_s=n * layer.weight_s + share * head.weight_s,
+            )
         return self.ranks[key]
 
     def unevenness(self, name: str, vp: int) -> float:
         """Layers of the rank that has most, over the average with the ends counted as one layer each."""
         return most_layers(self.estimator.shape.layers, name, self.cell.pp, vp) / (self.layers + 2 / self.cell.pp)
+
+
+@cache
+def first_layers(layers: int, name: str, ranks: int, virtual: int) -> int:
+    """Of the first pipeline rank."""
+    split = stage_layers(layers, ranks * virtual)
+    return sum(len(split[s]) for s in owned(name, ranks, virtual)[0])
 
 
 @cache
