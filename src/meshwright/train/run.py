@@ -217,7 +217,6 @@ class MetricsLog:
         """
         return [_heard(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
 
-
     @staticmethod
     def losses(path: Path, every: int, most: int = 200) -> tuple[float, ...]:
         """Of every n-th step (0: of none), the last ones: more than what a smoothed curve still holds. RunError."""
