@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test lint format schema bench bench-parallel claims clean
+.PHONY: help quickstart test lint format schema bench bench-parallel leaderboard claims clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers; encoding; start-up"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
+	@echo "make leaderboard  score the planner on every published run at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
 
@@ -50,6 +51,10 @@ bench-parallel: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.parallel_speed $(ARGS)
 	$(RUN) -m benchmarks.parallel_memory
 	$(RUN) -m benchmarks.context
+
+# The published tables are no part of the repository: docs/accuracy.md says what they hold.
+leaderboard: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.leaderboard --write $(ARGS)
 
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -10,13 +10,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
+from meshwright.cli.accuracy import accuracy
 from meshwright.cli.eval import evaluate
+from meshwright.cli.explore import explore
 from meshwright.cli.export import export
 from meshwright.cli.failure import explain
 from meshwright.cli.generate import generate
 from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
 from meshwright.cli.launch import fail, processes, rank
+from meshwright.cli.plan import plan
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
@@ -63,12 +66,15 @@ app = typer.Typer(
 )
 app.command(cls=Verb, name="quickstart", short_help="Train a first model, here and now.")(quickstart)
 app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
+app.command(cls=Verb, name="plan", short_help="Rank the layouts of a model on a cluster.")(plan)
+app.command(cls=Verb, name="explore", short_help="Write a page of all layouts.")(explore)
 app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
 app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
+app.command(cls=Verb, name="accuracy", short_help="Score the planner on published runs.")(accuracy)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
 data = typer.Typer(
     cls=Verbs, help="Look at text, split and tokens before training.", short_help="Show text, split and tokens."

@@ -228,7 +228,7 @@ class ModelShape:
     @property
     def routed_layers(self) -> int:
         """How many layers are mixtures of experts."""
-        return sum(self.is_moe_layer(layer) for layer in range(self.layers))
+        return max(0, self.layers - self.moe.first_dense) if self.moe else 0
 
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 = none."""

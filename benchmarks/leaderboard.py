@@ -1,0 +1,285 @@
+"""The planner scored on every published row, zero-shot and calibrated; writes the tables of docs/accuracy.md.
+
+    python -m benchmarks.leaderboard [FOLDER] [--calibration FILE] [--fit] [--write] [--json]
+
+FOLDER holds training_throughput.csv, peak_memory.csv and planner_accuracy_claims.csv; without it MESHWRIGHT_PUBLISHED,
+then ../shared/published beside the checkout. The tables are no part of the repository: parts of them may not be
+redistributed. --fit makes the calibration anew (minutes) and writes it to its file; --write puts the tables into
+the page.
+"""
+
+import argparse
+import csv
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from meshwright.planner import accuracy, families, fit, split
+from meshwright.planner.accuracy import Judged
+from meshwright.planner.choice import choices
+from meshwright.planner.conventions import convention_of, figures
+from meshwright.planner.published import Row, Unreadable, read
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "accuracy.md"
+CALIBRATION = ROOT / "benchmarks" / "calibration.json"
+TABLES = ("training_throughput.csv", "peak_memory.csv")
+CLAIMS = "planner_accuracy_claims.csv"
+HOW = f"""The published tables are not here: give their folder, or set MESHWRIGHT_PUBLISHED to it.
+It holds {", ".join(TABLES)} and {CLAIMS}, with the columns that docs/accuracy.md names; the sources of
+the rows, from which they can be made again, are listed there."""
+
+
+def folder(given: str | None) -> Path | None:
+    """Where the tables lie; None where they do not."""
+    places = (given,) if given else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
+    found = (Path(place) for place in places if place)
+    return next((place for place in found if (place / TABLES[0]).is_file()), None)
+
+
+Verdicts = Sequence[Judged | Unreadable]
+
+
+def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration) -> list[dict[str, object]]:
+    """A line for each family of sources."""
+    found = []
+    for name, own in _grouped(zero).items():
+        after = _grouped(calibrated)[name]
+        known = [one for one in own if isinstance(one, Judged)]
+        clusters = sorted({families.cluster_of(one.row) for one in known if one.row.step_s})
+        fitted = [calibration.clusters[cluster] for cluster in clusters if cluster in calibration.clusters]
+        score = accuracy.score(own)
+        times = [abs(one.step_error) for one in known if one.step_error is not None]
+        memory = [abs(one.memory_error) for one in known if one.memory_error is not None]
+        unseen = [one for one in after if isinstance(one, Judged) and one.step_error is not None]
+        held = {id(row) for row in _held(known, clusters, calibration)}
+        found.append(
+            {
+                "family": name,
+                "rows": len(own),
+                "timed": len(times),
+                "time": _spread(times),
+                "fitted": sum(len(one.rows) for one in fitted),
+                "calibrated": _spread([abs(one.step_error or 0) for one in unseen]) if fitted else None,
+                "held": len(held),
+                "held_zero": _spread([abs(one.step_error or 0) for one in known if id(one.row) in held]),
+                "held_calibrated": _spread([abs(one.step_error or 0) for one in unseen if id(one.row) in held]),
+                "peaks": len(memory),
+                "memory": _spread(memory),
+                "memory_p95": score.memory_p95,
+                "oom_accuracy": score.oom_accuracy,
+                "false_fits": score.false_fits,
+                "grids": len(choices([one for one in known if one.row.step_s])),
+                "rank_correlation": score.rank_correlation,
+                "regret": score.regret,
+                "rank_calibrated": accuracy.score(after).rank_correlation if fitted else None,
+                "regret_calibrated": accuracy.score(after).regret if fitted else None,
+            }
+        )
+    return found
+
+
+PLAIN = (
+    "memory_p95", "oom_accuracy", "false_fits", "rank_correlation", "regret", "rank_calibrated", "regret_calibrated",
+)  # fmt: skip
+
+
+def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
+    """`vtrain-single-node` -> its mean errors and scores, for claims; what was not scored is left out."""
+    found = {}
+    for line in lines:
+        means = {name: line[name][0] for name in ("time", "calibrated", "memory") if isinstance(line[name], tuple)}  # type: ignore[index]
+        known = {**means, **{name: line[name] for name in PLAIN}}
+        slug = str(line["family"]).lower().replace(" ", "-").replace(".", "-")
+        found[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
+    return found
+
+
+def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
+    found: dict[str, list[Judged | Unreadable]] = {}
+    for one in judged:
+        source = one.row.source if isinstance(one, Judged) else one.source
+        found.setdefault(families.family_of(source), []).append(one)
+    return found
+
+
+def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Calibration) -> list[Row]:
+    """Rows of models and GPU counts that were held out whole."""
+    found: list[Row] = []
+    for cluster in clusters:
+        if cluster in calibration.clusters:
+            rows = [one.row for one in known if one.row.step_s and families.cluster_of(one.row) == cluster]
+            found += split.held_out(rows)
+    return found
+
+
+def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    return accuracy.mean(values), accuracy.quantile(values, 0.5), accuracy.quantile(values, 0.9)
+
+
+def percent(value: float | None) -> str:
+    """12.3, as a share of 100."""
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def _three(values: object) -> str:
+    if not isinstance(values, tuple) or values[0] is None:
+        return ""
+    return " / ".join(percent(value) for value in values)
+
+
+def step_table(lines: Sequence[dict[str, object]]) -> list[str]:
+    """Step time: mean / median / 90 % of the absolute relative errors, in percent."""
+    found = [
+        "| source | rows timed | zero-shot | fitted to | calibrated, rows not seen | held out | zero-shot there "
+        "| calibrated there |",
+        "|---|---:|---|---:|---|---:|---|---|",
+    ]
+    for line in lines:
+        if line["timed"]:
+            cells = (
+                line["family"], line["timed"], _three(line["time"]), line["fitted"] or "", _three(line["calibrated"]),
+                line["held"] or "", _three(line["held_zero"]), _three(line["held_calibrated"]),
+            )  # fmt: skip
+            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return found
+
+
+def memory_table(lines: Sequence[dict[str, object]]) -> list[str]:
+    """Peak memory, and out of memory or not."""
+    found = [
+        "| source | peaks | error, mean / median / 90 % | 95 % | out of memory or not, right "
+        "| did not fit, said to fit |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for line in lines:
+        if line["peaks"] or line["oom_accuracy"] is not None:
+            cells = (
+                line["family"], line["peaks"] or "", _three(line["memory"]), percent(line["memory_p95"]),  # type: ignore[arg-type]
+                percent(line["oom_accuracy"]), percent(line["false_fits"]),  # type: ignore[arg-type]
+            )  # fmt: skip
+            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return found
+
+
+def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
+    """Rank correlation and regret."""
+    found = [
+        "| source | grids | rank correlation | regret, % | rank, calibrated | regret, calibrated, % |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        if line["grids"]:
+            ranks = [
+                f"{rank:.3f}" if rank is not None else ""
+                for rank in (line["rank_correlation"], line["rank_calibrated"])
+            ]
+            regrets = [percent(line[key]) for key in ("regret", "regret_calibrated")]  # type: ignore[arg-type]
+            cells = (line["family"], line["grids"], ranks[0], regrets[0], ranks[1], regrets[1])
+            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return found
+
+
+def unscored_table(judged: Verdicts) -> list[str]:
+    """What could not be scored, and why."""
+    reasons: Counter[tuple[str, str]] = Counter()
+    for one in judged:
+        if isinstance(one, Unreadable):
+            reasons[families.family_of(one.source), _plain(one.reason)] += 1
+    found = ["| source | rows | why |", "|---|---:|---|"]
+    return found + [f"| {name} | {count} | {reason} |" for (name, reason), count in sorted(reasons.items())]
+
+
+def _plain(reason: str) -> str:
+    """Reasons that differ in numbers only are one."""
+    if "stages want a layer each" in reason:
+        return "crashed; the planner refuses it: more pipeline stages than layers"
+    return reason.partition("; nearest")[0].replace("|", "/")
+
+
+def convention_table(rows: Sequence[Row | Unreadable]) -> list[str]:
+    """Whether each source's own figures follow from its tokens/s."""
+    counts: dict[tuple[str, str, str], list[bool]] = {}
+    for row in rows:
+        if isinstance(row, Row) and (convention := convention_of(row.columns)) and not row.derived:
+            for figure in figures(row.columns):
+                counts.setdefault((convention.name, convention.formula, figure.kind), []).append(figure.agrees)
+    found = ["| source | FLOP of a token | figure | rows | made again within 0.5 % |", "|---|---|---|---:|---:|"]
+    for (name, formula, kind), agree in counts.items():
+        found.append(f"| {name} | {formula} | {kind.upper()} | {len(agree)} | {sum(agree)} |")
+    return found
+
+
+def claims_table(path: Path) -> list[str]:
+    """What others say of themselves."""
+    if not path.is_file():
+        return []
+    found = ["| tool | says | of what | measures on a GPU first | source |", "|---|---|---|---|---|"]
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            cells = [row[key] for key in ("tool", "claimed_error", "metric_and_scope", "needs_gpu_profile", "source")]
+            found.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return found
+
+
+def written(page: str, tables: dict[str, list[str]]) -> str:
+    """The page with each table between its markers."""
+    for name, lines in tables.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+        head, _, rest = page.partition(start)
+        tail = rest.partition(end)[2]
+        page = head + start + "\n" + "\n".join(lines) + "\n\n" + end + tail
+    return page
+
+
+def main() -> int:
+    """Score, print, and with --write put the tables into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--calibration", type=Path, default=CALIBRATION)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    place = folder(options.folder)
+    if place is None:
+        print(HOW, file=sys.stderr)
+        return 2
+    today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
+    rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
+    if options.fit or not options.calibration.is_file():
+        split.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
+    calibration = fit.load(options.calibration)
+    zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
+    lines = lines_of(zero, calibrated, calibration)
+    if options.json:
+        clusters = asdict(calibration)["clusters"]
+        print(json.dumps({"rows": len(rows), "lines": lines, "by": figures_of(lines), "clusters": clusters}, indent=1))
+        return 0
+    scored = sum(isinstance(one, Judged) for one in zero)
+    tables = {
+        "stamp": [
+            f"Scored on {today} with Python {python}: {len(rows)} rows, {scored} of them scored; "
+            f"calibration of {calibration.date}."
+        ],
+        "time": step_table(lines),
+        "memory": memory_table(lines),
+        "choice": choice_table(lines),
+        "conventions": convention_table(rows),
+        "unscored": unscored_table(zero),
+        "claims": claims_table(place / CLAIMS),
+    }
+    for name, table in tables.items():
+        print(f"{name}\n\n" + "\n".join(table) + "\n")
+    if options.write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

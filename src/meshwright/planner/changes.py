@@ -1,0 +1,155 @@
+"""What one change of a layout buys and costs: why each degree is there, what would make a plan fit, what a longer
+sequence or half the machine would do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.planner.predict import Estimator, Prediction, estimator
+from meshwright.planner.search import Found, search, usable_bytes
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+
+AXES = ("tp", "cp", "pp", "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A layout with one thing changed."""
+
+    what: str
+    prediction: Prediction
+    fits: bool
+
+
+def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> Change | None:
+    """The change's prediction; None where it is illegal."""
+    try:
+        changed = replace(plan, layout=layout)
+        if changed.violations():
+            return None
+        prediction = of.predict(changed)
+    except (IllegalLayout, PlanError):
+        return None
+    return Change(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
+
+
+def without(of: Estimator, plan: Plan) -> Iterator[Change]:
+    """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
+    layout = plan.layout
+    for axis in AXES:
+        degree = getattr(layout, axis)
+        if degree == 1:
+            continue
+        changed = _less(layout, axis)
+        if changed:
+            found = predicted(of, plan, _with_batch(changed, plan), f"{axis}=1")
+            if found:
+                yield found
+    if layout.zero:
+        lower = (
+            replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1) if layout.cp == 1 else replace(layout, zero=0)
+        )
+        found = predicted(of, plan, lower, "zero=0")
+        if found:
+            yield found
+    if layout.recompute != "none":
+        found = predicted(of, plan, replace(layout, recompute="none"), "recompute=none")
+        if found:
+            yield found
+
+
+def _less(layout: Layout, axis: str) -> Layout | None:
+    degree = getattr(layout, axis)
+    if axis == "ep":
+        return replace(layout, ep=1)
+    share = {"dp_shard": layout.dp_shard * degree} if layout.zero else {"dp_replicate": layout.dp_replicate * degree}
+    changes: dict[str, object] = {axis: 1, **share}
+    if axis == "tp":
+        changes["sp"] = False
+    if axis == "pp":
+        changes |= {"vp": 1, "schedule": "1f1b"}
+    return replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def _with_batch(layout: Layout, plan: Plan) -> Layout:
+    """A micro-batch that the ranks' share still divides into."""
+    per_rank = plan.recipe.global_batch // layout.dp
+    micro = min(layout.micro_batch or per_rank, max(1, per_rank))
+    while micro > 1 and per_rank % micro:
+        micro -= 1
+    return replace(layout, micro_batch=micro)
+
+
+def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[Change]:
+    """What would make a layout that does not fit fit, the cheapest first."""
+    found = [change for change in _tries(of, plan) if change.fits]
+    return sorted(found, key=lambda change: change.prediction.step_s)[:most]
+
+
+def _tries(of: Estimator, plan: Plan) -> Iterator[Change]:
+    layout = plan.layout
+    tries: list[tuple[str, Layout]] = []
+    policies: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+    for recompute in policies:
+        if recompute != layout.recompute and layout.recompute != "full":
+            tries.append((f"layout.recompute={recompute}", replace(layout, recompute=recompute)))
+    half = layout.micro_batch_of(plan.recipe.global_batch) // 2
+    while half:
+        tries.append((f"layout.micro_batch={half}", replace(layout, micro_batch=half)))
+        half //= 2
+    stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    for zero in stages:
+        if zero > layout.zero and layout.dp * layout.cp > 1 and (layout.pp == 1 or zero == 1):
+            sharded = replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1)
+            tries.append((f"layout.zero={zero} layout.dp_shard={layout.dp}", sharded))
+    for axis in ("tp", "cp", "pp"):
+        for factor in (2, 4, 8):
+            more = _more(layout, axis, factor)
+            if more:
+                dp = "dp_shard" if layout.zero else "dp_replicate"
+                what = f"layout.{axis}={getattr(more, axis)} layout.{dp}={getattr(more, dp)}"
+                tries.append((what, _with_batch(more, plan)))
+    for what, changed in tries:
+        found = predicted(of, plan, changed, what)
+        if found:
+            yield found
+
+
+def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
+    name = "dp_shard" if layout.zero else "dp_replicate"
+    if getattr(layout, name) % factor:
+        return None
+    changes: dict[str, object] = {axis: getattr(layout, axis) * factor, name: getattr(layout, name) // factor}
+    if axis == "tp":
+        changes["sp"] = True
+    return replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:
+    """(the longest sequence that fits by doubling, the first that does not) with everything else as it is."""
+    sequence, fits = plan.recipe.sequence, plan.recipe.sequence
+    while sequence < 2**24:
+        sequence *= 2
+        longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
+        if longer.violations():
+            return fits, None
+        prediction = estimator(longer, of.stack, of.speeds, of.links).predict(longer)
+        if prediction.peak_bytes > usable_bytes(plan):
+            return fits, Change(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
+        fits = sequence
+    return fits, None
+
+
+def on_half(of: Estimator, plan: Plan) -> Found | None:
+    """The best layouts with half the nodes (or half the devices of one)."""
+    cluster = plan.cluster
+    if cluster.devices == 1:
+        return None
+    if cluster.nodes > 1:
+        smaller = replace(cluster, nodes=cluster.nodes // 2)
+    else:
+        smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
+    half = replace(plan, cluster=smaller)
+    return search(estimator(half, of.stack, of.speeds, of.links), half, listed=1)

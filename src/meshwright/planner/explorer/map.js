@@ -1,0 +1,210 @@
+// The map of layouts: peak memory across, step time up, both in logarithms. Points come from Python.
+
+const LAND = DATA.landscape;
+const COLOURED = ["tp", "pp", "cp", "ep", "dp_shard", "zero", "micro_batch", "vp"].filter((name) => name !== "ep" || DATA.model.experts);
+const POINTS = LAND.points.map(([fields, parts, peak], n) => {
+  const layout = Object.fromEntries(LAND.fields.map((name, place) => [name, fields[place]]));
+  layout.sp = Boolean(layout.sp);
+  return {layout, parts, peak, step: parts.reduce((a, b) => a + b, 0), front: n < LAND.front};
+});
+const FRONT = POINTS.slice(0, LAND.front);
+const byLayout = new Map(POINTS.map((point) => [layoutOption(point.layout), point]));
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const fitsRoom = (bytes) => capacity === null || bytes <= capacity;
+let scale = null, pointed = null;
+
+// Model FLOP utilization of a step of the map's recipe.
+function mfuOf(point) {
+  const perDevice = DATA.recipe.sequence * DATA.recipe.global_batch / point.step / devices;
+  return DATA.token_flop[0] * perDevice / DATA.cluster.flop_per_s;
+}
+
+// 0 .. 6 of a value: degrees by powers of two, ZeRO stages as they are.
+const shade = (name, value) => Math.min(6, name === "zero" ? value * 2 : Math.floor(Math.log2(value)));
+
+function scaleOf(width, height) {
+  const margin = {left: 52, right: 12, top: 10, bottom: 34};
+  const range = (values) => {
+    const low = Math.min(...values), high = Math.max(...values), room = Math.max(1.08, (high / low) ** 0.03);
+    return [low / room, high * room];
+  };
+  const xs = range([...POINTS.map((point) => point.peak), ...(capacity ? [capacity] : [])]);
+  const ys = range(POINTS.map((point) => point.step));
+  const place = (value, [low, high], from, to) => from + Math.log(value / low) / Math.log(high / low) * (to - from);
+  return {
+    margin, xs, ys, width, height,
+    x: (bytes) => place(bytes, xs, margin.left, width - margin.right),
+    y: (seconds) => place(seconds, ys, height - margin.bottom, margin.top),
+  };
+}
+
+// 1, 2, 5, 10, ... inside a range.
+function logTicks([low, high]) {
+  const found = [];
+  for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
+    found.push(...[1, 2, 5].map((n) => n * unit).filter((n) => n >= low && n <= high));
+  return found.length > 9 ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
+}
+
+function canvasOf(element) {
+  const width = Math.max(120, element.clientWidth), height = Math.max(1, element.clientHeight), dense = devicePixelRatio || 1;
+  element.width = Math.round(width * dense);
+  element.height = Math.round(height * dense);
+  const pen = element.getContext("2d");
+  pen.scale(dense, dense);
+  pen.font = "11px system-ui, sans-serif";
+  return {pen, width, height};
+}
+
+function drawMap(ranks) {
+  const element = document.getElementById("points"), {pen, width, height} = canvasOf(element);
+  scale = scaleOf(width, height);
+  drawAxes(pen);
+  const name = document.getElementById("colour").value;
+  const colours = [...Array(7).keys()].map((n) => css(`deg${n}`));
+  for (const point of [...POINTS].reverse()) {
+    pen.globalAlpha = point.front ? 1 : fitsRoom(point.peak) ? 0.8 : 0.4;
+    pen.fillStyle = colours[shade(name, point.layout[name])];
+    pen.beginPath();
+    pen.arc(scale.x(point.peak), scale.y(point.step), point.front ? 3.4 : 2, 0, 7);
+    pen.fill();
+  }
+  pen.globalAlpha = 1;
+  drawFront(pen);
+  for (const point of FRONT) ring(pen, point, css("ink"), 3.4, 1);
+  drawHere(pen, ranks);
+  drawRamp(name, colours);
+  const fitting = POINTS.filter((point) => fitsRoom(point.peak)).length;
+  element.setAttribute("aria-label", `${POINTS.length} layouts by memory and step time, ${fitting} of them fit. ` +
+    "Arrow keys walk along the Pareto front, Enter takes a layout.");
+}
+
+function drawAxes(pen) {
+  const {margin, width, height, x, y, xs, ys} = scale, floor = height - margin.bottom;
+  if (capacity) {
+    pen.fillStyle = css("zone");
+    pen.fillRect(x(capacity), margin.top, width - margin.right - x(capacity), floor - margin.top);
+    pen.fillStyle = css("alarm");
+    const room = width - margin.right - x(capacity) > 120;
+    pen.textAlign = room ? "left" : "right";
+    pen.fillText("out of memory", x(capacity) + (room ? 6 : -6), margin.top + 12);
+    line(pen, x(capacity), margin.top, x(capacity), floor, css("alarm"));
+  }
+  pen.fillStyle = css("faint");
+  pen.textAlign = "center";
+  for (const n of logTicks(xs.map((bytes) => bytes / GIB))) {
+    line(pen, x(n * GIB), margin.top, x(n * GIB), floor, css("rule"));
+    pen.fillText(n, x(n * GIB), floor + 14);
+  }
+  pen.fillText("GiB at the peak of the worst rank", (margin.left + width) / 2, height - 4);
+  pen.textAlign = "right";
+  for (const n of logTicks(ys)) {
+    line(pen, margin.left, y(n), width - margin.right, y(n), css("rule"));
+    pen.fillText(`${n < 1 ? Number(n.toPrecision(1)) : Math.round(n)} s`, margin.left - 5, y(n) + 4);
+  }
+}
+
+function line(pen, x0, y0, x1, y1, colour) {
+  pen.strokeStyle = colour;
+  pen.lineWidth = 1;
+  pen.beginPath();
+  pen.moveTo(x0, y0);
+  pen.lineTo(x1, y1);
+  pen.stroke();
+}
+
+// Steps: what is above and right of them is beaten.
+function drawFront(pen) {
+  pen.strokeStyle = css("ink");
+  pen.lineWidth = 1.2;
+  pen.beginPath();
+  FRONT.forEach((point, n) => {
+    const [x, y] = [scale.x(point.peak), scale.y(point.step)];
+    if (n === 0) return pen.moveTo(x, y);
+    pen.lineTo(scale.x(FRONT[n - 1].peak), y);
+    pen.lineTo(x, y);
+  });
+  pen.stroke();
+}
+
+// The layout of the sliders: a ring where its time is known, else a line at its memory.
+function drawHere(pen, ranks) {
+  const known = byLayout.get(layoutOption(state.layout));
+  if (known && sameRecipe()) ring(pen, known, css("accent"), 7);
+  else if (ranks) {
+    const x = scale.x(ranks[worstOf(ranks)].total);
+    pen.setLineDash([4, 3]);
+    line(pen, x, scale.margin.top, x, scale.height - scale.margin.bottom, css("accent"));
+    pen.setLineDash([]);
+  }
+  if (pointed) ring(pen, pointed, css("ink"), 6);
+}
+
+function ring(pen, point, colour, radius, wide = 2.5) {
+  pen.strokeStyle = colour;
+  pen.lineWidth = wide;
+  pen.beginPath();
+  pen.arc(scale.x(point.peak), scale.y(point.step), radius, 0, 7);
+  pen.stroke();
+}
+
+const sameRecipe = () => ["sequence", "global_batch"].every((name) => state.recipe[name] === DATA.recipe[name]);
+
+function drawRamp(name, colours) {
+  const values = ascending(POINTS.map((point) => point.layout[name]));
+  const shades = ascending(values.map((value) => shade(name, value)));
+  document.getElementById("ramp").innerHTML = shades.map((n) => {
+    const own = values.filter((value) => shade(name, value) === n), [low, high] = [own[0], own.at(-1)];
+    return `<span><i class="chip" style="background:${colours[n]}"></i>${low === high ? low : `${low}-${high}`}</span>`;
+  }).join("");
+}
+
+function nearest(px, py) {
+  let best = null, least = 14 ** 2;
+  for (const point of POINTS) {
+    const away = (scale.x(point.peak) - px) ** 2 + (scale.y(point.step) - py) ** 2 - (point.front ? 6 : 0);
+    if (away < least) [best, least] = [point, away];
+  }
+  return best;
+}
+
+function pointWords(point) {
+  const parts = LAND.parts.map((name, n) => [name.replace(/_s$/, ""), point.parts[n]]).filter(([, s]) => s > 0)
+    .map(([name, s]) => `<dt>${name}</dt><dd>${duration(s)}</dd><dd>${percent(s / point.step)}</dd>`).join("");
+  const rate = DATA.recipe.sequence * DATA.recipe.global_batch / point.step / devices;
+  return `<b>${escaped(layoutWords(point.layout))}</b>` +
+    `${duration(point.step)} a step, MFU ${percent(mfuOf(point))}, ${Math.round(rate)} tokens/s a device<br>` +
+    `${gib(point.peak)}${fitsRoom(point.peak) ? "" : ": out of memory"}${point.front ? "; on the Pareto front" : ""}` +
+    `<dl style="grid-template-columns:auto auto auto">${parts}</dl><small>Click to set the sliders.</small>`;
+}
+
+function watchMap(take, redraw) {
+  const element = document.getElementById("points");
+  const at = (point) => {
+    const box = element.getBoundingClientRect();
+    tip.show(pointWords(point), box.left + scale.x(point.peak), box.top + scale.y(point.step));
+  };
+  const point = (found) => {
+    if (found !== pointed) {
+      pointed = found;
+      redraw();
+    }
+    if (found) at(found);
+    else tip.hide();
+  };
+  element.addEventListener("pointermove", (event) => point(nearest(event.offsetX, event.offsetY)));
+  element.addEventListener("pointerleave", () => point(null));
+  element.addEventListener("blur", () => point(null));
+  element.addEventListener("click", (event) => {
+    const found = nearest(event.offsetX, event.offsetY);
+    if (found) take(found);
+  });
+  element.addEventListener("keydown", (event) => {
+    const step = {ArrowRight: -1, ArrowUp: -1, ArrowLeft: 1, ArrowDown: 1}[event.key];
+    if (step) {
+      event.preventDefault();
+      const place = pointed ? FRONT.indexOf(pointed) : LAND.best - step;
+      point(FRONT[Math.max(0, Math.min(FRONT.length - 1, place + step))]);
+    } else if (event.key === "Enter" && pointed) take(pointed);
+  });
+}

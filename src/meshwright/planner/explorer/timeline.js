@@ -1,0 +1,139 @@
+// Every schedule as in the lectures: a row for each rank, boxes F, B and W of equal length, BW of two.
+
+const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
+const MOST_BOXES = 64; // micro-batches drawn; more are only slower to look at
+const shape = {p: 4, m: 8, v: 2, wide: false};
+const WIDE = 11; // pixels of a pass, where boxes are to be read
+const TIMELINE_KNOBS = [
+  {name: "timeline_p", key: "p", values: () => ascending([2, 3, 4, 6, 8, 12, 16, 24, 32, shape.p])},
+  {name: "timeline_m", key: "m", values: () => ascending([...Array(16).keys()].map((n) => n + 1).concat([20, 24, 32, 48, 64], shape.m))},
+  {name: "timeline_v", key: "v", values: () => ascending([1, 2, 3, 4, 5, 6, 7, 8, shape.v])},
+  {name: "timeline_wide", key: "wide", check: true},
+];
+const drawnSpans = new Map();
+let drawnShape = "", waitingTimelines = 0;
+
+const virtualOf = (name) => SINGLE.includes(name) ? 1 : V_PLACED.includes(name) ? 2 :
+  name === "interleaved" ? Math.max(2, shape.v) : 1;
+
+function buildTimelines() {
+  const bar = document.getElementById("pipeline-controls"), list = document.getElementById("timelines");
+  for (const knob of TIMELINE_KNOBS) {
+    knob.box = knobElement(knob, (input) => {
+      shape[knob.key] = knob.check ? input.checked : knob.values()[Number(input.value)];
+      drawTimelines();
+    });
+    bar.append(knob.box);
+  }
+  const legend = document.createElement("span");
+  legend.className = "ramp";
+  legend.innerHTML = [["F", "forward"], ["B", "gradient of the input"], ["W", "of the weights"], ["BW", "both"]].map(
+    ([kind, words]) => `<span><i class="chip" style="background:var(--${FILL[kind]})"></i>${kind} ${words}</span>`).join("") +
+    "<span>paler: further stages of the rank</span>";
+  bar.append(legend);
+  for (const name of SCHEDULES) {
+    const box = document.createElement("div");
+    box.dataset.schedule = name;
+    list.append(box);
+  }
+}
+
+// The layout's own pipeline, as far as it can be drawn.
+function followLayout() {
+  const {layout, recipe} = state;
+  if (layout.pp === 1) return;
+  shape.p = layout.pp;
+  shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(layout, recipe.global_batch)));
+  shape.v = Math.max(2, layout.vp);
+}
+
+// Soon, and once for many changes of a slider: six schedules take longer to draw than all the rest.
+function drawTimelinesSoon() {
+  clearTimeout(waitingTimelines);
+  waitingTimelines = setTimeout(drawTimelines, 60);
+}
+
+function drawTimelines() {
+  const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(layout, recipe.global_batch);
+  document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
+    `The layout has ${own} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
+  for (const knob of TIMELINE_KNOBS) {
+    if (knob.check) continue;
+    const input = knob.box.querySelector("input"), values = knob.values();
+    input.max = values.length - 1;
+    input.value = values.indexOf(shape[knob.key]);
+    input.setAttribute("aria-valuetext", shape[knob.key]);
+    knob.box.querySelector("output").textContent = shape[knob.key];
+  }
+  const list = document.getElementById("timelines"), now = JSON.stringify([shape, list.clientWidth, css("paper")]);
+  for (const box of list.children) {
+    const name = box.dataset.schedule;
+    box.classList.toggle("chosen", layout.pp > 1 && layout.schedule === name);
+    if (now !== drawnShape) drawTimeline(box, name);
+  }
+  drawnShape = now;
+}
+
+function drawTimeline(box, name) {
+  const {p, m} = shape, v = virtualOf(name), no = refusal(name, p, m, v);
+  drawnSpans.delete(name);
+  const title = `<b>${explained(name, name)}</b>`;
+  if (no) {
+    box.innerHTML = `<h3>${title}</h3><p class="refused">${escaped(no)}</p>`;
+    return;
+  }
+  const played = replay(schedule(name, p, m, v));
+  box.innerHTML = `<h3>${title}${explained("bubble", "bubble")} ${percent(played.bubble)}, ` +
+    `${explained("in_flight", "in flight")} ${Number((Math.max(...played.inFlight) / v).toFixed(2))}</h3>` +
+    `<div class="scroll"><canvas role="img" aria-label="${name}: bubble ${percent(played.bubble)}"></canvas></div>`;
+  const canvas = box.querySelector("canvas");
+  canvas.style.height = `${p * rowHeight(p)}px`;
+  if (shape.wide) canvas.style.width = `max(100%, ${Math.min(WIDE * played.total, 8000)}px)`;
+  drawSpans(canvas, played, p);
+  drawnSpans.set(name, played);
+}
+
+const rowHeight = (p) => p <= 8 ? 18 : p <= 16 ? 12 : Math.max(3, Math.floor(200 / p));
+
+function drawSpans(canvas, played, p) {
+  const {pen, width} = canvasOf(canvas), row = rowHeight(p), unit = width / played.total;
+  pen.fillStyle = css("idle");
+  pen.fillRect(0, 0, width, p * row);
+  const colours = Object.fromEntries(Object.entries(FILL).map(([kind, name]) => [kind, css(name)]));
+  const [ink, paper] = [css("forward-ink"), css("panel")];
+  pen.textAlign = "center";
+  pen.textBaseline = "middle";
+  pen.font = "10px system-ui, sans-serif";
+  played.spans.forEach((own, rank) => {
+    for (const {kind, stage, i, start, end} of own) {
+      const x = start * unit, wide = (end - start) * unit;
+      pen.fillStyle = colours[kind];
+      pen.globalAlpha = stage >= p ? 0.62 : 1; // further stages of the rank
+      pen.fillRect(x, rank * row, wide, row);
+      pen.globalAlpha = 1;
+      if (unit > 2.5) line(pen, x, rank * row, x, (rank + 1) * row, paper);
+      pen.fillStyle = ink;
+      if (row >= 12 && wide > 6 * String(i).length + 3) pen.fillText(i, x + wide / 2, (rank + 0.5) * row + 0.5);
+    }
+    line(pen, 0, rank * row, width, rank * row, paper);
+  });
+}
+
+// What is under the pointer.
+function spanWords(canvas, px, py) {
+  const name = canvas.closest("[data-schedule]").dataset.schedule, played = drawnSpans.get(name);
+  const rank = Math.floor(py / rowHeight(shape.p)), time = px / canvas.clientWidth * played.total;
+  const span = played.spans[rank]?.find(({start, end}) => start <= time && time < end);
+  if (!span) return `<b>waiting</b>rank ${rank}, time ${time.toFixed(1)}`;
+  const what = {F: "forward pass", B: "gradient of the input", W: "gradients of the weights", BW: "backward pass"};
+  return `<b>${span.kind}: ${what[span.kind]}</b>micro-batch ${span.i}, stage ${span.stage}, rank ${rank}, ` +
+    `time ${span.start} to ${span.end}`;
+}
+
+function watchTimelines() {
+  const list = document.getElementById("timelines");
+  list.addEventListener("pointermove", (event) => {
+    if (event.target.matches("canvas")) tip.show(spanWords(event.target, event.offsetX, event.offsetY), event.clientX, event.clientY);
+  });
+  list.addEventListener("pointerout", (event) => event.target.matches("canvas") && tip.hide());
+}

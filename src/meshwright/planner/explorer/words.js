@@ -1,0 +1,136 @@
+// How numbers are printed, and what every name means: [title, sentences, formula, source].
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const GIB = 2 ** 30;
+
+function gib(bytes) {
+  if (bytes < 2 ** 20 / 10) return `${(bytes / 2 ** 10).toFixed(1)} KiB`;
+  if (bytes < GIB / 10) return `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+  return `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
+}
+
+function duration(seconds) {
+  if (seconds < 0.0995) return `${(seconds * 1e3).toPrecision(3)} ms`;
+  if (seconds < 99.5) return `${seconds.toPrecision(3)} s`;
+  if (seconds < 5990) return `${(seconds / 60).toPrecision(3)} min`;
+  return `${(seconds / 3600).toPrecision(3)} h`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+
+// What is not the default, as `meshwright plan` prints it.
+function layoutWords(layout) {
+  const {dp_replicate: copies, dp_shard: shards} = layout;
+  const words = [`dp=${copies > 1 && shards > 1 ? `${copies}x${shards}` : copies * shards}`];
+  if (layout.zero) words[0] += ` zero=${layout.zero}`;
+  for (const axis of ["tp", "cp", "pp", "ep"])
+    if (layout[axis] > 1) words.push(`${axis}=${layout[axis]}${axis === "tp" && layout.sp ? " sp" : ""}`);
+  if (layout.pp > 1) words.push(layout.schedule + (layout.vp > 1 ? ` vp=${layout.vp}` : ""));
+  words.push(`micro_batch=${layout.micro_batch}`);
+  if (layout.recompute !== "none") words.push(`recompute=${layout.recompute}`);
+  return words.join(" ");
+}
+
+// The layout as `--layout` of `meshwright plan` takes it.
+function layoutOption(layout) {
+  const fields = ["dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "vp", "micro_batch", "recompute"];
+  const words = fields.map((name) => `${name}=${layout[name]}`);
+  if (layout.tp > 1) words.push(`sp=${layout.sp}`);
+  if (layout.pp > 1) words.push(`schedule=${layout.schedule}`);
+  return words.join(",");
+}
+
+const EXPLAIN = {
+  parameters: ["Parameters", "The weights that a rank computes with. Under ZeRO 3 only its shard stays; a layer is gathered when its turn comes.",
+    "2 bytes each in bf16, 4 in fp32; / (tp pp), and / (dp_shard cp) under ZeRO 3", "ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 3"],
+  shards: ["Own shards", "fully_shard keeps a rank's shard beside the whole copy, with its last rows padded so that all ranks have equally many.",
+    "2 N / (dp_shard cp), while parameters are whole", "docs/parallel.md"],
+  gradients: ["Gradients", "One number for each weight. Whole under ZeRO 0 and 1, sharded from ZeRO 2 on; whole within a step under a pipeline.",
+    "2 bytes each in bf16, 4 where several are added; / (dp_shard cp) from ZeRO 2 on", "ZeRO, arXiv:1910.02054, figure 1"],
+  masters: ["fp32 master weights", "The optimizer adds small steps to weights; 16 bits would lose them.",
+    "4 N / (dp_shard cp) with ZeRO 1 or more", "Micikevicius et al. 2018, arXiv:1710.03740, section 3.1"],
+  moments: ["Optimizer moments", "AdamW keeps a mean and a mean square of every gradient. With parameters, gradients and masters: 16 bytes a weight.",
+    "8 N / (dp_shard cp) with ZeRO 1 or more", "Loshchilov and Hutter 2019, arXiv:1711.05101"],
+  counters: ["Counters", "The optimizer's step numbers, one for each tensor.", "4 bytes a tensor", "torch.optim.AdamW"],
+  activations: ["Activations", "What the forward pass keeps for the backward pass, of all micro-batches in flight. Recomputation and sequence parallelism shrink it.",
+    "bytes a layer and token x layers x tokens x micro-batches in flight", "Korthikanti et al. 2022, arXiv:2205.05198, section 4"],
+  logits: ["Logits", "What head and loss keep until their backward pass. Made chunk by chunk, so that the whole matrix never exists.",
+    "tokens x vocab / tp x bytes, if not chunked", "src/meshwright/kernels/cross_entropy.py"],
+  buffers: ["Gathered layers and exchange buffers", "Under ZeRO 3 a layer is whole while it computes, and the next one arrives; gradients of a layer or of the head are laid into a buffer to be reduced; under a pipeline a border is received and one sent.",
+    "two layers and a layer's gradients; two borders of tokens x hidden", "docs/parallel.md"],
+  temporaries: ["Temporaries", "Alive only inside one layer's backward pass, or one chunk of the head, or the update of the optimizer.",
+    "largest moment beyond what is kept", "planner/block.py"],
+  reserve: ["Reserve", "Workspaces and communication buffers that do not depend on the layout.", "constant", "planner/stack.py"],
+  total: ["Total", "The worst moment of this rank: a backward pass, or the optimizer's update.", "sum of the kinds", "planner/memory.py"],
+  capacity: ["Capacity", "What the device has; a program can have about 1 to 2 GB less, since driver, context and communication library keep some.",
+    "memory of the chips - driver", "data sheet"],
+
+  sequence: ["Sequence", "Tokens of one sequence. Activations grow with it, attention's work with its square.", "tokens of a rank = micro_batch x sequence / cp", ""],
+  global_batch: ["Global batch", "Sequences of one optimizer step, over all ranks and micro-batches. More of them make the bubble smaller, and beyond the critical batch each is worth less.",
+    "global_batch = dp x micro_batch x accumulation", "McCandlish et al. 2018, arXiv:1812.06162"],
+  micro_batch: ["Micro-batch", "Sequences of one forward pass on one rank. Larger ones feed the device better, keep more activations, and leave fewer to fill a pipeline.",
+    "accumulation = global_batch / (dp x micro_batch)", ""],
+  tp: ["Tensor parallelism", "Ranks share every matrix. Divides weights and most activations; costs two exchanges of the hidden state a layer in each direction, so it stays inside a node.",
+    "per layer: 2 all-reduces of tokens x hidden forward, 2 backward", "Shoeybi et al. 2019, arXiv:1909.08053"],
+  sp: ["Sequence parallelism", "Norms and residuals between tensor-parallel regions are shared too: all-gather and reduce-scatter instead of all-reduce, the same bytes.",
+    "34 S B H / t instead of S B H (10 + 24 / t)", "Korthikanti et al. 2022, arXiv:2205.05198, section 4.2"],
+  cp: ["Context parallelism", "Ranks share every sequence; keys and values pass round in a ring. For sequences that are too long for one rank.",
+    "activations / cp; 2 x keys and values a layer around the ring", "Liu et al. 2023, arXiv:2310.01889"],
+  pp: ["Pipeline parallelism", "Ranks share the layers. Sends little, so it crosses nodes well; waits in the bubble, and front ranks keep several micro-batches.",
+    "bubble of 1f1b: (p - 1) / m", "Narayanan et al. 2021, arXiv:2104.04473"],
+  dp: ["Data parallelism", "Ranks that read different sequences: what tp, cp and pp leave of the devices. Gradients are summed once a step.",
+    "dp = devices / (tp cp pp) = dp_replicate x dp_shard", ""],
+  dp_shard: ["dp_shard", "Of dp, the ranks that share one set of states (ZeRO, FSDP); the others are replicas of the same shards. With a node's ranks, gathers stay inside it.",
+    "dp_replicate = dp / dp_shard", "Zhao et al. 2023, arXiv:2304.11277, section 3.2"],
+  zero: ["ZeRO stage", "0 shares nothing, 1 the optimizer's states, 2 gradients as well, 3 parameters too (FSDP): gathered layer by layer, in every micro-batch.",
+    "bytes a weight over n ranks: 16, 4 + 12/n, 2 + 14/n, 16/n", "Rajbhandari et al. 2020, arXiv:1910.02054"],
+  ep: ["Expert parallelism", "Ranks share the experts; tokens travel to them and back. Borrows ranks from dp_shard x cp x tp.",
+    "2 all-to-alls of tokens x top_k x hidden a layer, in each direction", "Lepikhin et al. 2020, arXiv:2006.16668"],
+  schedule: ["Schedule", "Order of the pipeline's forward and backward passes: it decides the bubble and how many micro-batches are in flight.",
+    "see the timelines below", "src/meshwright/spec/schedule.py"],
+  vp: ["Virtual stages", "Stages that one pipeline rank holds. More of them make the bubble smaller and send more often.",
+    "bubble of interleaved: (p - 1) / (v m)", "Narayanan et al. 2021, arXiv:2104.04473, section 2.2"],
+  recompute: ["Recomputation", "selective keeps matrix products and repeats the rest; full keeps only the borders of layers and repeats the whole forward pass.",
+    "full: 2 tokens x hidden bytes a layer, a third more work", "Chen et al. 2016, arXiv:1604.06174; arXiv:2205.05198, section 5"],
+
+  afab: ["All forward, all backward (GPipe)", "All micro-batches go forward before the first comes back: every one is in flight.", "bubble (p - 1) / m; m in flight", "Huang et al. 2019, arXiv:1811.06965"],
+  "1f1b": ["One forward, one backward", "The bubble of afab, but a rank keeps at most p - rank micro-batches.", "bubble (p - 1) / m; p - rank in flight", "Narayanan et al. 2020, arXiv:2006.09503"],
+  interleaved: ["Interleaved 1F1B", "Each rank holds v stages that are not neighbours: the pipeline fills v times faster and sends v times as often.", "bubble (p - 1) / (v m)", "Narayanan et al. 2021, arXiv:2104.04473, section 2.2"],
+  "zb-h1": ["Zero bubble H1", "Weight gradients wait, and fill the bubble; the memory of 1f1b.", "bubble (p - 1)(F + B - W) / (m (F + B + W))", "Qi et al. 2023, arXiv:2401.10241, section 2.2"],
+  "zb-v": ["Zero bubble V", "Two stages a rank, placed like a V: the last stage is beside the first, so gradients return at once.", "no bubble from 2p - 1 micro-batches on", "Qi et al. 2024, arXiv:2405.15362"],
+  "dualpipe-v": ["DualPipe, cut in half", "A V as well; forward of one micro-batch and backward of another are meant to overlap. Played here one after the other.", "wants 2p micro-batches", "DeepSeek-V3, arXiv:2412.19437, section 3.2.1"],
+  bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/replay.py"],
+  in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/replay.py"],
+  timeline_p: ["Pipeline ranks", "Of the timelines; follows the layout's pp.", "", ""],
+  timeline_m: ["Micro-batches", "Of the timelines; follows the layout's.", "global_batch / (dp x micro_batch)", ""],
+  timeline_v: ["Virtual stages", "Of the interleaved timeline; the V-placed ones have two, the others one.", "", ""],
+  timeline_wide: ["Wide boxes", "Wide enough to read the micro-batches' numbers; the timelines scroll sideways.", "", ""],
+  compute_s: ["Computation", "Forward and backward passes of the busiest rank, repeated ones included.", "", "planner/timeline.py"],
+  mfu: ["MFU", "Model FLOP utilization: FLOP that the model needs (attention in full) over what the device could have done.",
+    "FLOP a token x tokens/s / peak", "Chowdhery et al. 2022, arXiv:2204.02311, appendix B"],
+};
+
+// A name that explains itself on hover and focus.
+const explained = (key, text) => `<span data-explain="${key}" tabindex="0">${escaped(text ?? EXPLAIN[key][0])}</span>`;
+
+function explanation(key) {
+  const [title, text, formula, source] = EXPLAIN[key];
+  return `<b>${title}</b>${text}${formula ? `<code>${escaped(formula)}</code>` : ""}` +
+    (source ? `<small>${escaped(source)}</small>` : "");
+}
+
+// One tooltip for all.
+const tip = {
+  box: document.getElementById("tip"),
+  show(html, x, y) {
+    this.box.innerHTML = html;
+    this.box.hidden = false;
+    const {width, height} = this.box.getBoundingClientRect();
+    this.box.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - width - 8))}px`;
+    this.box.style.top = `${y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18}px`;
+  },
+  hide() {
+    this.box.hidden = true;
+  },
+};

@@ -1,0 +1,154 @@
+"""Every legal layout as a point of memory and step time, for the explorer's map: all of a small space, of a large one a
+sample and the Pareto front.
+
+The front is searched as planner/search.py searches the fastest: a region is left aside where some layout beats both the
+least memory and the least time that it can have. Points are counted as the search counts them, with closed forms for
+what is in flight and for the bubble; those of the front exactly, with the schedule played.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from random import Random
+from typing import Any, NamedTuple
+
+from meshwright.planner.predict import Estimator
+from meshwright.planner.regions import Region, splits
+from meshwright.planner.search import bounded, sharing, usable_bytes
+from meshwright.planner.timeline import StepTime
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+
+MOST = 4000
+"""Points: of a larger space three quarters of them drawn evenly, the others from those looked at for the front."""
+FIELDS = (
+    "dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "pp", "vp", "ep", "schedule", "micro_batch", "recompute",
+)  # fmt: skip
+PARTS = ("compute_s", "exchange_s", "bubble_s", "weights_s", "gradients_s", "optimizer_s", "other_s")
+
+
+class Point(NamedTuple):
+    """A layout, counted."""
+
+    step_s: float
+    peak_bytes: float
+    layout: Layout
+    time: StepTime
+
+
+class Front:
+    """Points none of which another one beats in both time and memory, by ascending time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.points: list[Point] = []
+
+    def beats(self, step_s: float, peak_bytes: float) -> bool:
+        """Whether one of them is at most as long and as large."""
+        place = bisect_right(self.times, step_s)
+        return place > 0 and self.points[place - 1].peak_bytes <= peak_bytes
+
+    def add(self, point: Point) -> None:
+        """Unless it is beaten; those that it beats go."""
+        if self.beats(point.step_s, point.peak_bytes):
+            return
+        place = end = bisect_left(self.times, point.step_s)
+        while end < len(self.points) and self.points[end].peak_bytes >= point.peak_bytes:
+            end += 1
+        self.times[place:end] = [point.step_s]
+        self.points[place:end] = [point]
+
+
+def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
+    """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
+    every = [(least.seconds(region, m), least.peak(region, m)[0], region)
+             for least, region, m, _ in bounded(of, plan, {})]  # fmt: skip
+    if not every:
+        recipe = plan.recipe
+        raise IllegalLayout(
+            f"no layout of {plan.cluster.devices} devices is legal with recipe.global_batch={recipe.global_batch} and "
+            f"recipe.sequence={recipe.sequence}: take a global_batch that the number of devices divides"
+        )
+    sizes = [len(splits(region.cell, {})) for *_, region in every]
+    dice = Random(0)
+    if sum(sizes) <= most:
+        found = [point for *_, region in every for point in look(of, region)]
+        near = front_of(found)
+    else:
+        near, looked = search_front(of, every)
+        found = dice.sample(looked, min(len(looked), most // 4))
+        found += drawn(of, [region for *_, region in every], sizes, most - len(found), dice)
+    exact = front_of([counted(of, point.layout) for point in near.points])
+    first = {point.layout for point in exact.points}
+    rest = {point.layout: point for point in [*near.points, *found] if point.layout not in first}
+    room = usable_bytes(plan)
+    fitting = [place for place, point in enumerate(exact.points) if point.peak_bytes <= room]
+    return {
+        "fields": FIELDS,
+        "parts": PARTS,
+        "legal": sum(sizes),
+        "front": len(exact.points),
+        "best": fitting[0] if fitting else max(0, len(exact.points) - 1),
+        "points": [_row(point) for point in [*exact.points, *rest.values()]],
+    }
+
+
+def search_front(of: Estimator, every: list[tuple[float, float, Region]]) -> tuple[Front, list[Point]]:
+    """The front of all regions, given as (least seconds, least bytes, region), and all points looked at."""
+    front, looked = Front(), []
+    for least_s, least_bytes, region in sorted(every, key=lambda one: one[0] * one[1]):
+        ordered = sorted(splits(region.cell, {}), key=sharing, reverse=True)
+        for split in ordered:
+            if front.beats(least_s, least_bytes):
+                break
+            point = counted(of, region.layout(*split), exact=False)
+            looked.append(point)
+            front.add(point)
+            if split is ordered[0]:  # it shares its states most: the others are not smaller
+                least_bytes = point.peak_bytes
+    return front, looked
+
+
+def front_of(points: list[Point]) -> Front:
+    """Of these points."""
+    front = Front()
+    for point in points:
+        front.add(point)
+    return front
+
+
+def look(of: Estimator, region: Region) -> Iterator[Point]:
+    """The region's layouts, by closed forms."""
+    for split in splits(region.cell, {}):
+        yield counted(of, region.layout(*split), exact=False)
+
+
+def drawn(of: Estimator, regions: list[Region], sizes: list[int], number: int, dice: Random) -> list[Point]:
+    """So many layouts, each as likely as any other."""
+    ends = list(accumulate(sizes))
+    found = []
+    for place in sorted(dice.sample(range(ends[-1]), number)):
+        index = bisect_right(ends, place)
+        region = regions[index]
+        split = splits(region.cell, {})[place - (ends[index] - sizes[index])]
+        found.append(counted(of, region.layout(*split), exact=False))
+    return found
+
+
+def counted(of: Estimator, layout: Layout, *, exact: bool = True) -> Point:
+    """Of one layout."""
+    time, memory = of.measure(layout, exact=exact)
+    return Point(time.total_s, max(one.total_bytes for one in memory), layout, time)
+
+
+def _row(point: Point) -> list[Any]:
+    """[fields of the layout, seconds of each part, bytes], to four digits."""
+    seconds = [_digits(getattr(point.time, part)) for part in PARTS]
+    layout = [int(v) if isinstance(v := getattr(point.layout, name), bool) else v for name in FIELDS]
+    return [layout, seconds, _digits(point.peak_bytes)]
+
+
+def _digits(value: float) -> float:
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded == int(rounded) else rounded

@@ -1,0 +1,335 @@
+"""Plan -> Prediction: memory, traffic and time of one layout, by counting."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwright.planner.links import Links, links_of
+from meshwright.planner.local import Local, local
+from meshwright.planner.memory import (
+    DRIVER_BYTES,
+    RankMemory,
+    Unit,
+    Whole,
+    rank_memory,
+    whole_apart,
+    whole_together,
+)
+from meshwright.planner.speeds import Speeds, speeds_of
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost
+from meshwright.planner.states import Counts, States, counts, states
+from meshwright.planner.timeline import (
+    UNKNOWN,
+    Edges,
+    StepTime,
+    data_parallel_seconds,
+    owned,
+    shared_links,
+    step_time,
+    update_seconds,
+)
+from meshwright.planner.traffic import Sent, traffic
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.flop import token_flop
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan would cost. Seconds of a step, bytes at the peak of each pipeline rank."""
+
+    plan: Plan
+    stack: Stack
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank."""
+    peak_flop_per_s: float
+    """Of a device, the datasheet's."""
+
+    @property
+    def worst(self) -> RankMemory:
+        """The pipeline rank with the highest peak."""
+        return max(self.memory, key=lambda one: one.total_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Its peak."""
+        return self.worst.total_bytes
+
+    @property
+    def reported_bytes(self) -> float:
+        """The peak as the software itself would report it: some print that of their first rank, and none more than a
+        device has."""
+        one = self.memory[0] if self.stack.reports == "first" else self.worst
+        return min(one.total_bytes, self.limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device has room, what the allocator holds for later left aside."""
+        later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
+        return self.peak_bytes - later <= self.limit_bytes
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device leaves to the allocator; infinite where its memory is not known."""
+        memory = self.plan.cluster.device.memory_bytes
+        return memory - DRIVER_BYTES if memory else float("inf")
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.total_s
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.plan.recipe.global_batch * self.plan.recipe.sequence
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """The figure to compare with others."""
+        return self.tokens_per_step / self.step_s / self.plan.layout.world
+
+    def mfu(self, *, causal: bool) -> float:
+        """Model FLOP utilization of the datasheet's peak."""
+        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal).training
+        return flop * self.tokens_per_s_per_device / self.peak_flop_per_s
+
+    @property
+    def hfu(self) -> float:
+        """As mfu (causal), with what recomputation repeats."""
+        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
+        return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
+
+    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
+        """What a rank of a pipeline rank sends in a step, by axis and collective."""
+        return traffic(self.plan, pp_rank, self.stack)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """(pipeline - work of the busiest rank) / that work."""
+        busy = self.time.compute_s + self.time.exchange_s
+        return self.time.bubble_s / busy if busy else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """Predicts layouts of one model, recipe and cluster; what layouts share is counted once."""
+
+    shape: ModelShape
+    recipe: Recipe
+    cluster: Cluster
+    stack: Stack = MESHWRIGHT
+    speeds: Speeds
+    links: Links
+
+    @cached_property
+    def _parts(self) -> dict[tuple[object, ...], tuple[Local, dict[str, Costs]]]:
+        return {}
+
+    @cached_property
+    def _counts(self) -> dict[tuple[object, ...], Counts]:
+        return {}
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], Edges]:
+        return {}
+
+    @cached_property
+    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
+        return {}
+
+    @cached_property
+    def _fullest(self) -> dict[tuple[object, ...], list[int]]:
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[object, ...], list[range]]:
+        return {}
+
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
+        batch = layout.micro_batch_of(self.recipe.global_batch)
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
+
+    def parts(self, layout: Layout) -> tuple[Local, Costs]:
+        """Costs of the blocks for one micro-batch."""
+        key = self._key(layout)
+        if key not in self._parts:
+            width = 4 if self.recipe.precision == "fp32" else 2
+            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
+            self._parts[key] = of, costs(of, layout, self.speeds, self.links)
+        of, found = self._parts[key]
+        return of, found[layout.recompute]
+
+    def split(self, layout: Layout) -> list[range]:
+        """Layers of each stage."""
+        key = layout.pp, layout.vp, layout.stages
+        if key not in self._splits:
+            by_cost = self.stack.split == "cost" and not layout.stages
+            stages = layout.pp * layout.vp
+            self._splits[key] = (
+                split_by_cost(self.shape, stages) if by_cost else layers_of_stages(self.shape.layers, layout)
+            )
+        return self._splits[key]
+
+    def stages(self, layout: Layout) -> list[Cost]:
+        """Cost of each pipeline stage; those of the layout asked for last are kept."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
+        if key not in self._stages:
+            _, found = self.parts(layout)
+            split = self.split(layout)
+            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            stages = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                kind = len(layers), routed, s == 0, s == len(split) - 1
+                if kind not in made:
+                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                stages.append(made[kind])
+            self._stages.clear()
+            self._stages[key] = stages
+        return self._stages[key]
+
+    def held(self, layout: Layout, rank: int) -> Counts:
+        """Elements that a pipeline rank holds."""
+        shards = layout.dp_shard * layout.cp if layout.zero else 1
+        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
+        if key not in self._counts:
+            split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+            layers = tuple(layer for stage in own for layer in split[stage])
+            first, last = 0 in own, len(split) - 1 in own
+            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        return self._counts[key]
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Memory and time of a legal plan of this shape, recipe and cluster."""
+        time, memory = self.measure(plan.layout)
+        peak = self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s
+        return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
+
+    def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
+        """Time of a step and memory of every pipeline rank; not `exact`: of both ends and of the rank that holds most
+        layers, with closed forms instead of the schedule played."""
+        recipe, stages = self.recipe, self.stages(layout)
+        m = layout.micro_batches(recipe.global_batch)
+        of, _ = self.parts(layout)
+        memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
+        for rank in range(layout.pp) if exact else self._telling(layout):
+            count = self.held(layout, rank)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
+            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
+            reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
+            update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
+        send_s = self._send_s(layout, of)
+        shown = self._with_sends(layout, stages, send_s)
+        shared = shared_links(layout, self.links)
+        edges = self._edges(layout)
+        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
+        return time, tuple(memory)
+
+    def _telling(self, layout: Layout) -> list[int]:
+        """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
+        which routed ones count more."""
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
+        if key not in self._fullest:
+            first = self.shape.moe.first_dense if self.shape.moe else self.shape.layers
+            sizes = [(max(0, one.stop - max(first, one.start)), len(one)) for one in self.split(layout)]
+            held = [[sizes[s] for s in own] for own in owned(layout.schedule, layout.pp, layout.vp)]
+            fullest = [(sum(routed for routed, _ in own), sum(layers for _, layers in own)) for own in held]
+            self._fullest[key] = sorted({0, fullest.index(max(fullest)), layout.pp - 1})
+        return self._fullest[key]
+
+    def _send_s(self, layout: Layout, of: Local) -> float:
+        if layout.pp == 1:
+            return 0.0
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1])
+
+    def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
+        """What of the transfers no computation hides stands in both neighbours' time."""
+        shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
+        if not shown:
+            return stages
+        return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
+
+    def _memory(
+        self,
+        layout: Layout,
+        m: int,
+        stages: list[Cost],
+        state: States,
+        rank: int,
+        of: Local,
+        count: Counts,
+        exact: bool,
+    ) -> RankMemory:
+        return rank_memory(
+            layout, self.stack, m, stages, state, rank, self._whole(layout, state),
+            border_bytes=of.between_bytes,
+            update_bytes=self._update_bytes(count),
+            exact=exact,
+        )  # fmt: skip
+
+    def _update_bytes(self, count: Counts) -> float:
+        """Temporaries of the optimizer step."""
+        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
+        return count.own * self.stack.update_bytes + widened
+
+    def _whole(self, layout: Layout, state: States) -> Whole:
+        """What data parallelism gathers, and reduces from."""
+        apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
+        if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
+            return Whole()
+        tied = self.shape.tied
+        block = self._unit(layout, state, (self.shape.layers - 1,))
+        if not apart:
+            return whole_together(block, self._unit(layout, state, (), first=True, last=True))
+        return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+
+    def _edges(self, layout: Layout) -> Edges:
+        """Of the embedding's unit and of what stays whole, without a pipeline."""
+        if layout.pp > 1 or layout.dp * layout.cp == 1:
+            return UNKNOWN
+        key = layout.tp, layout.ep
+        if key not in self._shares:
+            plain, tied = replace(layout, zero=0), self.shape.tied
+            whole, first, last = (
+                counts(self.shape, plain, layers, first=first, last=last).whole
+                for layers, first, last in ((range(self.shape.layers), True, True), ((), True, tied), ((), tied, True))
+            )
+            apart = self.stack.ends_apart
+            ends = last if tied else first + last
+            self._shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
+        return self._shares[key]
+
+    def _unit(
+        self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
+    ) -> Unit:
+        key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
+        if key not in self._counts:
+            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        found = self._counts[key].gathered
+        return Unit(found * state.parameter_bytes, found * state.gradient_bytes)
+
+
+def estimator(
+    plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None
+) -> Estimator:
+    """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given."""
+    return Estimator(
+        shape=plan.model,
+        recipe=plan.recipe,
+        cluster=plan.cluster,
+        stack=stack,
+        speeds=speeds or speeds_of(plan.cluster.device, stack.flash),
+        links=links or links_of(plan.cluster),
+    )
+
+
+def predict(plan: Plan, stack: Stack = MESHWRIGHT) -> Prediction:
+    """What a legal plan would cost."""
+    return estimator(plan, stack).predict(plan)

@@ -1,0 +1,146 @@
+"""Stack: how a piece of training software spends memory and time where shape, recipe and layout leave it a choice.
+
+The planner counts the same operations for all of them. Meshwright's own is what `plan` uses; the others exist because
+published measurements were made with them. Every field says what it counts; sources stand with each stack.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Bytes are per element of a 16-bit run unless they say otherwise."""
+
+    name: str
+    """What accuracy tables call it."""
+    attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
+    """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
+    flash: Literal[1, 2, 3] = 2
+    """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
+    dropout: bool = False
+    """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
+    norm_kept: float = 2.0
+    """A norm keeps so much of its input (2: the input itself; an eager fp32 norm keeps more)."""
+    rope_kept: float = 0.0
+    """Beyond the rotated queries and keys, which attention keeps."""
+    tensor_kept: float = 0.0
+    """With tensor parallelism, of a whole hidden state: copies that column-split products take and keep apart."""
+    core_kept: float = 0.0
+    """Of a query: packed copies that the attention core keeps beside queries, keys, values and its output."""
+    activation_kept: float = 2.0
+    """Beyond gate and up (or up): their product, input of the last matrix; 0 = made again, 4 = also silu(gate)."""
+    shares_sequence: bool = False
+    """Tensor parallelism of this software comes with sequence parallelism, where a row does not say."""
+    regather: bool = True
+    """Sequence parallel: a product's gathered input is gathered again in the backward pass, not kept."""
+    selective: Literal["core", "products", "alternate"] = "core"
+    """selective recomputation drops the attention core (Korthikanti), or keeps products with weights only, or of those
+    every other one and what attention makes (torchtitan's policy per operation)."""
+    score_kept: float = 0.0
+    """Unfused attention: bytes of a weight beside the softmax itself."""
+    logit_kept: float = 6.0
+    """Bytes of a logit from the forward to the backward pass of the head."""
+    logit_peak: float = 10.0
+    """Bytes of a logit at the worst moment of the head."""
+    logit_held: float = 0.0
+    """Bytes of a logit that stay until the whole backward pass has ended: outputs that something still refers to."""
+    vocab_parallel: bool = True
+    """Tensor-parallel ranks never see each other's logits."""
+    tensor_logit: float = 0.0
+    """Bytes of a logit more at that moment with tensor parallelism: a loss written out, or parts put together."""
+    head_chunk_bytes: float = 0.0
+    """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
+    gradient_bytes: float = 2.0
+    """Bytes of a parameter's gradient as it is kept over a step."""
+    sharded_gradient_bytes: float = 0.0
+    """ZeRO >= 1: of the rank's own shard beside them (fp32 copies)."""
+    master_bytes: float = 4.0
+    """fp32 master weight, sharded as the moments are."""
+    update_bytes: float = 0.0
+    """Of each updated parameter while the optimizer runs: temporary copies."""
+    update_bucket_bytes: float = 0.0
+    """Not 0: gradients of 16 bit are widened so many fp32 bytes at a time. A checkpoint is copied to host memory piece
+    by piece and takes nothing of a device."""
+    reserve_bytes: float = 0.0
+    """Constant: cuBLAS and cuBLASLt workspaces (32 MiB each on Hopper), and what torch's allocator rounds up (blocks to
+    512 B, segments to 2 and 20 MiB)."""
+    slack: float = 1.0
+    """Allocator: reserved over asked-for bytes of activations; the excess is counted as reserve."""
+    sharding: Literal["flat", "fully_shard"] = "flat"
+    """flat: parameters are whole until ZeRO-3, gradients until ZeRO-2, each in one buffer. fully_shard: by tensors, a
+    rank's shards kept beside what is whole; gradients of a pipeline stage stay whole within a step."""
+    ends_apart: bool = False
+    """Embedding with positions, and norm with head, are gathered and reduced as units of their own, where the head is
+    not tied; else they are one with what stays whole from the first forward to the last backward pass."""
+    shard_bytes: float = 0.0
+    """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
+    reports: Literal["worst", "first"] = "worst"
+    """Which pipeline rank's peak its log prints."""
+    pipeline_kept: Literal["schedule", "all"] = "schedule"
+    """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
+    split: Literal["even", "cost"] = "even"
+    """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
+    outputs_kept: bool = False
+    """A pipeline stage also keeps its output for each micro-batch in flight."""
+
+    host_s: float = 6e-6
+    """Seconds of the host to launch one kernel: a layer takes at least its launches."""
+    stalls: float = 0.0
+    """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels; 1 = it never does,
+    each kernel takes the longer of the two."""
+    selective_repeats: float = 0.0
+    """Share of the products that selective recomputation repeats."""
+    product_bytes: float = 2.0
+    """Of an operand of the layers' products: 1 = fp8, 0.5 = fp4; the head stays as it is."""
+    passes: float = 1.0
+    """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
+    norm_passes: float = 1.0
+    """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    rope_passes: float = 1.0
+    """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
+    turns: float = 0.0
+    """Copies of queries-sized tensors around the attention core: other orders of dimensions."""
+    skew: float = 0.0
+    """Tensor-parallel ranks wait for the last of them before each exchange: so much of the exchange's own time."""
+    column_inputs: tuple[int, int] = (1, 1)
+    """Column-split products that take their input's gradient apart: of attention, of the MLP. Each reduces its own."""
+    accumulates: bool = False
+    """Adds each micro-batch's gradients in kernels of their own, not inside the products that make them."""
+    send_s: float = 0.0
+    """Of the host for a pipeline transfer: what is waited for, packed and unpacked."""
+    step_s: float = 0.0
+    """Of a step: data, logging, synchronisation."""
+    micro_batch_s: float = 0.0
+    """Of a micro-batch: the same."""
+    hides_gradients: float = 1.0
+    """Share of the backward pass behind which reductions of gradients run."""
+    hides_weights: float = 1.0
+    """Share of the computation behind which ZeRO-3's gathers run."""
+    hides_tensor: float = 0.0
+    """Share of tensor-parallel exchanges that runs behind products."""
+    routes_once: bool = False
+    """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
+    hides_sends: float = 1.0
+    """Share of pipeline transfers that runs behind computation."""
+    contention: float = 0.1
+    """Computation is so much slower while a collective runs beside it (streaming multiprocessors, memory)."""
+    gradient_exchange_bytes: float = 0.0
+    """Bytes of a gradient as it is reduced; 0 = as kept."""
+    source: str = ""
+    """Where the figures stand or how they were found."""
+
+
+MESHWRIGHT = Stack(
+    name="meshwright",
+    activation_kept=0.0,
+    selective="products",
+    logit_kept=0.0,
+    logit_peak=0.0,
+    head_chunk_bytes=512 * 2**20,
+    sharding="fully_shard",
+    ends_apart=True,
+    update_bucket_bytes=16 * 2**20,
+    reserve_bytes=96 * 2**20,
+    source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
+)

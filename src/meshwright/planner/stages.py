@@ -1,0 +1,195 @@
+"""The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.kept import NONE, Logits
+from meshwright.planner.links import Links
+from meshwright.planner.local import Local
+from meshwright.planner.speeds import Speeds
+from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    exchange_s: float = 0.0
+    again_s: float = 0.0
+    """Of input_s: repeated forward passes."""
+    kept_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept."""
+    logits: Logits = NONE
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_s + self.weight_s
+
+    def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
+        """One after the other, the other several times."""
+        return Cost(
+            forward_s=self.forward_s + times * other.forward_s,
+            input_s=self.input_s + times * other.input_s,
+            weight_s=self.weight_s + times * other.weight_s,
+            exchange_s=self.exchange_s + times * other.exchange_s,
+            again_s=self.again_s + times * other.again_s,
+            kept_bytes=self.kept_bytes + times * other.kept_bytes,
+            transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
+            logits=self.logits.plus(other.logits, times),
+        )
+
+
+def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
+    steps = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp * layout.cp}
+    steps["dp_replicate"] = steps["dp_shard"] * layout.dp_shard
+    steps["pp"] = steps["dp_replicate"] * layout.dp_replicate
+    if axis == "ep":
+        return layout.ep, 1
+    return int(getattr(layout, axis)), steps[axis]
+
+
+Side = Literal["forward", "inputs", "weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
+    stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
+
+    forward: tuple[float, float]
+    inputs: tuple[float, float]
+    weights_s: float
+    again: tuple[float, float]
+
+
+def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
+    """Time every operation of a block."""
+    passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    if of.stack.selective_repeats:
+        rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
+        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
+    return BlockTime(
+        forward=passes.of_pass(block.operations, "forward"),
+        inputs=passes.of_pass(block.operations, "inputs"),
+        weights_s=passes.of_pass(block.operations, "weights")[0],
+        again=again,
+    )
+
+
+def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
+    """A block's passes and kept bytes, with what recomputation repeats."""
+    if not block.boundary_bytes:
+        recompute = "none"
+    again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
+    kept = block.kept_bytes(recompute)
+    return Cost(
+        forward_s=time.forward[0],
+        input_s=time.inputs[0] + again[0],
+        weight_s=time.weights_s,
+        exchange_s=time.forward[1] + time.inputs[1] + again[1],
+        again_s=again[0],
+        kept_bytes=kept,
+        transient_bytes=block.transient_bytes
+        + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
+        logits=block.logits,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
+
+    of: Local
+    layout: Layout
+    speeds: Speeds
+    links: Links
+
+    def of_pass(self, operations: tuple[Operation, ...], side: Side) -> tuple[float, float]:
+        """(seconds, those of them in which an exchange stands beside no computation)."""
+        stack = self.of.stack
+        device = host = each = exchanged = 0.0
+        for op in operations:
+            works: tuple[Work, ...] = getattr(op, side)
+            for work in works:
+                took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
+                device, host, each = device + took, host + launch, each + max(took, launch)
+            exchanges = {"forward": op.forward_exchanges, "inputs": op.backward_exchanges, "weights": ()}[side]
+            for exchange in exchanges:
+                took = self._exposed(exchange, works)
+                exchanged += took
+                host, each = host + stack.host_s, each + max(took, stack.host_s)
+        device += exchanged
+        longer = max(device, host)
+        return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
+        ranks, stride = ranks_of(self.layout, exchange.axis)
+        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
+        moe = self.of.shape.moe
+        routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
+        took = exchange.times * self.links.seconds(kind, exchange.size_bytes, ranks, stride, routes)
+        if exchange.collective == "ring":
+            core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
+            return max(0.0, took - core * (ranks - 1) / ranks)
+        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+
+
+def _launches(work: Work) -> float:
+    return work.launches if isinstance(work, Pass) else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the stages of a layout are made of."""
+
+    embedding: Cost
+    dense: Cost
+    routed: Cost
+    head: Cost
+
+    def stage(self, dense: int, routed: int, *, first: bool, last: bool) -> Cost:
+        """A pipeline stage with so many dense and routed layers."""
+        total = Cost().plus(self.dense, dense).plus(self.routed, routed)
+        if first:
+            total = total.plus(self.embedding)
+        return total.plus(self.head) if last else total
+
+
+def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy."""
+    shape, none = of.shape, Block(operations=())
+    blocks = {
+        "embedding": embedding(of),
+        "dense": layer(of, window=shape.window) if shape.routed_layers < shape.layers else none,
+        "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
+        "head": head(of),
+    }
+    times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
+    return {
+        recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
+        for recompute in ("none", "selective", "full")
+    }
+
+
+def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
+    """Blocks in turn, the head weighing as its product: the next stage begins with the block after a threshold was
+    reached (nanotron, src/nanotron/models/base.py). A stage can be left with the head alone, not with nothing."""
+    layer = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
+    whole = shape.layers * layer + shape.vocab * shape.hidden
+    sizes, filled = [0] * stages, 0
+    for n in range(shape.layers):
+        sizes[filled] += 1
+        if (n + 1) * layer >= whole * (filled + 1) / stages and filled + 1 < stages:
+            filled += 1
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,263 @@
+"""The schedule that is executed, played with the planner's seconds; what data parallelism and the optimizer add."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.planner.links import Links
+from meshwright.planner.speeds import Speeds
+from meshwright.planner.stack import Stack
+from meshwright.planner.stages import Cost, ranks_of
+from meshwright.planner.states import Counts, States
+from meshwright.planner.work import Pass
+from meshwright.spec.layout import Layout
+from meshwright.spec.replay import Place, needs
+from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
+
+ROUNDS = 2
+"""A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
+played, where interleaved stages are uneven; exact for 1F1B)."""
+UPDATE_BYTES = 30.0
+"""AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
+2); an fp32 run moves 28."""
+NORM_BYTES = 4.0
+"""Reading the gradients once for their norm."""
+
+
+class Edges(NamedTuple):
+    """Shares of a rank's parameters: what is gathered before anything is computed and reduced when all is (0 = not
+    known), and what ZeRO-3 gathers once a micro-batch, since it stays whole until the backward pass."""
+
+    first: float = 0.0
+    kept: float = 0.0
+
+
+UNKNOWN = Edges()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on; they add up to `total_s`."""
+
+    compute_s: float
+    """Busiest rank: forward and backward passes, what recomputation repeats included."""
+    exchange_s: float
+    """Exposed exchanges of tensor, context and expert parallelism inside them."""
+    bubble_s: float
+    """Waiting in the pipeline."""
+    weights_s: float
+    """Exposed gathers of ZeRO-3."""
+    gradients_s: float
+    """Exposed reductions of gradients, and gathers of updated parameters."""
+    optimizer_s: float
+    other_s: float
+    """Host work of a step and of its micro-batches."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        parts = (self.compute_s, self.exchange_s, self.bubble_s, self.weights_s, self.gradients_s, self.optimizer_s)
+        return sum(parts) + self.other_s
+
+
+@cache
+def actions_of(name: str, ranks: int, micro_batches: int, virtual: int) -> Actions:
+    """As spec.schedule, kept: the same few are asked for again and again."""
+    return schedule(name, ranks, micro_batches, virtual)
+
+
+def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
+    """Micro-batches that are enough to play: equal rounds, long enough for a steady state."""
+    most = ROUNDS * ranks
+    if name == "afab" or micro_batches <= most + ranks:
+        return micro_batches
+    return most + micro_batches % ranks if virtual == 1 else most
+
+
+Played = tuple[tuple[int, int, int], ...]
+"""Actions of all ranks in an order in which each finds what it reads: (4 x stage + kind, rank, place of the action of
+another rank whose result it waits for, or -1)."""
+KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+@cache
+def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
+    """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
+    actions = actions_of(name, ranks, micro_batches, virtual)
+    holders = stage_rank(name, ranks, virtual)
+    made: dict[Place, int] = {}
+    found: list[tuple[int, int, int]] = []
+    nexts = [0] * ranks
+    waiting = deque(range(ranks))
+    while waiting:
+        rank = waiting.popleft()
+        own = actions[rank]
+        while nexts[rank] < len(own):
+            action = own[nexts[rank]]
+            wanted = needs(action, len(holders))
+            if any(place not in made for place in wanted):
+                waiting.append(rank)
+                break
+            others = [made[place] for place in wanted if holders[place[1]] != rank]
+            if action.kind != "W":
+                made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
+            found.append((4 * action.stage + KINDS[action.kind], rank, others[0] if others else -1))
+            nexts[rank] += 1
+    return tuple(found)
+
+
+def play(order: Played, ranks: int, times: Sequence[tuple[float, float, float]], send_s: float) -> float:
+    """Seconds from the first start to the last end: spec.replay's, without its spans. `times`: of each stage forward,
+    gradient of the input, gradients of the weights."""
+    lengths = [s for f, b, w in times for s in (f, b, w, b + w)]
+    free = [0.0] * ranks
+    ends: list[float] = []
+    for what, rank, other in order:
+        start = free[rank]
+        if other >= 0 and ends[other] + send_s > start:
+            start = ends[other] + send_s
+        free[rank] = start + lengths[what]
+        ends.append(free[rank])
+    return max(free)
+
+
+def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
+    """Seconds of all passes of a step."""
+    few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
+    times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
+    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times, send_s)
+    busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
+    return played_s + (micro_batches - few) * busiest
+
+
+def step_time(
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
+    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
+) -> StepTime:  # fmt: skip
+    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
+    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
+    `exact`: the bubble by closed form instead of playing the schedule."""
+    m = micro_batches
+    per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
+    busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
+    own = [stages[s] for s in _owned(layout)[busiest]]
+    exchange = m * sum(cost.exchange_s for cost in own)
+    busy = m * per_rank[busiest]
+    if layout.pp == 1:
+        bubble_s = 0.0
+    elif exact:
+        bubble_s = pipeline_s(layout, m, stages, send_s) - busy
+    else:
+        bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
+    behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
+    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind, edges)
+    whole_s = _data_parallel_s(layout, m, reduce_s, gather_s, edges)
+    slowed = stack.contention * max(0.0, whole_s - weights - gradients)
+    return StepTime(
+        compute_s=busy - exchange + slowed,
+        exchange_s=exchange,
+        bubble_s=bubble_s,
+        weights_s=weights,
+        gradients_s=gradients,
+        optimizer_s=update_s,
+        other_s=stack.step_s + m * stack.micro_batch_s,
+    )
+
+
+def _sum(own: list[Cost]) -> Cost:
+    total = Cost()
+    for cost in own:
+        total = total.plus(cost)
+    return total
+
+
+@cache
+def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank."""
+    placement = stage_rank(schedule, ranks, virtual) if ranks > 1 else (0,)
+    return tuple(stages_of(placement, rank) for rank in range(ranks))
+
+
+def bubble_about_s(name: str, ranks: int, virtual: int, micro_batches: int, micro: Cost) -> float:
+    """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
+
+    AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
+    the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
+    """
+    if ranks == 1:
+        return 0.0
+    if name == "zb-h1":
+        return (ranks - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
+    if name in V_PLACED:
+        return max(0, 2 * ranks - 1 - micro_batches) * _both(micro)
+    return (ranks - 1) * _both(micro) / virtual
+
+
+def _both(cost: Cost) -> float:
+    return cost.forward_s + cost.backward_s
+
+
+def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return owned(layout.schedule, layout.pp, layout.vp)
+
+
+def _data_parallel(
+    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float, edges: Edges
+) -> tuple[float, float]:
+    """(exposed gathers, exposed reductions) of a step."""
+    forward = stack.hides_weights * sum(cost.forward_s for cost in own)
+    if layout.zero == 3 and layout.pp == 1:
+        backward = stack.hides_weights * sum(cost.backward_s for cost in own)
+        first, last = (edges.first or 1 / 50) * gather_s, (edges.first or 1 / 50) * reduce_s
+        again_s = gather_s * (1 - edges.kept)
+        weights = m * (max(first, gather_s - forward) + max(0.0, again_s + reduce_s - backward))
+        return weights, last
+    last = (edges.first or 1 / 20) * reduce_s if stack.hides_gradients else reduce_s
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    gradients = times * max(last, reduce_s - behind)
+    weights = max(0.0, gather_s - forward) if layout.zero else 0.0
+    return weights, gradients
+
+
+def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float, edges: Edges) -> float:
+    """Of all gathers and reductions of a step, hidden ones too."""
+    if layout.zero == 3 and layout.pp == 1:
+        return m * ((2 - edges.kept) * gather_s + reduce_s)
+    return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
+
+
+def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
+    """The optimizer over a rank's own elements, and the norm of its gradients."""
+    moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
+    return speeds.seconds(Pass(moved, 4))
+
+
+BACKWARD_EXCHANGES = 0.5
+"""Of a pass's exchanges, those of the backward pass."""
+
+
+def shared_links(layout: Layout, links: Links) -> float:
+    """`shared` of step_time: reductions wait for exchanges where both take the same links."""
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    inside, _ = links.span(ranks, stride)
+    across = layout.tp > links.per_node
+    return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0
+
+
+def data_parallel_seconds(
+    layout: Layout, stack: Stack, links: Links, count: Counts, state: States
+) -> tuple[float, float]:
+    """(reducing all gradients of a rank once, gathering all its parameters once)."""
+    width = stack.gradient_exchange_bytes or state.gradient_bytes
+    shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
+    copies, apart = ranks_of(layout, "dp_replicate")
+    reduce_s = gather_s = 0.0
+    if layout.zero:
+        reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
+        gather_s = links.seconds("all-gather", count.whole * state.parameter_bytes, shards, stride)
+        reduce_s += links.seconds("all-reduce", count.shard * width, copies, apart)
+    else:
+        reduce_s = links.seconds("all-reduce", count.whole * width, shards * copies, stride)
+    return reduce_s, gather_s

@@ -1,0 +1,242 @@
+"""What a rank sends in a step: axis, collective, calls, bytes. For Meshwright's own stack the very numbers that the
+trainer's ledger counts (tests), except those of learned routing, which is taken to be even.
+
+Bytes are those that the rank sends, as rings do: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather,
+reduce-scatter and all-to-all (n-1)/n of the whole one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.local import Local, local
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stages import ranks_of
+from meshwright.planner.states import Size, Sizes, pieces
+from meshwright.planner.work import Exchange
+from meshwright.spec.boxes import boxes, rows_of, sharded_dim
+from meshwright.spec.held import WIDTHS
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages, own_stages
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stage_rank
+from meshwright.spec.shape import ModelShape
+
+
+class Sent(NamedTuple):
+    """All calls of one collective along one axis in a step."""
+
+    axis: str
+    collective: str
+    calls: int
+    sent_bytes: int
+
+
+Calls = Iterator[tuple[str, str, int, float]]
+"""(axis, collective, calls, bytes sent in each)."""
+NAMES = {
+    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all", "ring": "send",
+}  # fmt: skip
+
+
+def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Sent, ...]:
+    """Of the ranks with place 0 on every axis but the pipeline's."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for axis, collective, times, each_bytes in _all(plan, pp_rank, stack):
+        calls[axis, collective] += times
+        sent[axis, collective] += times * int(each_bytes)
+    return tuple(Sent(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
+
+
+def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
+    """(calls, bytes that a rank sends in each)."""
+    times = round(exchange.times)
+    if exchange.collective == "ring":
+        return times * (ranks - 1), exchange.size_bytes / ranks
+    rounds = 2 if exchange.collective == "all-reduce" else 1
+    return times, rounds * exchange.size_bytes * (ranks - 1) / ranks
+
+
+def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
+    layout, recipe, shape = plan.layout, plan.recipe, plan.model
+    width = WIDTHS[recipe.precision]
+    batch = layout.micro_batch_of(recipe.global_batch)
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout)
+    m = layout.micro_batches(recipe.global_batch)
+    own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
+    held = Held(
+        layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
+    )
+    summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
+    yield from _of_blocks(of, layout, m, held)
+    yield from _of_borders(of, layout, m, own, len(split))
+    if layout.zero:
+        yield from _of_shards(layout, m, _units(shape, layout, held), width.parameter, summed)
+    else:
+        yield from _of_replicas(layout, _units(shape, layout, held), summed)
+    yield from _of_common_gradients(shape, layout, held, summed)
+    yield from _of_numbers(layout)
+
+
+class Held(NamedTuple):
+    """Layers of a pipeline rank, and whether it has the embedding and the head."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
+    shape, (layers, first, last) = of.shape, held
+    routed = sum(shape.is_moe_layer(layer) for layer in layers)
+    parts: list[tuple[Block, int]] = []
+    if len(layers) > routed:
+        parts.append((layer(of), len(layers) - routed))
+    if routed:
+        parts.append((layer(of, routed=True), routed))
+    if first:
+        parts.append((embedding(of), 1))
+    if last:
+        parts.append((head(of), 1))
+    for block, times in parts:
+        again = layout.recompute if block.boundary_bytes else "none"
+        for exchange in exchanges(block, again):
+            ranks, _ = ranks_of(layout, exchange.axis)
+            number, each = of_exchange(exchange, ranks)
+            yield exchange.axis, NAMES[exchange.collective], m * times * number, each
+
+
+def exchanges(block: Block, recompute: str = "none") -> Iterator[Exchange]:
+    """Of a micro-batch's forward and backward pass; what follows the last kept tensor is not repeated."""
+    for place, op in enumerate(block.operations):
+        yield from op.forward_exchanges
+        yield from op.backward_exchanges
+        if recompute != "none" and any(later.inputs for later in block.operations[place:-1]):
+            yield from op.forward_exchanges
+
+
+def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:
+    if layout.pp == 1:
+        return
+    holders = stage_rank(layout.schedule, layout.pp, layout.vp)
+    for stage in own:
+        for other in (stage + 1, stage - 1):
+            if 0 <= other < stages and holders[other] != holders[stage]:
+                yield "pp", "send", m, of.between_bytes
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered and reduced together."""
+
+    sizes: Sizes
+    spread: bool = False
+    """Experts that lie on the ranks of ep."""
+    kept: bool = False
+    """Whole from the forward to the backward pass, under ZeRO-3 too."""
+
+
+def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
+    """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
+    makes the ends one unit under ZeRO."""
+    found = pieces(shape, layout.tp, layout.ep)
+    (layers, first, last), apart = held, layout.ep > 1
+    units = []
+    for number in layers:
+        block = found.routed if shape.is_moe_layer(number) else found.dense
+        units.append(Unit(tuple(size for size in block if not (apart and size[1]))))
+        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True))
+    front, behind = found.embedding if first else (), found.norm if last else ()
+    if shape.tied:
+        front = (*front, *(found.head if last and not first else ()))
+    elif last:
+        behind = (*behind, *found.head)
+    ends = (
+        [Unit((*front, *behind), kept=True)] if shape.tied and layout.zero else [Unit(front), Unit(behind, kept=True)]
+    )
+    return (unit for unit in (*units, *ends) if unit.sizes)
+
+
+def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
+    """Elements of a rank's padded share."""
+    return sum(
+        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, _ in sizes
+    )
+
+
+def _holders(layout: Layout) -> int:
+    """Ranks of a replica that hold the same experts."""
+    return layout.dp_shard * layout.cp * layout.tp // layout.ep
+
+
+def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
+    for unit in units:
+        n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
+        if n > 1:
+            axis = "expert_data" if unit.spread else "data"
+            yield axis, "all_reduce", 1, 2 * (n - 1) * _numel(unit.sizes) * summed // n
+
+
+def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summed: float) -> Calls:
+    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a
+    step."""
+    each, r = m if layout.pp == 1 else 1, layout.dp_replicate
+    for unit in units:
+        n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
+        shard = _numel(unit.sizes, n)
+        gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
+        if n > 1:
+            yield axis, "all_gather", gathers, (n - 1) * shard * word
+            yield axis, "reduce_scatter", each if layout.zero >= 2 else 1, (n - 1) * shard * summed
+        if r > 1:
+            yield "replicate", "all_reduce", 1, 2 * (r - 1) * shard * summed // r
+
+
+@cache
+def _in_part(shape: ModelShape, tp: int, ep: int, sp: bool) -> dict[str, Sizes]:
+    """What tp ranks hold in common while each has but a part of its gradient, by the part of the model."""
+    first = shape.moe.first_dense if shape.moe else 0
+    small = replace(shape, layers=min(shape.layers, first + 1))
+    found: dict[str, Sizes] = {}
+    for name, box in boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep, sp=sp), 0).items():
+        if box.sizes == box.whole and (sp or ".attention." in name or ".mlp." in name):
+            number = name.split(".")[1] if name.startswith("layers.") else ""
+            kind = ("routed" if small.is_moe_layer(int(number)) else "dense") if number else name.split(".")[0]
+            if kind != "dense" or int(number) == 0:
+                found[kind] = (*found.get(kind, ()), (box.sizes, False))
+    return found
+
+
+def _of_common_gradients(shape: ModelShape, layout: Layout, held: Held, summed: float) -> Calls:
+    layers, first, last = held
+    n = layout.dp_shard * layout.cp if layout.zero else 1
+    if shape.tied and layout.pp > 1 and first != last:
+        yield "pp", "all_reduce", 1, _numel(pieces(shape, layout.tp, layout.ep).embedding[:1], n) * summed
+    t = layout.tp
+    if t == 1:
+        return
+    part = {kind: _numel(sizes, n) for kind, sizes in _in_part(shape, t, layout.ep, layout.sp).items()}
+    routed = sum(shape.is_moe_layer(layer) for layer in layers)
+    numel = (len(layers) - routed) * part.get("dense", 0) + routed * part.get("routed", 0)
+    numel += part.get("norm", 0) if last else 0
+    numel += part.get("positions", 0) if first else 0
+    if numel:
+        yield "tp", "all_reduce", 1, 2 * (t - 1) * numel * summed // t
+    if shape.mla is None and t > shape.kv_heads:
+        copies = t // shape.kv_heads
+        head = [((shape.head_dim, shape.hidden), False), *([((shape.head_dim,), False)] if shape.qkv_bias else [])]
+        keys = 2 * len(layers) * _numel(head, n)
+        yield "tp", "all_reduce", 1, 2 * (copies - 1) * keys * summed // copies
+
+
+def _of_numbers(layout: Layout) -> Calls:
+    """Tokens (float64); loss and balance loss (float32) in one; the squared norm of the gradients."""
+    n, p, world = layout.dp * layout.cp, layout.pp, layout.world
+    for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8), ("world", world, 4)):
+        if ranks > 1:
+            yield axis, "all_reduce", 1, 2 * (ranks - 1) * size // ranks

@@ -1,0 +1,74 @@
+"""What an operation asks of a device: a matrix product, an attention core, a pass over memory; and of a link."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Product(NamedTuple):
+    """(m, k) x (k, n), `batch` times, 2 m n k FLOP each."""
+
+    m: float
+    k: float
+    n: float
+    batch: float = 1.0
+    width: float = 2.0
+    """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
+
+    @property
+    def flop(self) -> float:
+        """FLOP of all of them."""
+        return 2.0 * self.m * self.k * self.n * self.batch
+
+
+class Attention(NamedTuple):
+    """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
+
+    flop: float
+    backward: bool = False
+    sequence: float = 1e9
+    dim: float = 128.0
+
+
+class Pass(NamedTuple):
+    """Bytes read and written, in `launches` kernels."""
+
+    moved_bytes: float
+    launches: float = 1.0
+
+
+Work = Product | Attention | Pass
+
+
+class Exchange(NamedTuple):
+    """A collective of a micro-batch: `size_bytes` is the whole tensor (what a rank has after a gather)."""
+
+    axis: Literal["tp", "cp", "ep"]
+    collective: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
+    size_bytes: float
+    times: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of the forward pass and what the backward pass makes of it.
+
+    `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
+    """
+
+    name: str
+    forward: tuple[Work, ...] = ()
+    inputs: tuple[Work, ...] = ()
+    """Gradients of its inputs."""
+    weights: tuple[Work, ...] = ()
+    """Gradients of its weights."""
+    forward_exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+    again: bool = False
+
+
+class Kept(NamedTuple):
+    """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation."""
+
+    name: str
+    none: float
+    selective: float

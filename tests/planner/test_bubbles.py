@@ -1,0 +1,76 @@
+"""Waiting in a pipeline: the planner's play against the lectures' closed forms, and against spec/replay.py."""
+
+from fractions import Fraction
+from random import Random
+
+import pytest
+
+from meshwright.planner.stages import Cost
+from meshwright.planner.timeline import bubble_about_s, in_order, pipeline_s, play
+from meshwright.spec.layout import Layout
+from meshwright.spec.replay import Times, replay
+from meshwright.spec.schedule import schedule
+
+EVERY = [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+
+
+def waiting(name: str, p: int, m: int, v: int = 1, forward: int = 2, inputs: int = 2, weights: int = 2) -> Fraction:
+    """(total - work of a rank) / that work; equal stages, no time between ranks. Whole seconds: exact."""
+    stage = Cost(forward_s=forward, input_s=inputs, weight_s=weights)
+    work = m * v * (forward + inputs + weights)
+    total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
+    return Fraction(round(total - work), work)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 8), (8, 8), (8, 64), (16, 128)])
+@pytest.mark.parametrize("name", ["afab", "1f1b"])
+def test_afab_and_1f1b_wait_for_p_minus_1_of_m(name: str, p: int, m: int) -> None:
+    assert waiting(name, p, m) == Fraction(p - 1, m)
+    assert waiting(name, p, m, forward=1, inputs=3, weights=1) == Fraction(p - 1, m)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (8, 64, 4), (8, 16, 6)])
+def test_interleaving_divides_the_waiting_by_its_stages(p: int, m: int, v: int) -> None:
+    assert waiting("interleaved", p, m, v) == Fraction(p - 1, v * m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 24), (8, 64)])
+def test_zero_bubble_h1_waits_a_third(p: int, m: int) -> None:
+    """Qi et al. 2023, table 2: (p - 1)(F + B - W); with equal thirds (p - 1)/(3 m)."""
+    assert waiting("zb-h1", p, m) == Fraction(p - 1, 3 * m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+def test_zero_bubble_v_waits_for_its_first_input_only(p: int, m: int) -> None:
+    """No rank waits once it has begun; the last one begins p - 1 forward passes after the first."""
+    assert waiting("zb-v", p, m, 2) == Fraction((p - 1) * 2, m * 2 * 6)
+
+
+@pytest.mark.parametrize(("name", "v"), EVERY)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 12), (8, 16)])
+def test_the_play_is_the_replay_of_the_executed_schedule(name: str, v: int, p: int, m: int) -> None:
+    random = Random(p * m + v)
+    times = [(random.random(), random.random(), random.random()) for _ in range(p * v)]
+    spans = [Times(forward_s=f, input_s=b, weight_s=w, send_s=0.1) for f, b, w in times]
+    expected = replay(schedule(name, p, m, v), spans).total_s
+    assert play(in_order(name, p, m, v), p, times, 0.1) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "v"), EVERY[1:])
+def test_a_long_step_is_its_beginning_and_the_steady_state(name: str, v: int) -> None:
+    """Uneven stages: a few rounds are played, the rest is the busiest rank's work; the whole play says the same within
+    a hundredth (interleaved ranks still make up for late starts)."""
+    p, m, random = 4, 64, Random(7)
+    stages = [Cost(forward_s=1 + 0.2 * random.random(), input_s=1.3, weight_s=1.0) for _ in range(p * v)]
+    times = [(c.forward_s, c.input_s, c.weight_s) for c in stages]
+    short = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, stages, 0.01)  # type: ignore[arg-type]
+    assert short == pytest.approx(play(in_order(name, p, m, v), p, times, 0.01), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "v"), EVERY[:5])
+def test_the_closed_form_of_the_search_is_the_play_of_equal_stages(name: str, v: int) -> None:
+    p, m = 4, 16
+    stage = Cost(forward_s=1.0, input_s=1.0, weight_s=1.0)
+    rank = Cost().plus(stage, v)
+    total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
+    assert total - m * 3 * v == pytest.approx(bubble_about_s(name, p, v, m, rank))

@@ -1,0 +1,122 @@
+"""Closed forms of papers, exact: S, B, D, H, L, V as in docs/notation.md, t the tensor-parallel degree."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.local import local
+from meshwright.planner.memory import about, moments
+from meshwright.planner.predict import estimator
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stacks import MEGATRON_2022
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.presets import device
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+S, B, D, H, L = 2048, 4, 6144, 64, 48
+GPT = ModelShape(
+    name="gpt-22b", family="gpt2", vocab=51200, layers=L, hidden=D, heads=H, kv_heads=H, ffn=4 * D, norm="layernorm",
+    mlp="gelu_tanh", positions="learned", max_positions=S, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
+)  # fmt: skip
+"""Korthikanti et al. 2022, table 3; 175B, 530B and 1T below."""
+
+
+def block(layout: Layout, shape: ModelShape = GPT, stack: Stack = MEGATRON_2022, width: int = 2) -> Block:
+    """A layer for one micro-batch of B sequences."""
+    return layer(local(shape, stack, layout, S, B, width))
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_korthikanti_section_4(t: int) -> None:
+    """Equations 1 to 6: 34 S B D + 5 H S^2 B and its variants."""
+    plain, sequence = block(Layout(tp=t)), block(Layout(tp=t, sp=t > 1))
+    scores = 5 * H * S**2 * B
+    assert plain.kept_bytes("none") == S * B * D * (10 + 24 / t) + scores / t
+    assert sequence.kept_bytes("none") == (34 * S * B * D + scores) / t
+    assert plain.kept_bytes("selective") == S * B * D * (10 + 24 / t)
+    assert sequence.kept_bytes("selective") == S * B * D * 34 / t
+    assert plain.kept_bytes("full") == 2 * S * B * D
+    assert sequence.kept_bytes("full") == 2 * S * B * D / t
+
+
+def test_without_dropout_and_scores() -> None:
+    """A fused attention core keeps a number for each row instead of 5 H S^2 B; no dropout, no masks: 32 S B D."""
+    flash = replace(MEGATRON_2022, attention="flash", dropout=False)
+    assert block(Layout(), stack=flash).kept_bytes("none") == 32 * S * B * D + 4 * H * S * B
+
+
+def test_llama_keeps_twelve_hidden_states_and_its_mlp() -> None:
+    """x, its norm, q, o, x, its norm: 12 D, keys and values 4 K E, gate and up 4 F, and of this package no product."""
+    shape = replace(
+        GPT, family="llama", heads=32, kv_heads=8, head_dim=0, hidden=4096, ffn=14336, norm="rmsnorm", mlp="swiglu",
+        positions="rope", qkv_bias=False, out_bias=False, mlp_bias=False, tied=False,
+    )  # fmt: skip
+    word = 12 * 4096 + 4 * 1024 + 4 * 14336 + 4 * 32
+    assert block(Layout(), shape, MESHWRIGHT).kept_bytes("none") == S * B * word
+    assert block(Layout(tp=8, sp=True), shape, MESHWRIGHT).kept_bytes("none") == S * B * word / 8
+    assert block(Layout(cp=4), shape, MESHWRIGHT).kept_bytes("none") == S * B * word / 4
+    products = 2 * 4096 + 2 * 4096 + 4 * 1024 + 2 * 4096 + 4 * 14336 + 2 * 4096
+    assert block(Layout(), shape, MESHWRIGHT).kept_bytes("selective") == S * B * products
+
+
+def test_head_and_embedding_beyond_the_layers() -> None:
+    """Korthikanti et al. 2022, section 4.3: the embedding's dropout mask, input of the last norm and of the head, and
+    fp32 logits: S B D (1 + 2 + 2) and 4 S B V, all shared by t."""
+    of = local(GPT, replace(MEGATRON_2022, logit_kept=4.0), Layout(tp=8, sp=True), S, B, 2)
+    assert embedding(of).logits.kept == S * B * D / 8
+    assert head(of).logits.kept == (4 * S * B * D + 4 * S * B * GPT.vocab) / 8
+
+
+def test_in_flight() -> None:
+    """1F1B p - i; interleaved p (1 + (p - 1) / (p v)) on the first rank; all of them without 1F1B."""
+    for p in (2, 4, 8):
+        for rank in range(p):
+            layout = Layout(pp=p)
+            assert moments(layout, MESHWRIGHT, 64, rank) == ((p - rank,),)
+            assert moments(replace(layout, schedule="afab"), MESHWRIGHT, 24, rank) == ((24,),)
+        for v in (2, 3):
+            layout = Layout(pp=p, vp=v, schedule="interleaved")
+            most = max(map(sum, moments(layout, MESHWRIGHT, 8 * p, 0)))
+            assert most / v == p * (1 + (p - 1) / (p * v)) == about("interleaved", p, v, 8 * p, 0)
+
+
+def paper(params: tuple[int, int, int, int], pp: int, vp: int, batch: int, micro: int, **layout: Any) -> Plan:
+    """A configuration of Korthikanti et al. 2022, table 3, on A100s of 80 GiB."""
+    layers, hidden, heads, _ = params
+    shape = replace(GPT, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=0, ffn=4 * hidden)
+    schedule = "interleaved" if vp > 1 else "1f1b"
+    return Plan(
+        model=shape,
+        recipe=Recipe(sequence=S, global_batch=batch, precision="bf16"),
+        layout=Layout(tp=8, pp=pp, vp=vp, schedule=schedule, micro_batch=micro, **layout),  # type: ignore[arg-type]
+        cluster=Cluster(device=device("a100-80"), devices_per_node=8, nodes=pp),
+    )
+
+
+TABLE = {
+    "22b": ((48, 6144, 64, 0), 1, 1, 4, 4),
+    "175b": ((96, 12288, 96, 0), 8, 3, 64, 1),
+    "530b": ((105, 20480, 128, 0), 35, 3, 280, 1),
+    "1t": ((128, 25600, 160, 0), 64, 1, 512, 1),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_korthikanti_figure_1(name: str) -> None:
+    """First stage: 18 bytes of a layer's 12 D^2 weights; activations of L (1 + (p - 1) / (p v)) layers."""
+    params, pp, vp, batch, micro = TABLE[name]
+    layers, hidden, heads, _ = params
+    plan = paper(params, pp, vp, batch, micro)
+    found = estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
+    alive = layers * (1 + (pp - 1) / (pp * vp) if vp > 1 else 1)
+    kept = S * micro * hidden * (10 + 24 / 8 + 5 * heads * S / hidden / 8) * alive
+    assert found["activations"] == pytest.approx(kept, rel=1e-12)
+    weights = 18 * 12 * hidden**2 * layers / (8 * pp)
+    ends = 18 * hidden * (GPT.vocab / 8 + S + 13 * layers / pp)
+    held = sum(found[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    assert weights < held < weights + ends

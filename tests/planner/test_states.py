@@ -1,0 +1,98 @@
+"""States by layout: to the byte what spec/held.py counts parameter by parameter, and the lectures' table."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.states import counts, states
+from meshwright.spec.held import memory
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import own_stages
+from meshwright.spec.schedule import stage_layers
+from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+
+LLAMA = ModelShape(
+    name="small", family="llama", vocab=320, layers=8, hidden=64, heads=8, kv_heads=4, ffn=176, norm="rmsnorm",
+    mlp="swiglu", positions="rope", max_positions=64,
+)  # fmt: skip
+GPT = replace(
+    LLAMA, family="gpt2", kv_heads=8, norm="layernorm", mlp="gelu_tanh", positions="learned", ffn=256, qkv_bias=True,
+    out_bias=True, mlp_bias=True, tied=True,
+)  # fmt: skip
+ROUTED = replace(LLAMA, family="mixtral", moe=MoEShape(experts=8, top_k=2, ffn=48))
+LATENT = replace(
+    LLAMA, family="deepseek", kv_heads=8, mla=MLAShape(q_rank=32, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8),
+    moe=MoEShape(experts=8, top_k=2, ffn=48, shared_experts=1, first_dense=2),
+)  # fmt: skip
+SHAPES = {"llama": LLAMA, "gpt2": GPT, "mixtral": ROUTED, "deepseek": LATENT}
+LAYOUTS = [
+    Layout(),
+    Layout(dp_replicate=4),
+    *(Layout(dp_shard=3, zero=zero) for zero in (1, 2, 3)),
+    *(Layout(dp_shard=2, cp=2, zero=zero) for zero in (1, 2, 3)),
+    Layout(dp_replicate=2, dp_shard=2, zero=3),
+    Layout(tp=2, sp=True),
+    Layout(tp=4, dp_shard=2, zero=1),
+    Layout(pp=4),
+    *(Layout(pp=2, dp_shard=2, zero=zero) for zero in (1, 2, 3)),
+    Layout(pp=2, vp=2, schedule="interleaved", tp=2),
+    Layout(pp=2, vp=2, schedule="zb-v", dp_shard=2, zero=2),
+]
+EXPERT_LAYOUTS = [
+    Layout(dp_shard=4, ep=4, zero=1),
+    Layout(dp_shard=4, ep=2, zero=3),
+    Layout(dp_shard=2, tp=2, ep=4, zero=2),
+    Layout(dp_shard=2, ep=2, pp=2, zero=1),
+]
+
+
+def stage_counts(shape: ModelShape, layout: Layout, rank: int):  # type: ignore[no-untyped-def]
+    """Of a pipeline rank, as the estimator asks for them."""
+    number = layout.pp * layout.vp
+    split, own = stage_layers(shape.layers, number), own_stages(layout, rank)
+    layers = tuple(layer for stage in own for layer in split[stage])
+    return counts(shape, layout, layers, first=0 in own, last=number - 1 in own)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_states_are_those_of_the_inventory(name: str, precision: str) -> None:
+    shape = SHAPES[name]
+    layouts = LAYOUTS + (EXPERT_LAYOUTS if shape.moe else [])
+    for layout in layouts:
+        for stage in range(layout.pp):
+            rank = stage * layout.dp * layout.cp * layout.tp
+            ledger = memory(shape, layout, precision, rank)
+            found = states(MESHWRIGHT, layout, precision, stage_counts(shape, layout, stage))
+            for phase, kinds in (("step", found.step), ("update", found.update)):
+                want = {e.what: e.quantity for e in ledger.entries if e.phase == phase}
+                assert {kind: size for kind, size in kinds.items() if size} == want, (layout, stage, phase)
+
+
+def test_sixteen_bytes_a_parameter_and_the_table_of_zero() -> None:
+    """Rajbhandari et al. 2020, figure 1: 2 + 2 + 12 bytes, of which ZeRO shares 12, 14 and 16 by n."""
+    n, table = 4, {0: (16.0, 0.0), 1: (4.0, 12.0), 2: (2.0, 14.0), 3: (0.0, 16.0)}
+    flat = Stack(name="flat")
+    for zero, (whole, shared) in table.items():
+        layout = Layout(dp_shard=n, zero=zero) if zero else Layout(dp_replicate=n)  # type: ignore[arg-type]
+        count = stage_counts(LLAMA, layout, 0)
+        held = {kind: size for kind, size in states(flat, layout, "bf16", count).step.items() if kind != "counters"}
+        assert sum(held.values()) == whole * count.whole + shared * count.whole / n
+
+
+def test_fp32_runs_hold_sixteen_bytes_too() -> None:
+    count = stage_counts(LLAMA, Layout(), 0)
+    held = states(MESHWRIGHT, Layout(), "fp32", count)
+    assert sum(size for kind, size in held.step.items() if kind != "counters") == 16 * count.whole
+    assert held.step["masters"] == 0
+
+
+def test_a_shard_may_be_the_master() -> None:
+    """fully_shard over fp32 parameters: 4 + 4 + 8 bytes of each, shared, and 2 of what is gathered."""
+    layout = Layout(dp_shard=4, zero=3)
+    count = stage_counts(LLAMA, layout, 0)
+    held = states(Stack(name="x", sharding="fully_shard", shard_bytes=4.0, gradient_bytes=4.0), layout, "bf16", count)
+    assert held.step["parameters"] == 4 * count.shard
+    assert held.step["masters"] == 0
+    assert held.parameter_bytes == 2
