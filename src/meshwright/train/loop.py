@@ -62,7 +62,7 @@ def run(
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
-        state = _new_state(plan, mesh, target, initialize=found is None)
+        state = new_state(plan, mesh, target, initialize=found is None)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
@@ -160,7 +160,9 @@ def _check_resume(plan: Plan, resume: str) -> None:
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
-def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
+def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
+    """A plan's model laid over the mesh, with its optimizer, before the first step; not `initialize`: the weights are
+    left as memory is, for whoever reads them from a checkpoint or wants only their sizes."""
     recipe = plan.recipe
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(

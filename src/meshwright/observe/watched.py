@@ -1,0 +1,182 @@
+"""One rank's program under a Watch: what it held when it held most, by kind and one by one, and what it sent."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.observe.kinds import KINDS, label_rest, label_states
+from meshwright.observe.program import Program
+from meshwright.observe.spans import Span, replaced, told
+from meshwright.observe.storages import Record, Watch
+from meshwright.parallel.data import local, sharded_modules
+from meshwright.parallel.traffic import Counts
+
+LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Large:
+    """One of the largest tensors alive at the peak."""
+
+    size_bytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: str
+    """What made it: `meshwright/model/mlp.py:40 forward`."""
+    operation: str
+    module: str
+    phase: str
+    """When it was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank's program did."""
+
+    rank: int
+    peak_bytes: int
+    when: str
+    """`step 2, BW 0 3`: part of the program, and the pass in it."""
+    kinds: dict[str, int]
+    """Bytes at the peak."""
+    where: dict[str, int]
+    """Bytes of activations at the peak by module and operation."""
+    largest: tuple[Large, ...]
+    sent: tuple[Counts, ...]
+    """Of each step."""
+    parts: tuple[tuple[str, int, dict[str, int]], ...]
+    """(part of the program, the most it held, that by kind)."""
+    timeline: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+    """(pass, bytes by KINDS when it held most), in order, of the steps."""
+
+
+class Watched:
+    """A program that is watched; `run` does it all."""
+
+    def __init__(self, program: Program, watch: Watch) -> None:
+        self.program, self.watch = program, watch
+        self.parts: list[tuple[str, int]] = []
+        self.sent: list[Counts] = []
+
+    def run(self, counts: Sequence[int]) -> Seen:
+        """Build, steps of so many micro-batches, evaluation, state."""
+        program, watch = self.program, self.watch
+        program.told = self._part
+        resized = watch.resized
+
+        def noticed(inner: object) -> object:
+            def resize_(storage: torch.UntypedStorage, size: int) -> object:
+                found = inner(storage, size)  # type: ignore[operator]
+                resized(storage)
+                return found
+
+            return resize_
+
+        with ExitStack() as stack:
+            stack.enter_context(watch)
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", noticed))
+            stack.enter_context(told(self._pass))
+            program.build()
+            label_states(watch, program.state)
+            self._name_modules(stack)
+            for number, count in enumerate(counts, start=1):
+                before = program.mesh.traffic.snapshot()
+                program.step(number, count)
+                self.sent.append(program.mesh.traffic.since(before))
+            program.rest()
+            label_states(watch, program.state)
+        label_rest(watch, self._shapes(), program.plan.layout)
+        return self._seen()
+
+    def _part(self, name: str) -> None:
+        if name.startswith("update"):
+            label_states(self.watch, self.program.state)
+        self.parts.append((name, self.watch.now))
+        self.watch.enter(name)
+
+    def _pass(self, span: Span | None) -> None:
+        self.watch.enter(str(span) if span else self.parts[-1][0])
+
+    def _name_modules(self, stack: ExitStack) -> None:
+        """Have the watch know inside which module of the model it is."""
+        watch = self.watch
+        for model in self.program.state.engine.stages:
+            for name, module in model.named_modules():
+                if name:
+                    outer: list[str] = []
+
+                    def enter(*_: object, name: str = name, outer: list[str] = outer) -> None:
+                        outer.append(watch.module)
+                        watch.module = name
+
+                    def leave(*_: object, outer: list[str] = outer) -> None:
+                        watch.module = outer.pop() if outer else ""
+
+                    for handle in (
+                        module.register_forward_pre_hook(enter),
+                        module.register_forward_hook(leave, always_call=True),
+                    ):
+                        stack.callback(handle.remove)
+
+    def _shapes(self) -> set[tuple[int, ...]]:
+        """Of parameters as this rank computes with them."""
+        engine = self.program.state.engine
+        found = {tuple(local(p).shape) for p in engine.parameters.values()}
+        return found | {tuple(box.sizes) for box in engine.boxes.values()}
+
+    def _seen(self) -> Seen:
+        watch = self.watch
+        alive: dict[int, int] = {}
+        kinds = dict.fromkeys(KINDS, 0)
+        kind_of = [record.kind for record in watch.records]
+        starts = [(name, at) for name, at in self.parts]
+        total, most, peak_at = 0, 0, 0
+        for at, (number, size) in enumerate(watch.events()):
+            total += size
+            if total > most:
+                most, peak_at = total, at
+        del starts
+        for at, (number, size) in enumerate(watch.events()):
+            alive[number] = alive.get(number, 0) + size
+            kinds[kind_of[number]] += size
+            if at == peak_at:
+                break
+        return Seen(
+            rank=self.program.mesh.rank,
+            peak_bytes=most,
+            when=f"{self._part_at(peak_at)}, {self._phase_at(peak_at)}",
+            kinds={kind: size for kind, size in kinds.items() if size},
+            where=self._where(alive),
+            largest=tuple(self._large(watch.records[n], alive[n]) for n in sorted(alive, key=alive.__getitem__)[: -LISTED - 1 : -1]),
+            sent=tuple(self.sent),
+            parts=(),
+        )
+
+    def _where(self, alive: dict[int, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number, size in alive.items():
+            record = self.watch.records[number]
+            if record.kind == "activations" and size:
+                key = f"{_generic(record.module)} {record.operation}"
+                found[key] = found.get(key, 0) + size
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _large(self, record: Record, size: int) -> Large:
+        return Large(
+            size_bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
+            operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
+        )  # fmt: skip
+
+    def _part_at(self, event: int) -> str:
+        return next((name for name, start in reversed(self.parts) if start <= event), "build")
+
+    def _phase_at(self, event: int) -> str:
+        return next((p.name for p in reversed(self.watch.phases) if p.start <= event), "")
+
+
+def _generic(module: str) -> str:
+    """`layers.3.mlp.up` -> `layers.*.mlp.up`."""
+    return ".".join("*" if word.isdigit() else word for word in module.split("."))
