@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright.observe.kinds import KINDS, label_rest, label_states
 from meshwright.observe.program import Program
@@ -101,25 +103,27 @@ class Watched:
         self.watch.enter(str(span) if span else self.parts[-1][0])
 
     def _name_modules(self, stack: ExitStack) -> None:
-        """Have the watch know inside which module of the model it is."""
-        watch = self.watch
-        for model in self.program.state.engine.stages:
-            for name, module in model.named_modules():
-                if name:
-                    outer: list[str] = []
+        """Have the watch know inside which module of the model it is. Hooks on all modules: one on a linear layer would
+        have it computed apart from those that read the same."""
+        watch, outer = self.watch, [""]
+        names = {
+            module: name
+            for model in self.program.state.engine.stages
+            for name, module in model.named_modules()
+        }
 
-                    def enter(*_: object, name: str = name, outer: list[str] = outer) -> None:
-                        outer.append(watch.module)
-                        watch.module = name
+        def enter(module: Module, given: object) -> None:
+            outer.append(watch.module)
+            watch.module = names.get(module) or watch.module
 
-                    def leave(*_: object, outer: list[str] = outer) -> None:
-                        watch.module = outer.pop() if outer else ""
+        def leave(module: Module, given: object, out: object) -> None:
+            watch.module = outer.pop()
 
-                    for handle in (
-                        module.register_forward_pre_hook(enter),
-                        module.register_forward_hook(leave, always_call=True),
-                    ):
-                        stack.callback(handle.remove)
+        for handle in (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
 
     def _shapes(self) -> set[tuple[int, ...]]:
         """Of parameters as this rank computes with them."""
