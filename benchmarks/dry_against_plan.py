@@ -13,7 +13,6 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import mean, median
 
 from meshwright.observe.dryrun import dry_run

@@ -6,7 +6,6 @@ from meshwright.planner.stack import Stack
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
-
 SPLIT = ("zb-h1", "zb-v")
 """Schedules that split every backward pass; dualpipe-v splits those at both ends only."""
 

@@ -24,13 +24,12 @@ from meshwright.planner.timeline import (
     UNKNOWN,
     Edges,
     StepTime,
-    data_parallel_seconds,
     owned,
     shared_links,
     step_time,
     update_seconds,
 )
-from meshwright.planner.traffic import Sent, traffic
+from meshwright.planner.traffic import Held, Sent, Sharing, sharing, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -138,6 +137,10 @@ class Estimator:
         return {}
 
     @cached_property
+    def _sums(self) -> dict[tuple[object, ...], Sharing]:
+        return {}
+
+    @cached_property
     def _shares(self) -> dict[tuple[int, int], Edges]:
         return {}
 
@@ -202,8 +205,8 @@ class Estimator:
         return self._stages[key]
 
     def _windowed(self, layers: range) -> int:
-        """Dense layers of these that have a window."""
-        if not self.shape.window:
+        """Dense layers of these that have a window, where the first has none."""
+        if not (self.shape.window and self.shape.window_from_layer):
             return 0
         return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
 
@@ -212,11 +215,28 @@ class Estimator:
         shards = layout.dp_shard * layout.cp if layout.zero else 1
         key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
         if key not in self._counts:
-            split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
-            layers = tuple(layer for stage in own for layer in split[stage])
-            first, last = 0 in own, len(split) - 1 in own
+            layers, first, last = self._layers(layout, rank)
             self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         return self._counts[key]
+
+    def _layers(self, layout: Layout, rank: int) -> Held:
+        """What a pipeline rank has."""
+        split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+        layers = tuple(layer for stage in own for layer in split[stage])
+        return Held(layers, 0 in own, len(split) - 1 in own)
+
+    def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
+        """Seconds of data parallelism of a pipeline rank."""
+        held = self._layers(layout, rank)
+        degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
+        summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
+        routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
+        key = *degrees, len(held.layers), routed, held.first, held.last, summed
+        if key not in self._sums:
+            self._sums[key] = sharing(
+                self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
+            )
+        return self._sums[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
@@ -230,19 +250,18 @@ class Estimator:
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
+        memory, shared_s, update_s = [], Sharing(), 0.0
         for rank in range(layout.pp) if exact else self._telling(layout):
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
-            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
-            reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
+            shared_s = shared_s.worst(self._sharing(layout, state, rank))
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
+        time = step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, exact, edges)
         return time, tuple(memory)
 
     def _telling(self, layout: Layout) -> list[int]:

@@ -179,7 +179,8 @@ class Costs:
     head: Cost
 
     def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> Cost:
-        """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window."""
+        """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
+        that the first layer has not."""
         total = Cost().plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
         if first:
             total = total.plus(self.embedding)
@@ -191,8 +192,8 @@ def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, 
     shape, none = of.shape, Block(operations=())
     blocks = {
         "embedding": embedding(of),
-        "dense": layer(of) if shape.routed_layers < shape.layers else none,
-        "windowed": layer(of, window=shape.window) if shape.window and shape.routed_layers < shape.layers else none,
+        "dense": layer(of, window=shape.window_of(0)) if shape.routed_layers < shape.layers else none,
+        "windowed": layer(of, window=shape.window) if shape.window and shape.window_from_layer else none,
         "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
         "head": head(of),
     }
