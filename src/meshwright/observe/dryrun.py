@@ -4,6 +4,7 @@ Every rank that differs is run in a process of its own (one of each pipeline pla
 of N in a process group whose collectives do nothing. Time grows with what one rank computes, not with N.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,18 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import rank_of
 from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
+from meshwright.train.device import resident_peak_bytes
 
 ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
 """What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the dry run of one rank itself took: time of a core, and memory of its process."""
+
+    seconds: float
+    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,7 @@ class DryRun:
     ranks: tuple[Seen, ...]
     run: dict[int, tuple[int, int]]
     """Micro-batches of the two steps that were made, by rank."""
+    costs: dict[int, Cost]
     notes: tuple[str, ...]
 
     @property
@@ -93,12 +104,18 @@ def dry_run(
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     found: dict[int, Seen] = {}
-    for number, seen in apart(_task, tasks, processes=processes, limit_s=limit_s):
-        found[longest_first[number]] = seen
+    costs: dict[int, Cost] = {}
+    for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
+        found[longest_first[number]], costs[longest_first[number]] = seen, cost
         if told is not None:
             told(len(found), len(counts))
     return DryRun(
-        plan=plan, device=device, ranks=tuple(found[rank] for rank in counts), run=counts, notes=tuple(_notes(plan))
+        plan=plan,
+        device=device,
+        ranks=tuple(found[rank] for rank in counts),
+        run=counts,
+        costs=costs,
+        notes=tuple(_notes(plan)),
     )
 
 
@@ -134,9 +151,10 @@ def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     return (every, every) if whole else shortened(plan, rank)
 
 
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> Seen:
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, Cost]:
     torch.set_num_threads(1)
-    return see(plan, rank, device, load, counts)
+    found = see(plan, rank, device, load, counts)
+    return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 
 def _notes(plan: Plan) -> list[str]:

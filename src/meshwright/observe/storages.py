@@ -12,7 +12,10 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+<<<<<<< HEAD
 from functools import partial
+=======
+>>>>>>> mendf
 from types import FrameType
 from typing import Any
 
@@ -199,11 +202,11 @@ def _line(frame: FrameType | None) -> tuple[str, str]:
             break
         name = frame.f_globals.get("__name__", "")
         if name.startswith(PACKAGE) and not name.startswith(OWN):
-            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
             return here, outer or PACKAGE
         if name.startswith("torch.distributed.fsdp") and not outer:
             outer = "fsdp"
-            first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+            first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return first, outer
 
