@@ -12,10 +12,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-<<<<<<< HEAD
 from functools import partial
-=======
->>>>>>> mendf
 from types import FrameType
 from typing import Any
 
