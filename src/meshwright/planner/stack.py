@@ -117,6 +117,8 @@ class Stack:
     """Share of the backward pass behind which reductions of gradients run."""
     hides_weights: float = 1.0
     """Share of the computation behind which ZeRO-3's gathers run."""
+    hides_ring: float = 1.0
+    """Share of the attention core behind which the next keys and values travel."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False

@@ -140,7 +140,7 @@ class Passes:
         took = exchange.times * self.links.seconds(kind, exchange.size_bytes, ranks, stride, routes)
         if exchange.collective == "ring":
             core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
-            return max(0.0, took - core * (ranks - 1) / ranks)
+            return max(0.0, took - self.of.stack.hides_ring * core * (ranks - 1) / ranks)
         return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
