@@ -3,8 +3,9 @@
     python -m benchmarks.calibration [--json] [--cluster FILE.toml] [--plans 20] [--seed 1] [--save FILE.toml]
 
 The plans are drawn from a seed (models of 2 to 30 million parameters, sequences of 128 to 1,024, 1, 2 and 4 Gloo
-processes, every kind of parallelism); their models are not those that the calibration looked at (observe/jobs.py), and all are predicted before
-the first is run. A step counts from a barrier to the end of the slowest rank; the median over the steps.
+processes, every kind of parallelism); their models are not those that the calibration looked at (observe/jobs.py), and
+all are predicted before the first is run. A step counts from a barrier to the end of the slowest rank; the median over
+the steps.
 """
 
 import argparse
@@ -27,10 +28,11 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.legal import layout_violations
 
+AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 PARAMETERS = (2e6, 30e6)
-TOKENS = (512, 6144)
+TOKENS = (256, 4096)
 """Of a step: enough to be a step, few enough to run twenty of them."""
-FLOP = (3e10, 6e11)
+FLOP = (1e10, 2.5e11)
 """6 N T of a step, for the same reason."""
 
 
@@ -55,20 +57,18 @@ def shape(draw: random.Random, sequence: int) -> ModelShape:
     return replace(llama, name="moe-like", family="mixtral", moe=moe)
 
 
-def layout(draw: random.Random, world: int) -> Layout:
-    """Any degrees that multiply to the world; many are illegal and drawn again."""
-    degrees = {"dp_shard": 1, "dp_replicate": 1, "tp": 1, "cp": 1, "pp": 1}
-    rest = world
-    while rest > 1:
-        degrees[draw.choice(("dp_shard", "dp_replicate", "tp", "cp", "pp"))] *= 2
-        rest //= 2
+def layout(draw: random.Random, world: int, first: str, routed: bool) -> Layout:
+    """Degrees that multiply to the world, `first` among them; some are illegal and drawn again."""
+    degrees = dict.fromkeys(AXES, 1)
+    for axis in [first, draw.choice(AXES)][: world.bit_length() - 1]:
+        degrees[axis] *= 2
     shared = degrees["dp_shard"] * degrees["cp"] > 1
     pipeline = degrees["pp"] > 1
     return Layout(
         **degrees,
         zero=draw.choice((0, 1, 2, 3)) if shared else 0,  # type: ignore[arg-type]
         sp=degrees["tp"] > 1 and draw.random() < 0.5,
-        ep=draw.choice((1, 2)) if degrees["dp_shard"] > 1 else 1,
+        ep=2 if routed and degrees["dp_shard"] > 1 else 1,
         schedule=draw.choice(("1f1b", "afab", "zb-h1")) if pipeline else "1f1b",  # type: ignore[arg-type]
         micro_batch=draw.choice((0, 1, 1, 2)) if not pipeline else draw.choice((1, 2)),
         recompute=draw.choice(("none", "none", "selective", "full")),  # type: ignore[arg-type]
@@ -77,17 +77,18 @@ def layout(draw: random.Random, world: int) -> Layout:
 
 
 def plans(count: int, seed: int) -> list[Plan]:
-    """So many legal plans; worlds of 1, 2 and 4 in turn."""
+    """So many legal plans; worlds of 1, 2 and 4 in turn, and every axis in turn."""
     draw, found = random.Random(seed), []
     while len(found) < count:
         world = (1, 2, 4)[len(found) % 3]
         sequence = draw.choice((128, 256, 512, 1024))
-        model, laid = shape(draw, sequence), layout(draw, world)
+        model = shape(draw, sequence)
+        laid = layout(draw, world, AXES[len(found) // 3 % len(AXES)], model.moe is not None)
         batch = draw.choice((2, 4, 8, 16))
         parameters, tokens = num_parameters(model), batch * sequence
         if not PARAMETERS[0] <= parameters <= PARAMETERS[1] or not TOKENS[0] <= tokens <= TOKENS[1]:
             continue
-        if not FLOP[0] <= 6 * parameters * tokens <= FLOP[1] or (laid.ep > 1 and model.moe is None):
+        if not FLOP[0] <= 6 * parameters * tokens <= FLOP[1]:
             continue
         plan = Plan(model=model, recipe=Recipe(sequence=sequence, global_batch=batch), layout=laid)
         if legal(plan):
@@ -120,7 +121,7 @@ def main() -> None:
         machine = load(options.save)
     drawn = [replace(p, cluster=machine.cluster(p.layout.world)) for p in plans(options.plans, options.seed)]
     predicted = [machine.estimator(plan).predict(plan).step_s for plan in drawn]
-    measured = measured_steps(drawn, Timing(seconds=2.0, least=5, most=25))
+    measured = measured_steps(drawn, Timing(seconds=3.0, least=4, most=15))
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     sizes = [abs(error) for error in errors]
     found = {

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__
+from meshwright.kernels.cross_entropy import CHUNK_BYTES
 from meshwright.observe.exchanges import exchange_grids
 from meshwright.observe.jobs import jobs
 from meshwright.observe.ranks import on_ranks
@@ -84,7 +85,7 @@ def _measure(effort: Effort, kind: str) -> Measured:
     return Measured(
         curves=rates,
         links=exchange_grids(effort, device) if world > 1 else {},
-        eager=eager_passes(effort, device, rates.passes),
+        eager=eager_passes(effort, device, rates),
         launch_s=autograd_s(effort, device),
     )
 
@@ -133,14 +134,12 @@ def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
         certainty="measured; the peak is the best product measured, not a data sheet's",
     )
     together = {ranks: _together(kind, ranks, one) for ranks, one in found.items()}
-    eager = {
-        key: _middle([one.eager[key] for one in found.values()]) for key in ("passes", "norm_passes", "rope_passes")
-    }
+    eager = {key: _middle([one.eager[key] for one in found.values()]) for key in found[min(found)].eager}
     if kind == "cuda":
         return ClusterFile(device=device, devices_per_node=per_node, together=together)
     stack = replace(
         MESHWRIGHT, **eager, host_s=0.0, contention=0.0, hides_gradients=0.0, hides_weights=0.0, hides_ring=0.0,
-        hides_sends=0.0,
+        hides_sends=0.0, head_chunk_bytes=float(CHUNK_BYTES["cpu"]),
     )  # fmt: skip
     return ClusterFile(device=device, devices_per_node=per_node, together=together, stack=stack)
 

@@ -11,20 +11,21 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape, MoEShape
 
 LLAMA = ModelShape(
-    name="calibration-llama", family="llama", vocab=6000, layers=6, hidden=320, heads=4, kv_heads=4, head_dim=80,
-    ffn=864, max_positions=4096, tied=False,
-)  # fmt: skip
+    name="calibration-llama", vocab=5000, layers=4, hidden=224, heads=4, kv_heads=4, ffn=608, max_positions=2048
+)
 WIDE = replace(
-    LLAMA, name="calibration-wide", layers=3, hidden=640, heads=10, kv_heads=2, head_dim=64, ffn=1800, vocab=3000
+    LLAMA, name="calibration-wide", layers=2, hidden=448, heads=7, kv_heads=7, head_dim=64, ffn=1280, vocab=3000
 )
 NARROW = replace(
-    LLAMA, name="calibration-narrow", layers=10, hidden=160, heads=4, kv_heads=2, head_dim=40, ffn=448, vocab=12000
+    LLAMA, name="calibration-narrow", layers=8, hidden=144, heads=4, kv_heads=2, head_dim=36, ffn=400, vocab=9000
 )
 GPT = ModelShape(
-    name="calibration-gpt", family="gpt2", vocab=9000, layers=5, hidden=288, heads=6, kv_heads=6, ffn=1152,
-    max_positions=1024, tied=True, norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True,
+    name="calibration-gpt", family="gpt2", vocab=7000, layers=4, hidden=240, heads=6, ffn=960, max_positions=1024,
+    tied=True, norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True,
 )  # fmt: skip
-MOE = replace(LLAMA, name="calibration-moe", layers=4, ffn=640, moe=MoEShape(experts=6, top_k=2, ffn=320))
+MOE = replace(
+    LLAMA, name="calibration-moe", family="mixtral", layers=3, ffn=448, moe=MoEShape(experts=6, top_k=2, ffn=224)
+)
 
 PLANS: tuple[tuple[ModelShape, int, int, dict[str, Any]], ...] = (
     (LLAMA, 192, 4, {}),
@@ -36,7 +37,7 @@ PLANS: tuple[tuple[ModelShape, int, int, dict[str, Any]], ...] = (
     (LLAMA, 192, 8, {"dp_replicate": 2, "micro_batch": 2}),
     (NARROW, 320, 6, {"dp_shard": 2, "zero": 3}),
     (GPT, 192, 6, {"dp_shard": 2, "zero": 1}),
-    (WIDE, 192, 4, {"tp": 2, "sp": True}),
+    (NARROW, 192, 4, {"tp": 2, "sp": True}),
     (LLAMA, 320, 4, {"tp": 2}),
     (NARROW, 640, 2, {"cp": 2}),
     (LLAMA, 192, 6, {"pp": 2, "micro_batch": 1}),

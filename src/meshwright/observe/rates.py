@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from meshwright.kernels import fast
 from meshwright.kernels.attention import Mask
 from meshwright.planner.curves import DeviceCurves, Grid
+from meshwright.planner.work import Pass, Product
 
 Case = Callable[[], Any]
 DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}
@@ -86,7 +88,7 @@ def curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> Dev
 def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> Grid:
     def case(m: int, k: int, n: int) -> Case:
         x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-        return lambda: torch.nn.functional.linear(x, weight)
+        return lambda: functional.linear(x, weight)
 
     sizes = list(product(effort.dims, repeat=3))
     took = seconds_of({size: case(*map(int, size)) for size in sizes}, effort, device)
@@ -157,32 +159,41 @@ def _update(effort: Effort, device: torch.device) -> Grid:
     return Grid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
 
 
-def eager_passes(effort: Effort, device: torch.device, passes: Grid) -> dict[str, float]:
-    """How often the kernels that are not one on this device move their data, over the planner's count: forward and
-    backward of an activation, a norm, a rotation."""
-    kernels, tokens, width = fast(), 512, 256
+def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> dict[str, float]:
+    """How often the kernels of training move their data, or as long as that takes, over the planner's count: forward
+    and backward of activations, norms, a rotation, the loss. Fields of planner.stack.Stack."""
+    kernels, tokens, width, vocab = fast(), 512, 256, 4096
 
     def made(*size: int) -> Tensor:
         return torch.randn(*size, device=device, requires_grad=True)
 
-    gate, up, x, weight = made(tokens, width), made(tokens, width), made(1, tokens, width), made(width)
+    gate, up, x, weight, table = made(tokens, width), made(tokens, width), made(tokens, width), made(width), made(vocab, width)
     heads = made(1, tokens, 4, width // 4)
     cos = sin = torch.rand(tokens, 1, width // 8, device=device)
-    cases: dict[str, tuple[Case, tuple[Tensor, ...], float]] = {
-        "passes": (lambda: kernels.swiglu(gate, up), (gate, up), 8.0),
-        "norm_passes": (lambda: kernels.rms_norm(x, weight, 1e-6), (x, weight), 6.0),
-        "rope_passes": (lambda: kernels.rotate(heads, cos, sin), (heads,), 4.0),
+    targets = torch.randint(vocab, (tokens,), device=device)
+    cases: dict[str, tuple[Case, tuple[Tensor, ...]]] = {
+        "swiglu_passes": (lambda: kernels.swiglu(gate, up), (gate, up)),
+        "gelu_passes": (lambda: functional.gelu(up, approximate="tanh"), (up,)),
+        "norm_passes": (lambda: kernels.rms_norm(x, weight, 1e-6), (x, weight)),
+        "layer_norm_passes": (lambda: functional.layer_norm(x, (width,), weight, weight), (x, weight)),
+        "rope_passes": (lambda: kernels.rotate(heads, cos, sin), (heads,)),
+        "loss_passes": (lambda: kernels.linear_cross_entropy(x, table, targets), (x, table)),
     }
+    counts = {
+        "swiglu_passes": 8.0, "gelu_passes": 5.0, "norm_passes": 6.0, "layer_norm_passes": 6.0, "rope_passes": 4.0,
+        "loss_passes": 3.0 * vocab / width,
+    }  # fmt: skip
 
     def both(run: Case, inputs: tuple[Tensor, ...]) -> Case:
         given = torch.ones_like(run())
         return lambda: torch.autograd.grad(run(), inputs, given)
 
-    took = seconds_of({name: both(run, inputs) for name, (run, inputs, _) in cases.items()}, effort, device)
+    took = seconds_of({name: both(run, inputs) for name, (run, inputs) in cases.items()}, effort, device)
+    sizes = (tokens, width, vocab), (tokens, vocab, width), (width, tokens, vocab)
+    took["loss_passes"] -= sum(rates.product_s(Product(*size, 1.0, 4.0)) for size in sizes)
+    took["loss_passes"] -= rates.pass_s(Pass(8.0 * vocab * width))
     moved = tokens * width * 4.0
-    return {
-        name: max(1.0, took[name] * passes.at(3 * moved) / (count * moved)) for name, (_, _, count) in cases.items()
-    }
+    return {name: max(0.5, took[name] / (count * moved) * rates.passes.at(2 * moved)) for name, count in counts.items()}
 
 
 def autograd_s(effort: Effort, device: torch.device) -> float:

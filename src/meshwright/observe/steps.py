@@ -19,7 +19,8 @@ from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, reduce_dtype
 from meshwright.train.step import train_step
 
-LIMIT_S = 300.0
+LIMIT_S = 120.0
+"""To start, and of each plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def measured_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") -
     found = [0.0] * len(plans)
     for world in sorted({plan.layout.world for plan in plans}):
         some = [n for n, plan in enumerate(plans) if plan.layout.world == world]
-        limit = LIMIT_S + 10 * timing.seconds * len(some)
+        limit = LIMIT_S * (1 + len(some))
         ranks = on_ranks(world, _all_steps, [plans[n] for n in some], timing, device, limit_s=limit, device=device)
         for place, n in enumerate(some):
             found[n] = max(rank[place] for rank in ranks)

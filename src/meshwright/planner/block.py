@@ -82,7 +82,7 @@ def head(of: Local) -> Block:
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
     enter = _enter(of, alone=bool(stack.head_chunk_bytes))
-    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
+    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
         gather = Pass(chunks * vocab * shape.hidden * 8)
@@ -128,7 +128,9 @@ def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchang
 
 def _norm(of: Local, name: str) -> Operation:
     passes = of.stack.norm_passes
-    moved, launches = of.between_bytes * passes, 1.0 if passes == 1 else 6.0
+    if of.shape.norm == "layernorm" and of.stack.layer_norm_passes:
+        passes = of.stack.layer_norm_passes
+    moved, launches = of.between_bytes * passes, 1.0 if passes < 2 else 6.0
     return Operation(
         name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
     )
@@ -190,7 +192,7 @@ def _attention(of: Local, window: int) -> Iterator[Operation]:
         yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
     if shape.positions == "rope":
         passes = of.stack.rope_passes
-        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
+        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
         yield Operation(
             name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
         )
@@ -268,15 +270,20 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     gates = 2 if shape.mlp == "swiglu" else 1
     yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
-    moved = tokens * ffn * of.width
+    moved = tokens * ffn * of.width * _activation_passes(of)
     yield Operation(
         name=f"{name} activation",
-        forward=(Pass((gates + 1) * moved * of.stack.passes),),
-        inputs=(Pass((2 * gates + 1) * moved * of.stack.passes),),
+        forward=(Pass((gates + 1) * moved),),
+        inputs=(Pass((2 * gates + 1) * moved),),
         again=True,
     )
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
     yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _activation_passes(of: Local) -> float:
+    stack = of.stack
+    return stack.passes * (stack.swiglu_passes if of.shape.mlp == "swiglu" else stack.gelu_passes)
 
 
 def _routed(of: Local) -> Routed:
@@ -311,7 +318,7 @@ def _experts(of: Local) -> Iterator[Operation]:
             inputs=(Product(each, out, into, experts),),
             weights=(Product(into, each, out, experts),),
         )
-    inner = copies * ffn * of.width * of.stack.passes
+    inner = copies * ffn * of.width * _activation_passes(of)
     yield Operation(
         name="experts activation",
         forward=(Pass((gates + 1) * inner),),

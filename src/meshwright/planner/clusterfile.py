@@ -48,6 +48,7 @@ SHARES = ("hides_gradients", "hides_weights", "hides_tensor", "hides_ring", "hid
 """Fields of a stack that are parts of a whole."""
 STACK_SCALARS = (
     *(one.name for one in fields(Stack) if one.name.endswith(("_s", "passes"))), *SHARES, "contention", "skew",
+    "head_chunk_bytes",
 )  # fmt: skip
 
 

@@ -221,8 +221,9 @@ class Estimator:
         for rank in range(layout.pp) if exact else self._telling(layout):
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            units = self.shape.layers // layout.pp + (2 if layout.pp == 1 else 0)
             memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
-            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
+            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state, units)
             reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)

@@ -97,6 +97,14 @@ class Stack:
     """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
     norm_passes: float = 1.0
     """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    layer_norm_passes: float = 0.0
+    """The same where a norm is LayerNorm; 0 = as norm_passes."""
+    swiglu_passes: float = 1.0
+    """Of that activation, times passes: what a CPU computes, not what it moves."""
+    gelu_passes: float = 1.0
+    """Of a GELU, likewise."""
+    loss_passes: float = 1.0
+    """Of softmax and loss, likewise."""
     rope_passes: float = 1.0
     """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
     turns: float = 0.0

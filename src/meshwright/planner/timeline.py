@@ -250,16 +250,18 @@ def shared_links(layout: Layout, links: Links) -> float:
 
 
 def data_parallel_seconds(
-    layout: Layout, stack: Stack, links: Links, count: Counts, state: States
+    layout: Layout, stack: Stack, links: Links, count: Counts, state: States, units: int = 1
 ) -> tuple[float, float]:
-    """(reducing all gradients of a rank once, gathering all its parameters once)."""
+    """(reducing all gradients of a rank once, gathering all its parameters once). `units`: pieces in which sharded ones
+    travel; where links were measured each takes its own latency."""
     width = stack.gradient_exchange_bytes or state.gradient_bytes
     shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
     copies, apart = ranks_of(layout, "dp_replicate")
     reduce_s = gather_s = 0.0
     if layout.zero:
-        reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
-        gather_s = links.seconds("all-gather", count.whole * state.parameter_bytes, shards, stride)
+        units = units if links.curves else 1
+        reduce_s = units * links.seconds("reduce-scatter", count.whole * width / units, shards, stride)
+        gather_s = units * links.seconds("all-gather", count.whole * state.parameter_bytes / units, shards, stride)
         reduce_s += links.seconds("all-reduce", count.shard * width, copies, apart)
     else:
         reduce_s = links.seconds("all-reduce", count.whole * width, shards * copies, stride)
