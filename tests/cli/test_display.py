@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from meshwright.cli import display, fields
 from meshwright.cli.display import LiveDisplay, PlainDisplay, choose
 from meshwright.cli.panel import Panel
+from meshwright.spec import Layout
 from tests.cli import watched
 
 
@@ -178,3 +180,34 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[36m" in drawn()
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[36m" not in drawn()
+
+
+def test_the_layout_is_said_where_there_is_one() -> None:
+    told = watched.info()
+    assert "layout" not in dict(fields.opening(told))
+    layout = Layout(tp=2, sp=True, cp=2, pp=2, vp=2, schedule="interleaved", dp_shard=2, zero=1, ep=4)
+    rows = dict(fields.opening(replace(told, plan=replace(told.plan, layout=layout))))
+    assert rows["layout"] == (
+        "16 ranks = dp_shard 2 x cp 2 (ring) x tp 2 (sp) x pp 2 (interleaved, vp 2), ep 4, zero 1"
+    )
+
+
+def test_a_run_that_goes_on_is_smoothed_as_if_it_had_never_stopped() -> None:
+    whole, rest = io.StringIO(), io.StringIO()
+    watched.tell(PlainDisplay(whole), watched.info(steps=40))
+    before = tuple(watched.step(number).loss for number in range(1, 21))
+    watched.tell(PlainDisplay(rest), replace(watched.info(steps=40, first_step=20), losses=before))
+
+    def losses(log: io.StringIO) -> list[str]:
+        return [line.split(" | ")[1] for line in log.getvalue().splitlines() if "| loss" in line]
+
+    assert losses(rest) == losses(whole)[20:]
+
+
+def test_a_short_text_is_encoded_in_few_lines() -> None:
+    log = io.StringIO()
+    display = PlainDisplay(log)
+    for done in range(0, 340_001, 10_000):
+        display.encoding(done, 340_000)
+    lines = log.getvalue().splitlines()
+    assert lines[-1] == "encoding text: 0.3 of 0.3 MiB" and len(lines) == len(set(lines)) == 4

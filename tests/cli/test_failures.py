@@ -40,7 +40,7 @@ def disturbed(texts: Path, tmp_path: Path, act: str, bad: int = 1, world: int = 
     ended = launch(
         world, words(texts, run, f"layout.dp_shard={world}", "recipe.global_batch=6"), tmp_path, fault=In(5, act, bad)
     )
-    assert ended.seconds < 10
+    assert ended.seconds < 25, "before a launcher would kill (30 s); how long it takes depends on the machine"
     saved = checkpoint.latest(run / "checkpoints")
     assert saved is not None and saved.name == "step-000003"
     checkpoint.values(saved)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def test_unknown_keys_are_told_the_nearest(capsys: pytest.CaptureFixture[str]) -
         ("recipe.learning_rate=.nan", "recipe.learning_rate"),
         ("recipe.precision=fp12", "recipe.precision"),
         ("model=llama-tinny", "llama-tiny"),
-        ("layout.tp=5", "layout.tp=2"),
+        ("layout.tp=5", "= 5 ranks and 1 was started: take layout.tp=1"),
         ("layout.micro_batch=3", "micro_batch=3"),
         ("recipe.sequence=100000", "sequence"),
         ("model.vocab=100", "model.vocab"),
@@ -156,8 +157,6 @@ def test_a_second_run_in_the_same_folder_is_refused(texts: Path, run: Path, caps
 @pytest.fixture
 def damaged(texts: Path, tmp_path: Path, run: Path) -> Path:
     """A copy of the run to be damaged."""
-    import shutil
-
     shutil.copytree(run, tmp_path / "copy")
     for older in (tmp_path / "copy" / "checkpoints").iterdir():
         if older.name != "step-000012":
@@ -187,6 +186,47 @@ def test_a_tampered_checkpoint_is_refused(damaged: Path, texts: Path, capsys: py
     words = toy.train(texts, damaged, "recipe.steps=14", "resume=auto")
     assert "tampered" in refused(capsys, *words)
     assert "tampered" in refused(capsys, "eval", damaged)
+
+
+FLIPPED, CUT, GONE, UNCOMMITTED = "flipped", "cut", "gone", "uncommitted"
+
+
+@pytest.mark.parametrize("damage", [FLIPPED, CUT, GONE, UNCOMMITTED])
+def test_damage_is_passed_over_in_a_run_and_refused_by_name(
+    damage: str,
+    run: Path,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One rule for every verb and every kind of damage."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    newest, file = copy / "checkpoints" / "step-000012", shard(copy)
+    if damage == FLIPPED:
+        data = bytearray(file.read_bytes())
+        data[-50] ^= 1
+        file.write_bytes(data)
+    elif damage == CUT:
+        os.truncate(file, file.stat().st_size - 100)
+    else:
+        (file if damage == GONE else newest / "COMMIT").unlink()
+    prompt = ("--prompt-ids", "1,2", "--max-new-tokens", "1", "--json")
+    words = toy.train(texts, copy, "recipe.steps=12")
+    for refused_words in (
+        ("export", newest, tmp_path / "x"),
+        ("generate", newest, *prompt),
+        (*words, f"resume={newest}"),
+    ):
+        assert "take another one, or the run itself (resume=auto)" in refused(capsys, *refused_words)
+    assert call(capsys, "generate", copy, *prompt)[0] == 0
+    code, out, _ = call(capsys, "export", copy, tmp_path / "x", "--json")
+    assert code == 0 and json.loads(out)["checkpoint"].endswith("step-000010")
+    passed = [record.message for record in caplog.records if record.message.startswith("passed over: ")]
+    assert len(passed) == 2 and all("step-000012: " in message and "delete" not in message for message in passed)
+    code, out, _ = call(capsys, *words, "resume=auto")
+    assert code == 0 and "steps 11 to 12" in out
 
 
 def test_a_missing_shard_and_a_foreign_architecture_are_named(

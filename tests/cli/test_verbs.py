@@ -13,7 +13,7 @@ from meshwright.cli import quickstart
 from meshwright.cli.invocation import command
 from meshwright.cli.main import main
 from meshwright.cli.streaming import TextStream, printable
-from meshwright.cli.train import sort_words
+from meshwright.cli.train import again, sort_words
 from meshwright.data import Tokenizer
 from meshwright.spec.errors import PlanError
 from tests.cli import toy
@@ -260,3 +260,20 @@ def test_a_proposed_command_finds_this_very_program(program: Path, monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["/x/meshwright/__main__.py"])
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     assert command(["init"]) == ".venv/bin/python -m meshwright init"
+
+
+def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["plan.yaml", "run=my run", "resume=no"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    tail = "-m meshwright train plan.yaml 'run=my run' resume=auto"
+    assert again(words) == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
+    program.with_name("torchrun").write_text("")
+    assert again(words) == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
+    program.with_name("torchrun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
+    assert again(words) == f"torchrun {meeting} --nproc_per_node 2 {tail}"

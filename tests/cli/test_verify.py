@@ -68,3 +68,21 @@ def test_the_page_says_nothing_of_what_was_not_run() -> None:
     cells = dict(zip(columns, (cell.strip(" |") for cell in rows["| tp"]), strict=True))
     assert (cells["tp + sp"], cells["cp ring"], cells["packed"]) == ("-", "", "")
     assert "**no**" not in support_page([(one, None)], {})
+
+
+def test_nothing_to_compare_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--processes", "2", "--only", "tp,zero 3", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "no layout of at most 2 processes has zero 3 and tp: take --processes 4" in captured.err and not captured.out
+    assert main(["verify", "--only", "tp,tp 4"]) == 2
+    assert "no layout has all of these: some are alternatives" in capsys.readouterr().err
+
+
+def test_features_that_no_layout_of_the_matrix_has_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {"tp", "zero 3", "full", "cp gather", "packed", "micro-batches of 1"}
+    monkeypatch.setattr(matrix, "run", lambda chosen, device: [(one, None) for one in chosen])
+    assert main(["verify", "--only", ",".join(wanted), "--json"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert wanted <= set(result["features"].split(", "))

@@ -75,6 +75,23 @@ def test_a_port_in_use(texts: Path, tmp_path: Path) -> None:
     assert f"rank 0 cannot listen on 127.0.0.1:{port}" in ended.line and "take another MASTER_PORT" in ended.line
 
 
+def test_a_port_whose_owner_accepts_and_never_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library alone would wait for ever, deaf to SIGTERM."""
+    monkeypatch.setattr(launching, "REACH_S", 1.0)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        port = str(mute.getsockname()[1])
+        changes = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in changes.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(launching.Unreachable, match=rf"rank 1 cannot reach 127.0.0.1:{port}: no answer within 1 s"),
+            launching.joined(),
+        ):
+            pass
+
+
 def test_a_backend_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)

@@ -135,6 +135,8 @@ def test_a_missing_path_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "my_texts").mkdir()
     assert f"the nearest name is {tmp_path / 'my_texts'}" in refusal(tmp_path / "my_text" / "deep")
     assert f"{tmp_path} exists and holds nothing of that name" in refusal(tmp_path / "zzzzqqq")
+    (tmp_path / "o.md").write_text("x")
+    assert f"{tmp_path} exists and holds nothing of that name" in refusal(tmp_path / "nope.md")
     assert "did you mean data.path=stdlib?" in refusal("stdllib")
     assert "matches no file" in refusal(f"{tmp_path}/*.txt")
     assert "holds no files" in refusal(tmp_path / "my_texts")

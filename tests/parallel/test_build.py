@@ -1,7 +1,9 @@
 """What building an engine costs: a rank never has memory for more than it keeps, and every layout starts alike."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,6 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine
 from meshwright.parallel.data import local
 from meshwright.spec import Layout, num_parameters, presets
+from meshwright.spec.errors import IllegalLayout
 
 SHAPE = presets.model("llama-10m")
 SLACK_BYTES = 6 * 2**20
@@ -58,3 +61,11 @@ def test_a_rank_has_memory_for_its_part_only() -> None:
         assert abs(kept - whole / 2) < 0.01 * whole
         assert most < kept + SLACK_BYTES < 0.8 * whole
     assert abs(first[0][2] + second[0][2] - total) < 1e-6 * max(1.0, abs(total))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_tied_head_on_one_rank_is_never_trained_wrong(schedule: Any) -> None:
+    """Each end would shard a matrix of its own, and only one of them be updated."""
+    layout = Layout(pp=2, vp=2, schedule=schedule, dp_shard=2, zero=2, micro_batch=1)
+    with pytest.raises(IllegalLayout, match="tied head cannot have data parallelism"):
+        build_engine(replace(SHAPE, tied=True), layout)

@@ -67,7 +67,7 @@ def _collectives() -> dict[str, Any]:
     rows = tp.all_to_all(torch.full((sum(sent), 3), float(tp.index)), sent, sent)
     assert rows.shape[0] == sum(sent) and (rows == tp.index).all()
     assert ours["cp"].all_reduce(mine) is mine and ours["cp"].all_gather(mine) is mine
-    assert world.broadcast(torch.full((2,), float(ours.rank)), 3).tolist() == [3.0, 3.0]
+    assert world.all_reduce(torch.full((2,), float(ours.rank))).tolist() == [6.0, 6.0]
     received = torch.empty(2)
     work = tp.exchange([(torch.full((2,), float(ours.rank)), 1 - tp.index)], [(received, 1 - tp.index)])
     for one in work:
@@ -83,4 +83,4 @@ def test_collectives_on_four_processes() -> None:
     assert [result["ranks"] for result in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert all(result["limits"] == {timedelta(seconds=LIMIT_S)} for result in results), "what the world was given"
     assert results[0]["told"][0] == ("tp", "all_reduce", 24)
-    assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["broadcast"]
+    assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["all_reduce"]

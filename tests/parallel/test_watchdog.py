@@ -87,6 +87,22 @@ def test_an_observer_that_was_stopped_itself_blames_nobody() -> None:
     assert seen.silent_s == [2.0, 3.0]
 
 
+def test_who_has_met_and_never_beats_is_blamed_after_a_while() -> None:
+    store, seen = dist.HashStore(), _Observed(3)
+    for rank in (0, 2):
+        store.set(f"beat/{rank}", Beat().encode())
+    assert seen.look(store, Limits()) is None
+    seen.met_s -= 121
+    found = seen.look(store, Limits())
+    assert found is not None and found.rank == 1
+    assert found.sentence.startswith("rank 1 met the others 121 s ago and was not heard of since; ")
+    assert seen.look(store, Limits(hang_s=0)) is None
+
+
+def test_a_beat_of_a_newer_version_is_read() -> None:
+    assert Beat.decode(b'{"step": 3, "mood": "good"}') == Beat(step=3)
+
+
 def test_a_thread_is_seen_where_it_stands() -> None:
     pulse, go, on = Pulse(step=3, ended=5), threading.Event(), threading.Event()
     watches = []

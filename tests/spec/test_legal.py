@@ -10,7 +10,9 @@ from meshwright.spec import Layout, Recipe, presets
 from meshwright.spec.legal import layout_violations, nearest_divisor
 
 LLAMA = presets.model("llama-3.1-8b")
+TIED = presets.model("qwen2.5-0.5b")
 MIXTRAL = presets.model("mixtral-8x7b")
+NARROW = replace(MIXTRAL, moe=MIXTRAL.moe and replace(MIXTRAL.moe, ffn=4))
 RECIPE = Recipe(sequence=4096, global_batch=64)
 
 REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
@@ -37,6 +39,9 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (MIXTRAL, {"dp_shard": 3, "ep": 3}, {"global_batch": 63}, "layout.ep=3 does not divide the 8 experts"),
     (MIXTRAL, {"dp_shard": 2, "ep": 4}, {}, "dp_shard x cp x tp = 2 ranks"),
     (MIXTRAL, {"dp_shard": 2, "tp": 2, "ep": 2}, {}, "take layout.sp=true"),
+    (TIED, {"pp": 2, "vp": 2, "schedule": "zb-v", "dp_shard": 2, "zero": 2, "micro_batch": 1}, {}, "cannot share yet"),
+    (TIED, {"pp": 2, "vp": 2, "schedule": "dualpipe-v", "cp": 2, "micro_batch": 1}, {}, "cannot share yet"),
+    (NARROW, {"tp": 8}, {}, "layout.tp=8 exceeds model.moe.ffn=4"),
     (LLAMA, {"zero": 3, "dp_replicate": 2}, {}, "dp_shard instead of dp_replicate"),
     (LLAMA, {"tp": 2}, {"dropout": 0.1}, "take recipe.dropout=0"),
     (LLAMA, {"dp_shard": 2}, {"noise_scale_every": 5}, "take recipe.noise_scale_every=0"),

@@ -31,6 +31,22 @@ def test_both_numbers_and_the_nearest_layouts() -> None:
     assert alone is not None and alone.endswith("(torchrun --nproc_per_node 2), or take layout.tp=1 layout.sp=false")
 
 
+def test_the_number_of_processes_comes_before_what_it_makes_illegal() -> None:
+    """Neither the advised batch of 63 nor tp=2 would be the end of it."""
+    batch = world_violation(plan(dp_shard=3), 2)
+    assert batch is not None and "= 3 ranks and 2 were started: take layout.dp_shard=2, or layout." in batch
+    heads = world_violation(plan(tp=3), 1)
+    assert heads is not None and heads.endswith("tp=3 x pp=1 = 3 ranks and 1 was started: take layout.tp=1")
+    hopeless = replace(plan(tp=2), recipe=replace(PLAN.recipe, noise_scale_every=5, global_batch=1))
+    sentence = world_violation(hopeless, 1)
+    assert sentence is not None and sentence.startswith("recipe.noise_scale_every=5")
+
+
+def test_one_is_singular() -> None:
+    sentence = world_violation(plan(), 2)
+    assert sentence is not None and "= 1 rank and 2 were started: start 1 process (torchrun" in sentence
+
+
 def test_stages_by_hand_go_with_their_pipeline() -> None:
     by_hand = plan(pp=2, stages=(17, 15), micro_batch=1)
     assert all((layout.stages == (17, 15)) == (layout.pp == 2) for layout in nearest_layouts(by_hand, 4))

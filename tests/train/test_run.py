@@ -128,6 +128,11 @@ def test_killed_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> N
         assert checkpoint.latest(run.checkpoints) is None and not run.metrics.exists()
 
 
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("")
+    assert refusal(tmp_path / "t.txt") == f"run={tmp_path / 't.txt'} is a file, not a folder: choose another run="
+
+
 def test_resume_with_broken_checkpoints_only_does_not_start_again(tmp_path: Path) -> None:
     with create(tmp_path) as run:
         (save(run, 7) / "state.json").write_text("")

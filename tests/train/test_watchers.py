@@ -11,7 +11,7 @@ import pytest
 from meshwright.spec.errors import PlanError
 from meshwright.train.plot import _figure, loss_plot
 from meshwright.train.smooth import Smoothed
-from meshwright.train.watchers import TensorBoard, WandB
+from meshwright.train.watchers import Forgiving, Silent, TensorBoard, WandB
 from tests.cli import watched
 
 
@@ -144,3 +144,25 @@ def test_smoothing_starts_at_the_first_value_and_skips_what_is_no_number() -> No
     for _ in range(500):
         mean.add(1.0)
     assert mean.value == pytest.approx(1.0)
+
+
+def test_a_service_that_breaks_off_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Outage(Silent):
+        steps = 0
+
+        def stepped(self, metrics: Any) -> None:
+            self.steps += 1
+            if self.steps == 3:
+                raise ConnectionError("no route")
+
+        def started(self, info: Any) -> None:
+            if info.steps == 1:
+                raise ConnectionError("no login")
+
+    service = Outage()
+    watched.tell(Forgiving(service), watched.info(steps=10))
+    assert service.steps == 3
+    [record] = caplog.records
+    assert record.message == "Outage is told nothing more, training goes on: ConnectionError('no route')"
+    with pytest.raises(ConnectionError):
+        watched.tell(Forgiving(Outage()), watched.info(steps=1))

@@ -67,6 +67,7 @@ class PlainDisplay:
         self._log = log
         self._smooth = Smoothed()
         self._tenth = -1
+        self._encoded = ""
 
     def __enter__(self) -> Self:
         return self
@@ -78,16 +79,19 @@ class PlainDisplay:
 
     def encoding(self, done_bytes: int, all_bytes: int) -> None:
         """Print a line every tenth of the way."""
+        line = f"encoding text: {done_bytes / MIB:.1f} of {all_bytes / MIB:.1f} MiB"
         tenth = 10 * done_bytes // max(1, all_bytes)
-        if tenth != self._tenth:
-            self._tenth = tenth
-            self._print(f"encoding text: {done_bytes / MIB:.1f} of {all_bytes / MIB:.1f} MiB")
+        if tenth != self._tenth and line != self._encoded:
+            self._tenth, self._encoded = tenth, line
+            self._print(line)
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained on what, and the batch equation."""
         self._pace = fields.Pace(info.steps)
         self._digits = len(str(info.steps))
         self._steps = info.steps
+        for loss in info.losses:
+            self._smooth.add(loss)
         for label, sentence in fields.opening(info):
             self._print(f"{label:<6} {sentence}")
 

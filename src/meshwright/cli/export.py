@@ -52,7 +52,7 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     template = run.path / TEMPLATE
     export_folder(
         out,
-        model_tensors=weights(checkpoint, wanted),
+        model_tensors=weights(checkpoint, wanted, verified=True),
         shape=run.plan.model,
         tokenizer=Tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else Tokenizer.bytes(),
         dtype=wanted,
@@ -64,23 +64,24 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
 
 
 def locate(source: Path) -> "tuple[RunFolder, Path]":
-    """The run and the checkpoint that `source` means: one of its checkpoints, or a run folder and its newest."""
+    """The run and the checkpoint that `source` means, verified: one of its checkpoints, or a run folder and its newest
+    that is whole."""
     from meshwright.spec.errors import CheckpointError
-    from meshwright.train import shelf
+    from meshwright.train import checkpoint, shelf
     from meshwright.train.run import RunFolder
 
-    if (source / "COMMIT").is_file():
-        return RunFolder.open(source.resolve().parent.parent), source
+    if shelf.is_one(source) and not (source / "plan.yaml").is_file():
+        return RunFolder.open(source.resolve().parent.parent), checkpoint.named(source)
     run = RunFolder.open(source)
-    found = shelf.latest(run.checkpoints)
+    found = checkpoint.newest_whole(shelf.newest_first(run.checkpoints))
     if found is None:
         raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
     return run, found
 
 
-def weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
+def weights(checkpoint: Path, wanted: "torch.dtype", *, verified: bool = False) -> "Iterator[tuple[str, Tensor]]":
     """The weights of a checkpoint by name, layer after layer, a few at a time; for fp32 the master weights, where there
-    are any. Everything is verified at the first one."""
+    are any. Everything is verified at the first one, unless it was (`locate`)."""
     import torch
 
     from meshwright.train.checkpoint import names, stream
@@ -91,7 +92,8 @@ def weights(checkpoint: Path, wanted: "torch.dtype") -> "Iterator[tuple[str, Ten
         masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
         chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
     # In this order what one tensor of the directory is made of lies close together.
-    for name, tensor in stream(checkpoint, sorted(chosen, key=lambda name: _by_layer(chosen[name]))):
+    ordered = sorted(chosen, key=lambda name: _by_layer(chosen[name]))
+    for name, tensor in stream(checkpoint, ordered, verified=verified):
         yield chosen[name], tensor
 
 

@@ -2,7 +2,8 @@
 
 from collections import deque
 
-from meshwright.spec.units import GIB, count, duration
+from meshwright.spec.layout import Layout
+from meshwright.spec.units import GIB, count, duration, many
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 
@@ -30,14 +31,37 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{plan.model.name}, {count(info.parameters)} parameters, {plan.recipe.precision}, on {info.device}"),
         ("data", f"{plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"),
+        *([("layout", layout_line(plan.layout))] if plan.layout.world > 1 else []),
         ("batch", info.batch_equation),
         ("run", f"{plan.run}, {_steps(info)} of {plan.recipe.sequence} tokens a sequence"),
     ]
     return rows + [("note", note) for note in info.notes]
 
 
+def layout_line(layout: Layout) -> str:
+    """`8 ranks = dp_shard 2 x tp 2 (sp) x pp 2 (1f1b), zero 1`: axes that are used, and what belongs to them."""
+    parts = [
+        f"{axis} {degree}{_how(layout, axis)}"
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        if (degree := getattr(layout, axis)) > 1
+    ]
+    experts = f", ep {layout.ep}" if layout.ep > 1 else ""
+    recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}"
+    return f"{many(layout.world, 'rank')} = {' x '.join(parts)}{experts}, zero {layout.zero}{recompute}"
+
+
+def _how(layout: Layout, axis: str) -> str:
+    if axis == "tp":
+        return " (sp)" if layout.sp else ""
+    if axis == "cp":
+        return f" ({layout.context})"
+    if axis == "pp":
+        return f" ({layout.schedule}{f', vp {layout.vp}' if layout.vp > 1 else ''})"
+    return ""
+
+
 def _steps(info: RunInfo) -> str:
-    return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else f"{info.steps} steps"
+    return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else many(info.steps, "step")
 
 
 def speed(metrics: StepMetrics) -> str:

@@ -13,6 +13,22 @@ def command(words: Sequence[str]) -> str:
     return " ".join([_program(), *map(shlex.quote, words)])
 
 
+def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "") -> str:
+    """`torchrun ... -m meshwright WORDS` on as many processes; of several nodes `host` keeps the meeting place."""
+    meeting = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host or 'HOST'}:29500"]
+    options = [*(meeting if nodes > 1 else []), "--nproc_per_node", str(per_node)]
+    return " ".join([_torchrun(), *map(shlex.quote, [*options, "-m", "meshwright", *words])])
+
+
+def _torchrun() -> str:
+    """The one of this very environment."""
+    beside = Path(sys.executable).with_name("torchrun")
+    if not beside.exists():
+        return f"{shlex.quote(_near(Path(sys.executable)))} -m torch.distributed.run"
+    found = shutil.which("torchrun")
+    return "torchrun" if found and os.path.samefile(found, beside) else shlex.quote(_near(beside))
+
+
 def _program() -> str:
     called = Path(sys.argv[0])
     if called.name == "__main__.py" or not called.exists():

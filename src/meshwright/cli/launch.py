@@ -2,11 +2,13 @@
 
 import json
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.pulse import Pulse
     from meshwright.parallel.watchdog import Watchdog
 
-REACH_S, MEET_S = 60.0, 600.0
+REACH_S, MEET_S = 50.0, 600.0
 """For the launcher's store, which is there before any rank; for the slowest rank to import torch."""
 LAST_WORDS_S = 20.0
 """For other ranks to come where this one has failed before it met them."""
@@ -31,6 +33,10 @@ _watchdog: "Watchdog | None" = None
 """Of this process: whatever ends it, from the first line of a verb to its last, is told through it."""
 
 
+class Unreachable(RunError):
+    """There is no store to meet the other ranks at: each speaks for itself."""
+
+
 def rank() -> int:
     """This process's number among those that torchrun started; 0 when alone."""
     return int(os.environ.get("RANK", "0"))
@@ -39,6 +45,12 @@ def rank() -> int:
 def processes() -> int:
     """How many processes torchrun started; 1 when alone."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def nodes() -> int:
+    """Machines of which torchrun started equally many processes each; 1 where nothing says so."""
+    found = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return found if processes() % found == 0 else 1
 
 
 @contextmanager
@@ -77,7 +89,7 @@ def joined(hang_after_s: float | None = None) -> Iterator["Pulse"]:
 def fail(error: BaseException, line: str, code: int) -> None:
     """Print the line of an error. Of many processes one prints it, all end with its exit code: no return then."""
     watchdog = _watchdog
-    if watchdog is None and processes() > 1:
+    if watchdog is None and processes() > 1 and not isinstance(error, Unreachable):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another rank was quicker: this one ends by itself, too
         try:
             watchdog = _meet(LAST_WORDS_S, None)
@@ -124,7 +136,8 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     from meshwright.parallel.watchdog import Place, Watchdog
     from meshwright.train.phases import PHASES, READS
 
-    store = _store(hosts=rank() == 0 and not _is_agents_store())
+    reach_s = min(REACH_S, limit_s)
+    store = _store(hosts=rank() == 0 and not _is_agents_store(), limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
     place = Place(
         rank=rank(),
@@ -133,7 +146,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         host=socket.gethostname() if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else "",
     )
     watchdog = Watchdog(
-        dist.PrefixStore(attempt, _store(hosts=False)),
+        dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
         place,
         pulse=Pulse(),
@@ -152,24 +165,49 @@ def _is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store(*, hosts: bool) -> "dist.TCPStore":
+def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
     import torch.distributed as dist
 
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise RunError("WORLD_SIZE is above 1 without MASTER_ADDR and MASTER_PORT: start with torchrun") from None
-    try:
+
+    def connect() -> dist.TCPStore:
         return dist.TCPStore(
-            host, port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts, timeout=timedelta(seconds=REACH_S)
+            host, port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts, timeout=timedelta(seconds=limit_s)
         )
+
+    try:
+        return _within(limit_s, connect)
     except (RuntimeError, ValueError, OSError) as error:
         if hosts:
             advice = "take another MASTER_PORT" if "EADDRINUSE" in str(error) else "is MASTER_ADDR this machine?"
-            raise RunError(f"rank 0 cannot listen on {host}:{port}: {_first_line(error)}; {advice}") from None
-        raise RunError(
+            raise Unreachable(f"rank 0 cannot listen on {host}:{port}: {_first_line(error)}; {advice}") from None
+        raise Unreachable(
             f"rank {rank()} cannot reach {host}:{port}: {_first_line(error)}; is the port free and rank 0 started?"
         ) from None
+
+
+def _within(limit_s: float, connect: "Callable[[], dist.TCPStore]") -> "dist.TCPStore":
+    """In a thread that may be left behind: whatever listens on the port may accept and never speak, and the library has
+    no limit for that. The main thread goes on hearing signals."""
+    found: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(connect())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    try:
+        result = found.get(timeout=limit_s)
+    except queue.Empty:
+        raise OSError(f"no answer within {limit_s:.0f} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _neighbours() -> tuple[int, ...]:

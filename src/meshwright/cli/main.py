@@ -19,7 +19,7 @@ from meshwright.cli.failure import explain
 from meshwright.cli.generate import generate
 from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
-from meshwright.cli.launch import fail, processes
+from meshwright.cli.launch import fail, processes, rank
 from meshwright.cli.plan import plan
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
@@ -78,11 +78,13 @@ app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face di
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
 app.command(cls=Verb, name="accuracy", short_help="Score the planner on published runs.")(accuracy)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
-data = typer.Typer(cls=Verbs, help="Look at what is trained, before anything is.", short_help="Show what is trained.")
+data = typer.Typer(
+    cls=Verbs, help="Look at text, split and tokens before training.", short_help="Show text, split and tokens."
+)
 app.add_typer(data, name="data")
 
 
-@data.command(cls=Verb, name="show")
+@data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
 def data_show(
     words: Words = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
@@ -111,13 +113,17 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance."""
+    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance,
+    141 nobody reads stdout."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"] or ["--help"]
     if not debug:
         warnings.simplefilter("ignore")
     _share_cores()
+    if processes() > 1 and not debug:
+        # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Not app(...): it would answer Ctrl-C and closed pipes in its own words.
         verbs = typer.main.get_command(app)
@@ -125,8 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verbs.invoke(context)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         _close_stdout()
+        if processes() > 1:  # the others must learn why this rank ends
+            fail(error, f"rank {rank()} ended: nothing reads its stdout any more (a closed pipe)", BROKEN_PIPE)
         return BROKEN_PIPE
     except typer.Exit as request:
         return request.exit_code

@@ -12,6 +12,7 @@ from meshwright.model import Transformer, build
 from meshwright.model.hub import import_folder
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.train import shelf
 from meshwright.train.device import pick_device
 from meshwright.train.precision import DTYPES
 
@@ -39,7 +40,7 @@ def open_model(path: Path, dtype: str | None) -> Opened:
     """
     if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
-    if (path / "plan.yaml").is_file() or (path / "COMMIT").is_file():
+    if (path / "plan.yaml").is_file() or shelf.is_one(path):
         return _open_run(path, dtype)
     if (path / "config.json").is_file():
         return _open_hub(path, dtype)
@@ -52,7 +53,7 @@ def _open_run(path: Path, dtype: str | None) -> Opened:
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model = build(run.plan.model, dtype=wanted, device=pick_device(), initialize=False)
     places = model.state_dict()
-    for name, tensor in weights(checkpoint, wanted):
+    for name, tensor in weights(checkpoint, wanted, verified=True):
         places[name].copy_(tensor)
     file = run.tokenizer if run.tokenizer.is_file() else None
     tokenizer = Tokenizer.load(file) if file else Tokenizer.bytes()

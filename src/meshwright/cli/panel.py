@@ -32,6 +32,8 @@ class Panel:
         self.checkpoint: tuple[int, Path] | None = None
         self._evaluation: EvalMetrics | None = None
         self._smooth = Smoothed()
+        for loss in info.losses:
+            self.curve.add(self._smooth.add(loss))
         self._pace = fields.Pace(info.steps)
 
     @property

@@ -1,5 +1,6 @@
 """`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: trains, watched."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,10 +68,11 @@ def train(
             summary = loop.run(
                 plan, watchers=[display, *services], resume=resume, progress=display.encoding, pulse=pulse
             )
-    if json:
-        print_json(summary)
-    elif summary.stopped != "done":
-        print(f"go on with: {again(words or ())}")
+        # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
+        if json:
+            print_json(summary)
+        elif summary.stopped != "done":
+            print(f"go on with: {again(words or ())}", flush=True)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
@@ -89,10 +91,14 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def again(words: Sequence[str]) -> str:
-    """The same command, going on from the newest checkpoint."""
-    from meshwright.cli.invocation import command
+    """The same command on as many processes, going on from the newest checkpoint."""
+    from meshwright.cli.invocation import command, launched
+    from meshwright.cli.launch import nodes, processes
 
-    return command(["train", *(word for word in words if not word.startswith("resume=")), "resume=auto"])
+    words = ["train", *(word for word in words if not word.startswith("resume=")), "resume=auto"]
+    if processes() == 1:
+        return command(words)
+    return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))
 
 
 def _shape_from_folder(folder: Path) -> "ModelShape":
@@ -102,6 +108,7 @@ def _shape_from_folder(folder: Path) -> "ModelShape":
 
 
 def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
-    from meshwright.train.watchers import TensorBoard, WandB
+    from meshwright.train.watchers import Forgiving, TensorBoard, WandB
 
-    return [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
+    wanted: list[Watcher] = [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
+    return [Forgiving(watcher) for watcher in wanted]

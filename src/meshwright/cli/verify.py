@@ -1,9 +1,12 @@
 """`meshwright verify`: every pair of features in some layout of up to 8 processes, beside one device."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from meshwright.observe.matrix import Trial
 
 
 def verify(
@@ -25,9 +28,11 @@ def verify(
     unknown = wanted - FEATURES.keys()
     if unknown:
         raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
-    processes = min(processes, _devices(device))
+    allowed = _devices(device)
+    processes = min(processes, allowed)
     chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
-    chosen = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
+    having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
+    chosen = having or [_made_for(wanted, processes, allowed)]
     outcomes = []
     for trial, difference in run(chosen, device):
         outcomes.append((trial, difference))
@@ -52,6 +57,25 @@ def verify(
         raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
     if not json:
         print(f"{len(outcomes)} layouts equal one device; {len(refused)} pairs of features are refused")
+
+
+def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
+    """A layout that has features which no layout of the matrix has together, or not on so few processes."""
+    from meshwright.observe.matrix import FEATURES, LARGEST_WORLD, Trial, trial
+    from meshwright.spec.errors import PlanError
+    from meshwright.spec.units import many
+
+    names = [name for name in FEATURES if name in wanted]
+    found = trial(names)
+    if not isinstance(found, Trial):
+        why = found or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"
+        raise PlanError(f"--only {', '.join(names)}: no layout has all of these: {why}")
+    if found.layout.world > processes:
+        raise PlanError(
+            f"no layout of at most {many(processes, 'process', 'processes')} has {' and '.join(names) or 'anything'}: "
+            + (f"take --processes {found.layout.world}" if found.layout.world <= allowed else "there are no more GPUs")
+        )
+    return found
 
 
 def _devices(device: str) -> int:

@@ -20,6 +20,8 @@ _BINARY_SNIFF_BYTES = 2**13
 _NOT_TEXT = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 _NOT_OURS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _MAGIC = "*?["
+_ALIKE = 0.8
+"""A typing error leaves more of a name (difflib); an ending in common alone makes short names alike to 0.77."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def _nearest(path: str) -> str:
     missing = named.relative_to(folder).parts[0]
     if get_close_matches(path, ["stdlib"]):
         return "did you mean data.path=stdlib?"
-    close = get_close_matches(missing, os.listdir(folder), n=1)
+    close = get_close_matches(missing, os.listdir(folder), n=1, cutoff=_ALIKE)
     return f"the nearest name is {folder / close[0]}" if close else f"{folder} exists and holds nothing of that name"
 
 

@@ -26,8 +26,10 @@ from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, ends_group, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
+from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.held import adds_gradients
 from meshwright.spec.layout import Layout
+from meshwright.spec.legal import shares_tied_ends
 from meshwright.spec.places import own_stages
 from meshwright.spec.shape import ModelShape
 
@@ -49,8 +51,10 @@ def build_engine(
 
     Only what stays on this rank ever has memory: the model is cut and sharded before it gets any. Gradients are summed
     in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
-    in `dtype`.
+    in `dtype`. IllegalLayout where one rank has both ends of a tied head and data-parallel ranks beside it.
     """
+    if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
+        raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
     held = boxes(shape, mesh)

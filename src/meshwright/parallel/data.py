@@ -134,11 +134,11 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
     """What is communicated in the passes of one micro-batch; `last` = the last of the step."""
     if not zero:
         return
-    for module in [model] if isinstance(model, FSDPModule) else sharded_modules(model):
-        module.set_requires_gradient_sync(zero >= 2 or last)
-        module.set_requires_all_reduce(last)
-        if zero < 3:
-            module.set_reshard_after_backward(last)
+    assert isinstance(model, FSDPModule)  # all modules below it are told
+    model.set_requires_gradient_sync(zero >= 2 or last)
+    model.set_requires_all_reduce(last)
+    if zero < 3:
+        model.set_reshard_after_backward(last)
 
 
 def reduce_next(modules: list[FSDPModule]) -> None:

@@ -93,13 +93,6 @@ class Group:
         dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self.process_group)
         return found
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of the rank at place `source`, in place; gives x."""
-        if self.size > 1:
-            self.traffic.tell(self.axis, "broadcast", _bytes(x) if self.index == source else 0)
-            dist.broadcast(x, self.ranks[source], group=self.process_group)
-        return x
-
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
         """Start to send tensors to places and to receive from places of the group; wait() on what it gives.
 

@@ -26,7 +26,7 @@ class Pass(Protocol):
 
 
 def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = ()) -> Pipeline:
-    """The executor of this rank's stages. All ranks of a pipeline make theirs at the same time."""
+    """The executor of this rank's stages."""
     layout = mesh.layout
     parameter = next(stages[0].parameters())
     slices = layout.tp if layout.sp else 1

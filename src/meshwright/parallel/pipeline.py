@@ -38,7 +38,6 @@ class Pipeline:
     None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
     send for it, the same on all ranks. Activations travel in `group`, gradients in `backward`, another group of the
     same ranks: each has an order of its own. `before` and `after` are called around every action of a training step.
-    All ranks make a Pipeline at the same time: NCCL wants the first call of a group to be one of all its ranks.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Pipeline:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.current: tuple[Action, ...] = ()
         """The actions of the step under way."""
-        group.barrier()
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """What this rank does in a step of so many micro-batches; IllegalLayout where the schedule has no such list."""

@@ -87,8 +87,9 @@ class Beat:
 
     @staticmethod
     def decode(text: bytes) -> "Beat":
-        """Back from text."""
-        return Beat(**json.loads(text))
+        """Back from text; what another version says besides is passed over."""
+        known = Beat.__dataclass_fields__
+        return Beat(**{name: value for name, value in json.loads(text).items() if name in known})
 
     @property
     def place(self) -> str:

@@ -92,13 +92,12 @@ class Replicas:
 
 
 def replicate(stages: Iterable[Transformer], mesh: Mesh) -> tuple[Replicas, ...]:
-    """Sum the gradients of each stage over the ranks that hold the same parameters; one that two stages of this rank
-    have in common is summed with the first."""
-    seen: set[nn.Parameter] = set()
-    return tuple(_replicate(stage, mesh, seen) for stage in stages)
+    """Sum the gradients of each stage over the ranks that hold the same parameters. No two stages of a rank have one in
+    common: spec.legal refuses that beside data parallelism."""
+    return tuple(_replicate(stage, mesh) for stage in stages)
 
 
-def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Replicas:
+def _replicate(model: Transformer, mesh: Mesh) -> Replicas:
     experts = {
         parameter
         for block in model.layers.values()
@@ -112,8 +111,7 @@ def _replicate(model: Transformer, mesh: Mesh, seen: set[nn.Parameter]) -> Repli
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
-        some = [p for p in parameters if p.requires_grad and p not in seen]
-        seen.update(some)
+        some = [p for p in parameters if p.requires_grad]
         buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
         buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)
     return Replicas(buckets)

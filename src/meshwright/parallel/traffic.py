@@ -1,8 +1,8 @@
 """What a rank sends: every collective of a mesh, counted by axis and kind.
 
 Bytes are those that this rank sends, as rings do: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather and
-reduce-scatter (n-1)/n of the whole one; all-to-all the rows for others; broadcast its source, sends their sender.
-Groups of one rank send nothing and are not counted. `tell` costs about half a microsecond.
+reduce-scatter (n-1)/n of the whole one; all-to-all the rows for others; sends their sender. Groups
+of one rank send nothing and are not counted. What counting costs: docs/parallel.md.
 """
 
 from collections.abc import Mapping

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from meshwright.parallel.pulse import Beat, Pulse, Watch
-from meshwright.parallel.verdict import Limits, Verdict, died, judge, who
+from meshwright.parallel.verdict import ADVICE, Limits, Verdict, died, judge, who
 
 BEAT_S = 1.0
 READ_AT_ONCE = 256
@@ -36,6 +36,8 @@ LOST_S = 15.0
 """A rank that lost a connection waits so long for somebody who knows which rank is gone."""
 GRACE_S = 1.0
 """After SIGTERM, where nothing is to be saved: time for a verdict that may be the reason of it."""
+UNHEARD_S = 120.0
+"""Ranks that have met are heard of within this: the second connection to the store may take half of it."""
 LAST_S = 30.0
 """The first rank waits at the end so long for the others to be done."""
 FAILED, TERMINATED = 1, 143
@@ -113,6 +115,9 @@ class Watchdog:
             thread.join(TOLD_S)
         if self.place.rank == 0 and not self._cut_off:
             self._go_last()
+        if not any(thread.is_alive() for thread in self._threads):
+            for handle in (self._heard, self._bell, *self._processes):
+                os.close(handle)
 
     def _go_last(self) -> None:
         """The first rank may keep the store: others that still want it would take its end for a failure."""
@@ -159,6 +164,9 @@ class Watchdog:
             self.store.set(_key(self.place.rank), replace(self.beat, done=True).encode())
         except RuntimeError:  # what a store raises: the connection is closed, an answer took too long
             self._cut_off = True
+        except Exception as error:  # ours to mend; said as what it is, since nobody watches this rank any more
+            self.say(f"the watchdog of rank {self.place.rank} failed: {type(error).__name__}: {error}")
+            self.end(FAILED)
 
     def _once(self) -> None:
         own, seen = self.beat, self._last or self.watch.look()
@@ -276,15 +284,24 @@ class _Observed:
         self.keys = [_key(rank) for rank in range(world)]
         self.counts = [-1] * world
         self.silent_s = [0.0] * world
-        self.looked_s = 0.0
+        self.met_s, self.looked_s = time.monotonic(), 0.0
 
     def look(self, store: dist.Store, limits: Limits) -> Verdict | None:
-        """One request for all; nobody is judged before all are there."""
+        """One request for all; before all are there nobody is judged but who does not come."""
         if not self.looked_s and not store.check(self.keys):
-            return None
+            waited = time.monotonic() - self.met_s
+            return self._unheard(store, waited) if waited > max(UNHEARD_S, limits.silent_s) else None
         beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
         self.note([beat.count for beat in beats], time.monotonic())
         return judge(beats, self.silent_s, limits)
+
+    def _unheard(self, store: dist.Store, waited_s: float) -> Verdict | None:
+        """A rank that ended between the meeting and its first beat: no launcher may have been there to see it."""
+        missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
+        if missing is None:
+            return None
+        sentence = f"rank {missing} met the others {waited_s:.0f} s ago and was not heard of since; {ADVICE}"
+        return Verdict(missing, sentence)
 
     def note(self, counts: Sequence[int], now_s: float) -> None:
         """A pause of this rank itself (it was stopped, too) counts as two looks at most."""

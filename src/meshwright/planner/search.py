@@ -85,7 +85,7 @@ class _Search:
             limit_s = guessed[self.listed - 1][0] / (1 - TOLERANCE) if len(guessed) >= self.listed else float("inf")
             if waiting[0][0] > limit_s:
                 break
-            guessed = sorted([*guessed, *self.look(heappop(waiting)[2], limit_s)])[: 4 * self.listed]
+            guessed = sorted([*guessed, *self.look(heappop(waiting)[2], limit_s)])[: 2 * self.listed]
         self.found.slower += sum(len(splits(region.cell, self.fixed)) for *_, region in waiting)
         self.found.best = self.exact(guessed)
         self.found.too_large = sum(self.reasons.values())
@@ -197,7 +197,7 @@ class Least:
             self.kept[recompute] = min(kept, default=0.0)
         layout = Region(cell, 1, "1f1b", 1, "none").layout(*self.split)
         state = states(estimator.stack, layout, estimator.recipe.precision, estimator.held(layout, cell.pp // 2))
-        self.states = min(sum(state.step.values()), sum(state.update.values()))
+        self.states, self.update = sum(state.step.values()), sum(state.update.values())
         self.largest = max(state.step, key=state.step.__getitem__)
 
     def _costs(self, micro_batch: int, recompute: str) -> Costs:
@@ -208,7 +208,7 @@ class Least:
         name, ranks, vp = region.schedule, region.cell.pp, region.vp
         layers = first_layers(self.estimator.shape.layers, name, ranks, vp)
         kept = self.kept[region.recompute] * region.micro_batch * layers * about(name, ranks, vp, micro_batches, 0)
-        return self.states + kept, "activations" if kept > self.states / 2 else self.largest
+        return max(self.states + kept, self.update), "activations" if kept > self.states / 2 else self.largest
 
     def seconds(self, region: Region, micro_batches: int) -> float:
         """The busiest rank's own work, and the bubble of the schedule's closed form."""

@@ -4,7 +4,8 @@ MeshwrightError                 2
 ├── PlanError                   a plan file, an override, an unknown or impossible value
 │   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
 ├── DataError                   text, tokenizer or token cache
-├── CheckpointError             missing, truncated, tampered or foreign checkpoint
+├── CheckpointError             missing, foreign or newer checkpoint
+│   └── DamagedCheckpoint       not whole: passed over where the choice is ours, refused where it was named
 ├── HubError                    a Hugging Face directory that cannot be read or written
 ├── RunError                    a run folder that is taken, missing or damaged
 │   └── NonFiniteLoss           the loss or the gradient is no number any more
@@ -37,6 +38,10 @@ class DataError(MeshwrightError):
 
 class CheckpointError(MeshwrightError):
     """A checkpoint that is missing, truncated, tampered with or of another model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not what was once committed: a file missing, truncated or changed, or no COMMIT."""
 
 
 class HubError(MeshwrightError):

@@ -38,6 +38,8 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield (f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}")
     if tp > shape.ffn or tp > shape.vocab:
         yield f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}: take a smaller layout.tp"
+    if shape.moe is not None and layout.ep == 1 and tp > shape.moe.ffn:
+        yield f"layout.tp={tp} exceeds model.moe.ffn={shape.moe.ffn}: take a smaller layout.tp, or spread by layout.ep"
     if layout.sp and tp == 1:
         yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp"
     local = recipe.sequence // layout.cp
@@ -96,13 +98,19 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             f"{by_hand}, and layout.pp={layout.pp} x layout.vp={layout.vp} stages want the model's {shape.layers}: "
             f"take layout.stages={even}"
         )
-    if shape.tied and name in V_PLACED and layout.dp * layout.cp > 1:
+    if shares_tied_ends(shape, layout):
         yield (
             f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
             "parallelism cannot share yet: take layout.schedule=interleaved or zb-h1"
         )
     for batch in {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}:
         yield from _micro_batches(layout, batch)
+
+
+def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
+    """Whether two stages of one rank have a matrix in common that data-parallel ranks share, too: no reduction knows
+    of both."""
+    return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
 
 
 def _micro_batches(layout: Layout, batch: int) -> Iterator[str]:

@@ -44,3 +44,8 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes} min {secs:02d} s"
     return f"{whole} s"
+
+
+def many(number: int, one: str, several: str = "") -> str:
+    """A number with its noun: `1 rank`, `3 ranks`; `several` where the plural is more than an s."""
+    return f"{number} {one if number == 1 else several or one + 's'}"

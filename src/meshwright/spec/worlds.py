@@ -1,11 +1,12 @@
 """Layouts and numbers of processes: which of either is nearest, where the two that were given do not go together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.units import many
 
 PROPOSED = 2
 CHANGED_FIRST = ("dp_shard", "dp_replicate", "pp", "cp", "tp")
@@ -16,16 +17,23 @@ FARTHEST = 64
 def world_violation(plan: Plan, processes: int) -> str | None:
     """Why a plan cannot run on so many processes, with the nearest layouts and numbers that can; None = it can."""
     layout, found = plan.layout, plan.violations()
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        others = _instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else ""
-        return found[0] + more + others
     if layout.world == processes:
-        return None
+        return _illegal(plan, found, processes) if found else None
     factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
+    ranks = many(layout.world, "rank")
+    apart = f"the layout has {factors} = {ranks} and {processes} {'was' if processes == 1 else 'were'} started"
+    if not found:
+        start = f"start {many(layout.world, 'process', 'processes')} (torchrun --nproc_per_node {layout.world})"
+        return f"{apart}: {start}{_instead(plan, processes, ', or take ')}"
+    # So many processes would not help: the next refusal would be that of the plan.
+    instead = _instead(plan, processes, ": take ")
+    return apart + instead if instead else _illegal(plan, found, processes)
+
+
+def _illegal(plan: Plan, found: Sequence[str], processes: int) -> str:
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return (
-        f"the layout has {factors} = {layout.world} ranks and {processes} were started: start {layout.world} processes "
-        f"(torchrun --nproc_per_node {layout.world}){_instead(plan, processes, ', or take ')}"
+        found[0] + more + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
     )
 
 
@@ -52,7 +60,8 @@ def _instead(plan: Plan, processes: int, lead: str) -> str:
         for way in (-1, 1)
     ]
     legal = " or ".join(str(number) for number in numbers if number)
-    return f"; no layout of {processes} processes is legal for this plan, one of {legal} is" if legal else ""
+    started = many(processes, "process", "processes")
+    return f"; no layout of {started} is legal for this plan, one of {legal} is" if legal else ""
 
 
 def _change(old: Layout, new: Layout) -> str:

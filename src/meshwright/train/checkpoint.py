@@ -11,6 +11,7 @@ All ranks of `group` call `save` and `load` together, on a file system that they
 
 import errno
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.parallel.agree import all_names, gathered
-from meshwright.spec.errors import CheckpointError
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.train import commit as commits
 from meshwright.train import shelf
@@ -42,20 +43,24 @@ __all__ = [
     "latest",
     "listing",
     "load",
+    "named",
     "names",
+    "newest_whole",
     "rng_state",
     "save",
     "set_rng_state",
     "stream",
     "sweep",
     "values",
+    "verify",
 ]
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 T = TypeVar("T")
 
 STATE = "state.json"
-_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+log = logging.getLogger(__name__)
+_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save(
@@ -114,17 +119,69 @@ def save(
     return target
 
 
+def newest_whole(
+    candidates: Sequence[Path], group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+) -> Path | None:
+    """The first of these that is as it was committed, to the byte; damaged ones are passed over with a warning.
+
+    None where there are none at all. CheckpointError: all are damaged, or one is of a newer version.
+    """
+    newest: DamagedCheckpoint | None = None
+    for path in candidates:
+        try:
+            verify(path, group, begun)
+        except DamagedCheckpoint as error:
+            newest = newest or error
+            if _rank(group) == 0:
+                log.warning("passed over: %s", error)
+        else:
+            return path
+    if newest is None:
+        return None
+    raise _also_said(newest, f"no checkpoint of {candidates[0].parent.parent} can be used; the last one: {newest}")
+
+
+def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None) -> Path:
+    """A checkpoint that a user gave, verified: it or none. CheckpointError."""
+    try:
+        verify(checkpoint, group, begun)
+    except DamagedCheckpoint as error:
+        advice = "take another one, or the run itself (resume=auto) for its newest that is whole"
+        raise _also_said(error, f"{error}; {advice}") from None
+    return checkpoint
+
+
+def verify(
+    checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+) -> Commit:
+    """Compare every byte with what was committed, all ranks together: each hashes every n-th file. DamagedCheckpoint,
+    CheckpointError where it is of a newer version. `begun` is told of every file."""
+
+    def look() -> Commit:
+        commit = commits.read(checkpoint)
+        commits.check_sizes(checkpoint, commit)
+        commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
+        return commit
+
+    return _agreed(look, group)
+
+
 def load(
-    checkpoint: Path, tensors: Mapping[str, Tensor], *, subset: bool = False, group: dist.ProcessGroup | None = None
+    checkpoint: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    subset: bool = False,
+    group: dist.ProcessGroup | None = None,
+    verified: bool = False,
 ) -> dict[str, Any]:
     """Fill `tensors` in place and return the values; nothing is touched before everything is verified.
 
     The names must be those saved (over all ranks), shapes and dtypes equal; with `subset` the checkpoint may hold more
     (a model without its optimizer). Random states (rng.*) are filled where both sides have them. Costs two readings
-    of the files: hashes, then tensors. CheckpointError: truncated, tampered with, not committed, of another model, of
-    a newer version.
+    of the files: hashes (`verified`: `verify` was called, and none are read), then tensors. DamagedCheckpoint;
+    CheckpointError: of another model, of a newer version.
     """
-    commit = _agreed(lambda: _verify(checkpoint, group), group)
+    commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
     saved = _agreed(reader.kinds, group)
     everyone = all_names(_not_random(tensors), group) if _distributed() else set(tensors)
@@ -182,19 +239,13 @@ class _Planner(dcp.DefaultSavePlanner):
 def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
     place = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    advice = "free some space and resume" if error.errno in _SPACE else "mend that and resume"
-    return CheckpointError(
-        f"checkpoint {target} could not be saved: {reason}; it needs {gib(needed_bytes)} and "
-        f"{gib(shutil.disk_usage(place).free)} are free; earlier checkpoints are kept: {advice}"
-    )
-
-
-def _verify(checkpoint: Path, group: dist.ProcessGroup | None) -> Commit:
-    """Ranks share the work: each hashes every n-th file."""
-    commit = commits.read(checkpoint)
-    commits.check_sizes(checkpoint, commit)
-    commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)])
-    return commit
+    free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(place).free)} are free"
+    if error.errno == errno.EFBIG:
+        free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
+    else:
+        advice = "free some space and resume" if error.errno in _SPACE else "mend that and resume"
+    kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
+    return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{kept}: {advice}")
 
 
 def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:
@@ -261,14 +312,26 @@ def _world(group: dist.ProcessGroup | None) -> int:
 
 def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `look` on every rank; what one rank refuses, all refuse, so that none waits for it later."""
-    result, refusal = [], ""
+    result: list[T] = []
+    refusal: CheckpointError | None = None
     try:
         result.append(look())
     except CheckpointError as error:
-        refusal = str(error)
-    refusals = [text for text in (gathered(refusal, group) if _distributed() else [refusal]) if text]
+        refusal = error
+    refusals = [found for found in (gathered(refusal, group) if _distributed() else [refusal]) if found]
     if refusals:
-        failure = CheckpointError(refusals[0])
-        failure.said_elsewhere = _rank(group) > 0
-        raise failure
+        raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
     return result[0]
+
+
+def _also_said(
+    error: CheckpointError,
+    sentence: str,
+    kind: type[CheckpointError] = CheckpointError,
+    *,
+    elsewhere: bool = False,
+) -> CheckpointError:
+    """Another sentence for an error, by the same rank."""
+    failure = kind(sentence)
+    failure.said_elsewhere = error.said_elsewhere or elsewhere
+    return failure

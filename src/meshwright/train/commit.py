@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import CheckpointError
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.train.durable import write_file
 
 FORMAT = 1
@@ -61,39 +61,47 @@ def write(folder: Path, commit: Commit) -> None:
 
 
 def read(folder: Path) -> Commit:
-    """Read COMMIT and check it against its own hash. CheckpointError where there is none, or no good one."""
+    """Read COMMIT and check it against its own hash. DamagedCheckpoint where there is none, or no good one;
+    CheckpointError where it is of a newer version or may not be read."""
     try:
         raw = (folder / NAME).read_bytes()
     except FileNotFoundError:
-        what = "is not committed: its save did not end" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"checkpoint {folder} {what}; take another one") from None
+        if folder.is_dir():
+            raise _damaged(folder, "it is not committed, its save did not end") from None
+        raise CheckpointError(f"checkpoint {folder} does not exist; take another one") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
     return _decode(folder, raw)
 
 
 def check_sizes(folder: Path, commit: Commit) -> None:
-    """Every file is there in its full length: costs one look at each directory entry. CheckpointError."""
+    """Every file is there in its full length: costs one look at each directory entry. DamagedCheckpoint."""
     for file in commit.files:
         try:
             size = (folder / file.name).stat().st_size
         except OSError as error:
-            raise _broken(folder, f"{file.name} cannot be read ({error.strerror})") from None
+            raise _damaged(folder, f"{file.name} cannot be read ({error.strerror})") from None
         if size != file.size_bytes:
-            raise _broken(folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}")
+            raise _damaged(folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}")
     listed = {file.name for file in commit.files}
     for path in folder.glob("*.safetensors"):
         if path.name not in listed:
-            raise _broken(folder, f"{path.name} does not belong to it")
+            raise _damaged(folder, f"{path.name} does not belong to it")
 
 
-def check_hashes(folder: Path, files: Iterable[FileRecord]) -> None:
-    """Every byte is as it was written: costs one reading of the files, on up to 8 threads. CheckpointError."""
+def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], None] = lambda: None) -> None:
+    """Every byte is as it was written: costs one reading of the files, on up to 8 threads, which tell `begun` of each.
+    DamagedCheckpoint."""
     files = list(files)
+
+    def look(file: FileRecord) -> str:
+        begun()
+        return _difference(folder, file)
+
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(files)))) as pool:
-        for problem in pool.map(lambda file: _difference(folder, file), files):
+        for problem in pool.map(look, files):
             if problem:
-                raise _broken(folder, problem)
+                raise _damaged(folder, problem)
 
 
 def _difference(folder: Path, file: FileRecord) -> str:
@@ -104,8 +112,9 @@ def _difference(folder: Path, file: FileRecord) -> str:
     return "" if same else f"{file.name} is damaged or tampered with: its hash differs from the one in {NAME}"
 
 
-def _broken(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {folder}: {what}; delete this checkpoint to go on from another one")
+def _damaged(folder: Path, what: str) -> DamagedCheckpoint:
+    """Without advice: whoever chose the checkpoint knows what else there is."""
+    return DamagedCheckpoint(f"checkpoint {folder}: {what}")
 
 
 def _encode(commit: Commit) -> bytes:
@@ -136,7 +145,7 @@ def _decode(folder: Path, raw: bytes) -> Commit:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise _broken(folder, f"{NAME} is truncated or damaged")
+        raise _damaged(folder, f"{NAME} is truncated or damaged")
     return commit
 
 

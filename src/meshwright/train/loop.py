@@ -16,7 +16,7 @@ from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
-from meshwright.train import checkpoint, device
+from meshwright.train import checkpoint, device, shelf
 from meshwright.train.batches import Share
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
@@ -61,7 +61,7 @@ def run(
         _folder(plan, corpus, resume, first) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
-        found = first.for_all(lambda: _checkpoint_of(folder, resume))
+        found = _checkpoint_of(folder, resume, first, pulse)
         state = _new_state(plan, mesh, target, initialize=found is None)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
@@ -179,17 +179,20 @@ def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool
     return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
 
 
-def _checkpoint_of(folder: RunFolder, resume: str) -> Path | None:
-    """What `resume` means now."""
+def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Pulse) -> Path | None:
+    """What `resume` means now, verified: of our own choice damaged ones are passed over, one that was named is not."""
     if resume == "no":
         return None
-    return checkpoint.latest(folder.checkpoints) if resume == "auto" else Path(resume)
+    if resume != "auto":
+        return checkpoint.named(Path(resume), begun=pulse.piece_begun)
+    candidates = first.for_all(lambda: shelf.newest_first(folder.checkpoints))
+    return checkpoint.newest_whole(candidates, begun=pulse.piece_begun)
 
 
 def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, found: Path) -> None:
     """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
     if not any(name.startswith("optimizer.") for name in checkpoint.names(found)):
-        checkpoint.load(found, state.model_tensors())
+        checkpoint.load(found, state.model_tensors(), verified=True)
         state.optimizer.read_masters()
         return
     values = checkpoint.values(found)
@@ -199,7 +202,7 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
     if values["data"] != corpus.fingerprint:
         raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
     tensors = state.tensors()
-    checkpoint.load(found, tensors)
+    checkpoint.load(found, tensors, verified=True)
     state.restore(tensors, values)
     if state.engine.mesh.rank == 0:
         MetricsLog(folder.metrics).truncate_to(state.progress.step)

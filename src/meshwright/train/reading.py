@@ -60,15 +60,16 @@ def names(checkpoint: Path) -> dict[str, Kind]:
     return Reader(checkpoint).kinds()
 
 
-def stream(checkpoint: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def stream(checkpoint: Path, names: Iterable[str], *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name, in this order, whole, for this process alone.
 
-    Everything is verified once, before the first. No more than RUN_BYTES, or one tensor, are read ahead.
-    CheckpointError as of checkpoint.load, and for a name that is not there.
+    Everything is verified once, before the first; not if it was (`checkpoint.verify`). No more than RUN_BYTES, or one
+    tensor, are read ahead. CheckpointError as of checkpoint.load, and for a name that is not there.
     """
-    commit = commits.read(checkpoint)
-    commits.check_sizes(checkpoint, commit)
-    commits.check_hashes(checkpoint, commit.files)
+    if not verified:
+        commit = commits.read(checkpoint)
+        commits.check_sizes(checkpoint, commit)
+        commits.check_hashes(checkpoint, commit.files)
     reader = Reader(checkpoint)
     kinds = reader.kinds()
     for run in _runs(checkpoint, names, kinds):

@@ -38,6 +38,8 @@ class RunFolder:
         RunError: another process runs in it; it holds a run and `resume` is not given; it has another tokenizer; it
         cannot be written. CheckpointError: a run is to be resumed and every checkpoint of it is broken.
         """
+        if path.exists() and not path.is_dir():
+            raise RunError(f"run={path} is a file, not a folder: choose another run=")
         with _one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             if (path / "plan.yaml").exists() and not (path / "checkpoints").exists():
@@ -214,6 +216,12 @@ class MetricsLog:
         A last line without its end is still being written, and left out.
         """
         return [_heard(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
+
+    @staticmethod
+    def losses(path: Path, every: int, most: int = 200) -> tuple[float, ...]:
+        """Of every n-th step (0: of none), the last ones: more than what a smoothed curve still holds. RunError."""
+        steps = [row for row in MetricsLog.read(path) if "kind" not in row] if every else []
+        return tuple(row["loss"] for row in steps if row["step"] % every == 0)[-most:]
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -42,12 +42,23 @@ def listing(folder: Path) -> list[Saved]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint that is committed and complete; a broken one is passed over with a warning in the log."""
+    """The newest checkpoint that is committed, with every file in its length (no byte is read); a broken one is passed
+    over with a warning in the log."""
     for saved in reversed(listing(folder)):
         if not saved.problem:
             return saved.path
         log.warning("passed over: %s", saved.problem)
     return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, damaged or not."""
+    return [saved.path for saved in reversed(listing(folder))]
+
+
+def is_one(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or was to become one."""
+    return (path / commits.NAME).is_file() or (_NAME.fullmatch(path.resolve().name) is not None and path.is_dir())
 
 
 def best(folder: Path) -> Path | None:

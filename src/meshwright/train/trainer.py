@@ -272,8 +272,13 @@ class Trainer:
             train_tokens=self.corpus.train.num_tokens,
             bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
             peak_flop_per_s=device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device),
+            losses=self._losses_before(),
             notes=self._notes(),
         )
+
+    def _losses_before(self) -> tuple[float, ...]:
+        goes_on = self.watchers and self.state.progress.step
+        return MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else ()
 
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, []
@@ -282,6 +287,8 @@ class Trainer:
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
                 "the model is meant for"
             )
+        if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
+            found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
         problem = unwritable(plan.model)
         if problem:
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
@@ -294,9 +301,10 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        records = MetricsLog.read(self.folder.metrics) if self.is_first else []
-        if records:
-            loss_plot(records, self.folder.loss_plot)
+        if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
+            records = MetricsLog.read(self.folder.metrics)
+            if records:
+                loss_plot(records, self.folder.loss_plot)
         if self.is_first and self.ledger.step:
             self.folder.keep_ledger(self.ledger.document())
         progress, validation = self.state.progress, self.corpus.validation

@@ -26,6 +26,8 @@ class RunInfo:
     """Of the held-out text: turns nats per token into bits per byte."""
     peak_flop_per_s: float | None
     """What MFU is measured against; None = unknown, and MFU is not printed."""
+    losses: tuple[float, ...] = ()
+    """Of the last logged steps before first_step, for a curve that goes on where it was."""
     notes: tuple[str, ...] = ()
     """Whatever else a person should read once, a sentence each."""
 

@@ -2,15 +2,18 @@
 
 import importlib
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 from meshwright.spec.errors import PlanError
 from meshwright.train.durable import replace_file
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+
+log = logging.getLogger(__name__)
 
 
 class Silent:
@@ -30,6 +33,42 @@ class Silent:
 
     def ended(self, summary: Summary) -> None:
         """At the end."""
+
+
+class Forgiving:
+    """A watcher whose failures, once it has started, do not end a run of many hours: it is told nothing more."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher, self.failed = watcher, False
+
+    def started(self, info: RunInfo) -> None:
+        """Before the first step; a service that cannot be reached now is an error."""
+        self.watcher.started(info)
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """After a step."""
+        self._tell(lambda: self.watcher.stepped(metrics))
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """After an evaluation."""
+        self._tell(lambda: self.watcher.evaluated(metrics))
+
+    def saved(self, step: int, path: Path) -> None:
+        """After a checkpoint."""
+        self._tell(lambda: self.watcher.saved(step, path))
+
+    def ended(self, summary: Summary) -> None:
+        """At the end."""
+        self._tell(lambda: self.watcher.ended(summary))
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            tell()
+        except Exception as error:  # of whatever kind: the service is not ours
+            self.failed = True
+            log.warning("%s is told nothing more, training goes on: %r", type(self.watcher).__name__, error)
 
 
 class TensorBoard(Silent):
