@@ -95,7 +95,7 @@ def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]
     for line in lines:
         means = {name: line[name][0] for name in ("time", "calibrated", "memory") if isinstance(line[name], tuple)}  # type: ignore[index]
         known = {**means, **{name: line[name] for name in PLAIN}}
-        slug = str(line["family"]).lower().replace(" ", "-")
+        slug = str(line["family"]).lower().replace(" ", "-").replace(".", "-")
         found[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
     return found
 

@@ -67,6 +67,19 @@ class SlowToEnd:
             dist.destroy_process_group = slowly
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedStdout:
+    """Nothing reads what rank `bad` prints, as behind `| head`."""
+
+    bad: int = 0
+
+    def __call__(self, rank: int) -> None:
+        if rank == self.bad:
+            read, write = os.pipe()
+            os.dup2(write, 1)
+            os.close(read)
+
+
 def die(named: dict[str, Any]) -> None:
     """As the kernel kills a process that has taken too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from meshwright.planfile import read
 from meshwright.train import checkpoint
 from meshwright.train.run import MetricsLog
 from tests.cli import toy
-from tests.cli.faults import In, SlowToEnd
+from tests.cli.faults import ClosedStdout, In, SlowToEnd
 from tests.cli.launched import Ended, launch, new_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,13 @@ def test_a_cluster_that_wants_its_machine_back(texts: Path, tmp_path: Path) -> N
     ended = launch(2, words(texts, run, "layout.dp_shard=2"), tmp_path, fault=In(5, "terminate"))
     assert ended.codes == [0, 0] and not ended.errors
     assert str(checkpoint.latest(run / "checkpoints")).endswith("step-000005")
+
+
+def test_an_output_that_nobody_reads(texts: Path, tmp_path: Path) -> None:
+    """The others are not told that the first rank is silent: it says why it ends."""
+    ended = launch(2, words(texts, tmp_path / "run", "layout.dp_shard=2"), tmp_path, fault=ClosedStdout())
+    assert ended.codes == [141, 141]
+    assert ended.line == "meshwright: rank 0 ended: nothing reads its stdout any more (a closed pipe)"
 
 
 def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:

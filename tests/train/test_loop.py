@@ -165,6 +165,7 @@ def test_signals_end_it_after_the_step_with_a_checkpoint(
     summary = loop.run(make(), watchers=[notes])
     assert (summary.step, summary.stopped) == (6, stopped) and notes.saves == [4, 6] and notes.summary == summary
     assert list(steps_of(metrics(tmp_path / "run"))) == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "run" / "loss.png").exists(), "who sent the signal may not wait for a picture"
     assert signal.getsignal(number) == before
 
 

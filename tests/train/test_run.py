@@ -266,3 +266,13 @@ def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="No space left on device"):
             full.append({"step": 1})
         full.close()
+
+
+def test_the_losses_that_a_curve_goes_on_from(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 7):
+        log.append({"step": step, "loss": step / 2})
+        log.append({"step": step, "kind": "eval", "loss": 9.0})
+    log.close()
+    assert MetricsLog.losses(log.path, 2) == (1.0, 2.0, 3.0)
+    assert MetricsLog.losses(log.path, 1, most=2) == (2.5, 3.0) and MetricsLog.losses(log.path, 0) == ()

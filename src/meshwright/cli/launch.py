@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.pulse import Pulse
     from meshwright.parallel.watchdog import Watchdog
 
-REACH_S, MEET_S = 50.0, 600.0
+REACH_S, MEET_S = 40.0, 600.0
 """For the launcher's store, which is there before any rank; for the slowest rank to import torch."""
 LAST_WORDS_S = 20.0
 """For other ranks to come where this one has failed before it met them."""

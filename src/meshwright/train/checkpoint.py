@@ -126,19 +126,20 @@ def newest_whole(
 
     None where there are none at all. CheckpointError: all are damaged, or one is of a newer version.
     """
-    newest: DamagedCheckpoint | None = None
+    damaged: list[DamagedCheckpoint] = []
     for path in candidates:
         try:
             verify(path, group, begun)
         except DamagedCheckpoint as error:
-            newest = newest or error
-            if _rank(group) == 0:
-                log.warning("passed over: %s", error)
-        else:
-            return path
-    if newest is None:
+            damaged.append(error)
+            continue
+        for error in damaged if _rank(group) == 0 else ():
+            log.warning("passed over: %s", error)
+        return path
+    if not damaged:
         return None
-    raise _also_said(newest, f"no checkpoint of {candidates[0].parent.parent} can be used; the last one: {newest}")
+    newest, run = damaged[0], candidates[0].parent.parent
+    raise _also_said(newest, f"no checkpoint of {run} can be used; the last one: {newest}")
 
 
 def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None) -> Path:
