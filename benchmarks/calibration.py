@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line sets it for the processes that it starts
     machine = load(options.cluster) if options.cluster else calibrate(say=lambda line: print(line, file=sys.stderr))
     if options.save:
         write(machine, options.save)

@@ -23,7 +23,7 @@ from meshwright.kernels.cross_entropy import CHUNK_BYTES
 from meshwright.observe.exchanges import exchange_grids
 from meshwright.observe.jobs import jobs
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.rates import QUICK, Effort, autograd_s, curves, eager_passes
+from meshwright.observe.rates import ON_GPU, QUICK, Effort, autograd_s, curves, eager_passes
 from meshwright.observe.steps import Timing, measured_steps, threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
@@ -56,7 +56,7 @@ def calibrate(
     started = time.perf_counter()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     worlds = worlds or ((1, 2, 4) if device == "cpu" else sorted({1, torch.cuda.device_count()}))
-    effort = QUICK if quick else Effort()
+    effort = QUICK if quick else Effort() if device == "cpu" else ON_GPU
     found: dict[int, Measured] = {}
     for world in worlds:
         say(

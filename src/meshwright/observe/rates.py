@@ -34,12 +34,18 @@ class Effort:
     bytes_moved: tuple[float, ...] = (3e4, 3e5, 3e6, 3e7, 1.5e8)
     sequences: tuple[float, ...] = (128, 512, 1024)
     head_dims: tuple[float, ...] = (32, 64)
+    tokens: int = 1024
+    """Of attention: as many sequences as make so many."""
     messages: tuple[float, ...] = (4096, 65536, 2**20, 2**23)
     """Bytes of exchanges."""
     rounds: int = 3
     window_s: float = 0.012
 
 
+ON_GPU = Effort(
+    dims=(128, 512, 2048, 8192), bytes_moved=(3e5, 3e6, 3e7, 3e8, 3e9), sequences=(512, 2048, 8192), head_dims=(64, 128),
+    tokens=16384, messages=(65536, 2**20, 2**24, 2**28),
+)  # fmt: skip
 QUICK = Effort(
     dims=(16, 128), bytes_moved=(3e4, 3e6), sequences=(64, 256), head_dims=(32,), messages=(4096, 2**20), rounds=1,
     window_s=0.002,
@@ -112,7 +118,7 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
     kernels = fast()
 
     def tensors(sequence: int, dim: int) -> list[Tensor]:
-        batch = max(1, 1024 // sequence)
+        batch = max(1, effort.tokens // sequence)
         return [
             torch.randn(batch, sequence, HEADS, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
         ]
@@ -132,7 +138,7 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
     took = seconds_of(cases, effort, device)
     rates: list[list[float]] = [[], []]
     for sequence, dim in product(effort.sequences, effort.head_dims):
-        flop = 4 * max(1, 1024 // sequence) * sequence * (sequence / 2) * HEADS * dim
+        flop = 4 * max(1, effort.tokens // sequence) * sequence * (sequence / 2) * HEADS * dim
         once, twice = took["forward", sequence, dim], took["both", sequence, dim]
         rates[0].append(flop / once)
         rates[1].append(2.5 * flop / max(twice - once, once / 2))
@@ -167,7 +173,13 @@ def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> d
     def made(*size: int) -> Tensor:
         return torch.randn(*size, device=device, requires_grad=True)
 
-    gate, up, x, weight, table = made(tokens, width), made(tokens, width), made(tokens, width), made(width), made(vocab, width)
+    gate, up, x, weight, table = (
+        made(tokens, width),
+        made(tokens, width),
+        made(tokens, width),
+        made(width),
+        made(vocab, width),
+    )
     heads = made(1, tokens, 4, width // 4)
     cos = sin = torch.rand(tokens, 1, width // 8, device=device)
     targets = torch.randint(vocab, (tokens,), device=device)

@@ -72,18 +72,23 @@ class ClusterFile:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def cluster(self, devices_per_node: int = 0, nodes: int = 1) -> Cluster:
-        """So many of its devices in a node (0 = as the file says) on so many nodes."""
-        return Cluster(device=self.device, devices_per_node=devices_per_node or self.devices_per_node, nodes=nodes)
+        """So many of its devices in a node (0 = as the file says) on so many nodes. Ranks that share cores share memory."""
+        ranks = devices_per_node or self.devices_per_node
+        memory = int(self.device.memory_bytes / self._near(ranks).speeds.ranks_per_core)
+        return Cluster(device=replace(self.device, memory_bytes=memory), devices_per_node=ranks, nodes=nodes)
 
     def estimator(self, plan: Plan) -> Estimator:
         """For a plan's model and recipe on as many devices as its cluster has: measured with that many ranks in a node,
         or the nearest number that was."""
         ranks = plan.cluster.devices_per_node
-        near = self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]
+        near = self._near(ranks)
         return Estimator(
             shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=self.stack, speeds=near.speeds,
             links=replace(near.links, per_node=ranks),
         )  # fmt: skip
+
+    def _near(self, ranks: int) -> Together:
+        return self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]
 
 
 def is_file(name: str) -> bool:

@@ -16,6 +16,8 @@ PARAMETERS = (
     Parameter("speeds.attention_forward", "times", 0.3),
     Parameter("speeds.attention_backward", "times", 0.3),
     Parameter("speeds.launch_s", "times", 0.7),
+    Parameter("stack.host_s", "times", 0.5),
+    Parameter("stack.stalls", "plus", 0.2),
     Parameter("stack.passes", "times", 0.3),
     Parameter("stack.swiglu_passes", "times", 0.3),
     Parameter("stack.gelu_passes", "times", 0.3),
