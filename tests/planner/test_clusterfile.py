@@ -10,12 +10,13 @@ from meshwright.cli.main import main
 from meshwright.planner.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.clusterwriting import text, write
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.host import Host
 from meshwright.planner.links import Links
 from meshwright.planner.overheads import fitted
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.work import Attention, Pass, Product
-from meshwright.spec import Layout, ModelShape, Plan, Recipe
+from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
 
@@ -133,11 +134,52 @@ def test_ranks_that_share_cores_fill_each_others_bubbles() -> None:
     assert path / 2 <= least * (1 + 1e-9) and least <= busy
 
 
+HOST = Host(
+    swiglu=(1e-3, 2e-3, 4e-3), gelu=(2e-3, 3e-3, 5e-3), routed=(3e-3, 5e-3, 7e-3), expert=(1e-4, 2e-4, 3e-4)
+)  # fmt: skip
+FOUR = replace(SHAPE, family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "each"),
+    [
+        (SHAPE, {"micro_batch": 1}, 1 + 2),
+        (SHAPE, {"micro_batch": 1, "recompute": "full"}, 1 + 2 + 1),
+        (SHAPE, {"micro_batch": 1, "recompute": "selective"}, 1 + 2 + 4),
+        (replace(SHAPE, mlp="gelu_tanh"), {"micro_batch": 1}, 2 + 3),
+        (FOUR, {"micro_batch": 1}, 3 + 5 + 4 * 0.3),
+        (FOUR, {"micro_batch": 1, "dp_shard": 2, "ep": 2}, (3 + 5 + 2 * 0.3) / 2),
+    ],
+)
+def test_the_host_calls_every_layer_of_every_micro_batch(
+    shape: ModelShape, layout: dict[str, object], each: float
+) -> None:
+    """Milliseconds of two layers and four micro-batches (two of a rank where two ranks share them)."""
+    plain = machine()
+    called = with_host(plain, 0.5)
+    laid = replace(plan(plain, **layout), model=shape)
+    before, after = (one.estimator(laid).predict(laid).time for one in (plain, called))
+    assert after.total_s - before.total_s == pytest.approx(0.5 * 2 * 4 * each * 1e-3)
+    crowded = with_host(machine(crowd=2.0), 0.5)
+    if laid.layout.pp == 1:
+        found = crowded.estimator(laid).predict(laid).time.total_s
+        assert found - before.total_s == pytest.approx(2 * (after.total_s - before.total_s))
+
+
+def with_host(of: ClusterFile, share: float) -> ClusterFile:
+    together = {
+        ranks: replace(one, speeds=replace(one.speeds, host=HOST, host_share=share))
+        for ranks, one in of.together.items()
+    }
+    return replace(of, together=together)
+
+
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    of, path = machine(share=0.8), tmp_path / "machine.toml"
+    of, path = with_host(machine(share=0.8), 0.9), tmp_path / "machine.toml"
     write(of, path)
     found = load(path)
     assert text(found) == text(of) and found.device.memory_bytes == 2**33 and found.stack.passes == 2.0
+    assert found.together[2].speeds.host == HOST and found.together[2].speeds.host_share == 0.9
     assert found.provenance == of.provenance and list(tmp_path.iterdir()) == [path]
     for layout in ({}, {"tp": 2}, {"pp": 2, "micro_batch": 1}, {"dp_shard": 4, "zero": 3}):
         laid = plan(of, **layout)
@@ -174,13 +216,16 @@ CHANGES = [
     ("passes = { bytes = [10000, 1e+08]", "passes = { bytes = [10000, 1]", "passes.bytes must increase"),
     ("passes = { bytes = [10000, 1e+08], bytes_per_s = [2e+09, 2e+09] }", "", "speeds.1.passes is missing"),
     ("all-reduce = {", "all_reduce = {", "all_reduce is not known; nearest: all-reduce"),
+    ("swiglu = [0.001, 0.002, 0.004]", "swiglu = [0.001, 0.002]", "speeds.1.host.swiglu must be three numbers"),
+    ("swiglu = [0.001,", "swiglu = [-0.001,", "speeds.1.host.swiglu=-0.001 must be"),
+    ("swiglu = [", "swigelu = [", "swigelu is not known; nearest: swiglu"),
     ("[device]", "[device", "is no TOML"),
 ]
 
 
 @pytest.mark.parametrize(("old", "new", "sentence"), CHANGES)
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, old: str, new: str, sentence: str) -> None:
-    path, good = tmp_path / "machine.toml", text(machine())
+    path, good = tmp_path / "machine.toml", text(with_host(machine(), 1.0))
     assert old in good
     path.write_text(good.replace(old, new, 1))
     with pytest.raises(PlanError) as caught:
@@ -203,7 +248,7 @@ def test_plan_reads_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_overheads_are_found_again() -> None:
-    """Steps of a machine whose products are 0.7 as fast in training and whose steps cost 4 ms more than was measured."""
+    """Steps of a machine whose products are 0.7 as fast in training and whose steps cost 4 ms more than measured."""
     measured, true = machine(product=GFLOP), machine(product=GFLOP, share=0.7)
     true = replace(true, stack=replace(true.stack, step_s=0.254))
     layouts = (

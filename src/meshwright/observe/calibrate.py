@@ -21,9 +21,10 @@ import torch.distributed as dist
 from meshwright import __version__
 from meshwright.kernels.cross_entropy import CHUNK_BYTES
 from meshwright.observe.exchanges import exchange_grids
+from meshwright.observe.floors import floors, with_floors
 from meshwright.observe.jobs import jobs
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.rates import ON_GPU, QUICK, Effort, autograd_s, curves, eager_passes
+from meshwright.observe.rates import ON_GPU, QUICK, Effort, curves, eager_passes
 from meshwright.observe.steps import Timing, measured_steps, threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
@@ -45,7 +46,6 @@ class Measured:
     curves: DeviceCurves
     links: Mapping[tuple[str, int], Grid]
     eager: Mapping[str, float]
-    launch_s: float
 
 
 def calibrate(
@@ -65,9 +65,12 @@ def calibrate(
         found[world] = _mean(on_ranks(world, _measure, effort, device, limit_s=LIMIT_S, device=device))
     machine = _machine(device, found)
     if not quick:
+        if device == "cpu":
+            say("steps with nothing to compute")
+            machine = with_floors(machine, floors(machine, worlds))
         plans = jobs(machine, worlds, "fp32" if device == "cpu" else "bf16")
         say(f"steps of {len(plans)} small plans")
-        machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.7), device))
+        machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.6), device))
     provenance = _provenance(device, worlds, quick, time.perf_counter() - started)
     return replace(machine, provenance=provenance)
 
@@ -86,7 +89,6 @@ def _measure(effort: Effort, kind: str) -> Measured:
         curves=rates,
         links=exchange_grids(effort, device) if world > 1 else {},
         eager=eager_passes(effort, device, rates),
-        launch_s=autograd_s(effort, device),
     )
 
 
@@ -110,7 +112,6 @@ def _mean(ranks: Sequence[Measured]) -> Measured:
         ),
         links={key: middle([one.links[key] for one in ranks]) for key in first.links},
         eager={key: _middle([one.eager[key] for one in ranks]) for key in first.eager},
-        launch_s=_middle([one.launch_s for one in ranks]),
     )
 
 
@@ -150,7 +151,7 @@ def _together(kind: str, ranks: int, one: Measured) -> Together:
     plain = {"product_share": 1.0, "memory_share": 1.0, "attention_forward": 1.0, "attention_backward": 1.0}
     speeds = Speeds(
         matmul_flop_per_s=best, peak_flop_per_s=best, memory_bytes_per_s=one.curves.passes.values[-1],
-        ranks_per_core=crowd, launch_s=one.launch_s if kind == "cpu" else 0.0, curves=one.curves, **plain,
+        ranks_per_core=crowd, launch_s=0.0, curves=one.curves, **plain,
     )  # fmt: skip
     link = _link_bytes_per_s({ranks: one}) or 1e9
     links = Links(per_node=ranks, link_bytes_per_s=link, network_bytes_per_s=link / 10)

@@ -1,4 +1,9 @@
-"""What the collectives of the engine take between ranks of this machine, by size; all groups of a world at once."""
+"""What the collectives of the engine take between ranks of this machine, by size; all groups of a world at once.
+
+Measured as training meets them: each rank computes for a while before each. Ranks then come late, threads of the
+library have gone to sleep, and where ranks share cores whoever is waited for may have to wait for its turn. What the
+computation takes by itself, on all ranks at once, is taken off.
+"""
 
 from typing import Any
 
@@ -8,6 +13,9 @@ import torch.distributed as dist
 from meshwright.observe.rates import Case, Effort, seconds_of
 from meshwright.parallel.group import Group
 from meshwright.planner.curves import Grid
+
+LEAST_S = 2e-5
+"""Of an exchange that hides in the noise of the computation before it."""
 
 
 def exchange_grids(effort: Effort, device: torch.device) -> dict[tuple[str, int], Grid]:
@@ -70,20 +78,58 @@ def _wait(works: list[dist.Work]) -> None:
 
 def _in_step(cases: dict[Any, Case], effort: Effort, device: torch.device) -> dict[Any, float]:
     """As seconds_of, but every rank makes the same number of calls: a window would end at another call on each."""
+    work = _work(effort, device)
     counts = {}
     for name, run in cases.items():
-        once = seconds_of({name: _times(run, 2)}, Effort(rounds=1, window_s=0.0), device)[name] / 2
-        agreed = torch.tensor(once, device=device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        counts[name] = max(1, min(200, int(effort.window_s / max(1e-6, agreed.item()))))
+        once = seconds_of({name: _times(run, work, 2)}, Effort(rounds=1, window_s=0.0), device)[name] / 2
+        counts[name] = int(max(3, min(200, effort.window_s * 1.5 / _agreed(once, device))))
     single = Effort(rounds=effort.rounds, window_s=0.0)
-    took = seconds_of({name: _times(run, counts[name]) for name, run in cases.items()}, single, device)
-    return {name: seconds / counts[name] / (2 if name[0] == "send" else 1) for name, seconds in took.items()}
+    alone = {("work", count): _times(_nothing, work, count) for count in {max(counts.values())}}
+    took = seconds_of(alone | {name: _times(run, work, counts[name]) for name, run in cases.items()}, single, device)
+    before = sum(took[key] / key[1] for key in alone)
+    found = {}
+    for name in cases:
+        each = _agreed(max(LEAST_S, took[name] / counts[name] - before), device)
+        found[name] = each / (2 if name[0] == "send" else 1)
+    return found
 
 
-def _times(run: Case, count: int) -> Case:
+def _work(effort: Effort, device: torch.device) -> Case:
+    """Products and passes for about effort.between_s of a rank that has a core for itself."""
+    if device.type != "cpu" or not effort.between_s:
+        return _nothing
+    x, weight = torch.randn(128, 256), torch.randn(256, 256)
+
+    def one() -> None:
+        y = torch.nn.functional.linear(x, weight)
+        for _ in range(4):
+            y = y * 0.5
+
+    once = seconds_of({"one": one}, effort, device)["one"]
+    count = max(1, round(effort.between_s / _agreed(once, device, dist.ReduceOp.MIN)))
+
     def several() -> None:
         for _ in range(count):
+            one()
+
+    return several
+
+
+def _agreed(seconds: float, device: torch.device, how: Any = dist.ReduceOp.MAX) -> float:
+    """The longest of all ranks."""
+    found = torch.tensor(max(1e-6, seconds), device=device)
+    dist.all_reduce(found, how)
+    return float(found.item())
+
+
+def _nothing() -> None:
+    pass
+
+
+def _times(run: Case, work: Case, count: int) -> Case:
+    def several() -> None:
+        for _ in range(count):
+            work()
             run()
 
     return several

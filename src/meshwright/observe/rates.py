@@ -31,24 +31,26 @@ class Effort:
 
     dims: tuple[float, ...] = (16, 64, 256, 1024)
     """Of products, along each of m, k, n."""
-    bytes_moved: tuple[float, ...] = (3e4, 3e5, 3e6, 3e7, 1.5e8)
+    bytes_moved: tuple[float, ...] = (3e3, 3e4, 3e5, 3e6, 3e7, 1.5e8)
     sequences: tuple[float, ...] = (128, 512, 1024)
     head_dims: tuple[float, ...] = (32, 64)
     tokens: int = 1024
     """Of attention: as many sequences as make so many."""
     messages: tuple[float, ...] = (4096, 65536, 2**20, 2**23)
     """Bytes of exchanges."""
+    between_s: float = 1.5e-3
+    """Computation before each exchange, on a CPU."""
     rounds: int = 3
     window_s: float = 0.012
 
 
 ON_GPU = Effort(
-    dims=(128, 512, 2048, 8192), bytes_moved=(3e5, 3e6, 3e7, 3e8, 3e9), sequences=(512, 2048, 8192), head_dims=(64, 128),
-    tokens=16384, messages=(65536, 2**20, 2**24, 2**28),
+    dims=(128, 512, 2048, 8192), bytes_moved=(3e5, 3e6, 3e7, 3e8, 3e9), sequences=(512, 2048, 8192),
+    head_dims=(64, 128), tokens=16384, messages=(65536, 2**20, 2**24, 2**28),
 )  # fmt: skip
 QUICK = Effort(
     dims=(16, 128), bytes_moved=(3e4, 3e6), sequences=(64, 256), head_dims=(32,), messages=(4096, 2**20), rounds=1,
-    window_s=0.002,
+    window_s=0.002, between_s=0.0,
 )  # fmt: skip
 
 
@@ -126,22 +128,22 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return kernels.attend(q, k, v, Mask(), scale=0.1)
 
-    def both(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Any:
-        return torch.autograd.grad(forward(q, k, v), (q, k, v), given)
+    def backward(inputs: list[Tensor], out: Tensor, given: Tensor) -> Any:
+        return torch.autograd.grad(out, inputs, given, retain_graph=True)
 
     cases: dict[Any, Case] = {}
     for sequence, dim in product(effort.sequences, effort.head_dims):
         made = tensors(int(sequence), int(dim))
-        given = torch.ones_like(forward(*made))
+        out = forward(*made)
+        given = torch.randn_like(out)
         cases["forward", sequence, dim] = lambda made=made: forward(*made)
-        cases["both", sequence, dim] = lambda made=made, given=given: both(*made, given)
+        cases["backward", sequence, dim] = lambda made=made, out=out, given=given: backward(made, out, given)
     took = seconds_of(cases, effort, device)
     rates: list[list[float]] = [[], []]
     for sequence, dim in product(effort.sequences, effort.head_dims):
         flop = 4 * max(1, effort.tokens // sequence) * sequence * (sequence / 2) * HEADS * dim
-        once, twice = took["forward", sequence, dim], took["both", sequence, dim]
-        rates[0].append(flop / once)
-        rates[1].append(2.5 * flop / max(twice - once, once / 2))
+        rates[0].append(flop / took["forward", sequence, dim])
+        rates[1].append(2.5 * flop / took["backward", sequence, dim])
     axes = effort.sequences, effort.head_dims
     return Grid(axes, tuple(rates[0])), Grid(axes, tuple(rates[1]))
 
@@ -206,17 +208,3 @@ def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> d
     took["loss_passes"] -= rates.pass_s(Pass(8.0 * vocab * width))
     moved = tokens * width * 4.0
     return {name: max(0.5, took[name] / (count * moved) * rates.passes.at(2 * moved)) for name, count in counts.items()}
-
-
-def autograd_s(effort: Effort, device: torch.device) -> float:
-    """Seconds of the host for an operation that does nothing, gradients recorded and computed."""
-    x = torch.ones(4, device=device, requires_grad=True)
-    given = torch.ones(4, device=device)
-
-    def chain() -> Any:
-        y = x
-        for _ in range(10):
-            y = y * 2.0
-        return torch.autograd.grad(y, x, given)
-
-    return seconds_of({"chain": chain}, effort, device)["chain"] / 20

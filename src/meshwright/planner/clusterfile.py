@@ -5,6 +5,7 @@
     [provenance]        machine, date, versions, command: for people
     [stack]             what Meshwright's own software costs there: fields of planner.stack.Stack
     [speeds.2]          where 2 ranks work at once: scalars of planner.speeds.Speeds, and grids of measured rates
+    [speeds.2.host]     seconds of a layer beside its kernels, where the host is the device: planner.host.Host
     [links.2.ranks_2]   seconds of an exchange between 2 of them
 
 A grid is a table of increasing axes and, last, the values at all their combinations, the last axis running fastest.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.host import KINDS, Host
 from meshwright.planner.links import Links, links_of
 from meshwright.planner.predict import Estimator
 from meshwright.planner.speeds import Speeds, speeds_of
@@ -42,6 +44,7 @@ AXES: dict[str, tuple[str, ...]] = {
 """Grid -> its axes, and its values."""
 SPEED_SCALARS = (
     "ranks_per_core", "launch_s", "product_share", "memory_share", "attention_forward", "attention_backward",
+    "host_share",
 )  # fmt: skip
 LINK_SCALARS = ("curve_share", "base_s")
 SHARES = ("hides_gradients", "hides_weights", "hides_tensor", "hides_ring", "hides_sends", "stalls")
@@ -72,7 +75,7 @@ class ClusterFile:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def cluster(self, devices_per_node: int = 0, nodes: int = 1) -> Cluster:
-        """So many of its devices in a node (0 = as the file says) on so many nodes. Ranks that share cores share memory."""
+        """So many of its devices in a node (0 = as the file says) on so many nodes. Ranks of one core share memory."""
         ranks = devices_per_node or self.devices_per_node
         memory = int(self.device.memory_bytes / self._near(ranks).speeds.ranks_per_core)
         return Cluster(device=replace(self.device, memory_bytes=memory), devices_per_node=ranks, nodes=nodes)
@@ -167,7 +170,7 @@ def _device(table: dict[str, Any]) -> Device:
 
 def _speeds(where: str, device: Device, table: Any) -> Speeds:
     needed = [name for name in AXES if name not in (*WIDTHS, *COLLECTIVES)]
-    _known(where, table, (*needed, *WIDTHS, *SPEED_SCALARS))
+    _known(where, table, (*needed, *WIDTHS, *SPEED_SCALARS, "host"))
     grids = {name: _grid(f"{where}.{name}", name, table[name]) for name in table if name in AXES}
     for name in (*needed, *(["products_fp32"] if not grids.keys() & WIDTHS.keys() else [])):
         if name not in grids:
@@ -179,7 +182,7 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
         update=grids["update"],
     )
     scalars = {
-        name: _number(f"{where}.{name}", table[name], zero=name == "launch_s")
+        name: _number(f"{where}.{name}", table[name], zero=name in ("launch_s", "host_share"))
         for name in SPEED_SCALARS
         if name in table
     }
@@ -193,8 +196,18 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
     best = max(max(grid.values) for grid in curves.products.values())
     return replace(
         speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.bf16_flop_per_s or best,
-        curves=curves, **(plain | scalars),
+        curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None, **(plain | scalars),
     )  # fmt: skip
+
+
+def _host(where: str, table: Any) -> Host:
+    _known(where, table, KINDS)
+    found = {}
+    for name, values in table.items():
+        if not isinstance(values, list) or len(values) != 3:
+            raise ValueError(f"{where}.{name} must be three numbers, forward, backward, selective: {MENDING}")
+        found[name] = tuple(_number(f"{where}.{name}", value, zero=True) for value in values)
+    return Host(**found)  # type: ignore[arg-type]
 
 
 def _links(device: Device, ranks: int, table: Any) -> Links:

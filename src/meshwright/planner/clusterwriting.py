@@ -15,6 +15,7 @@ from meshwright.planner.clusterfile import (
     ClusterFile,
 )
 from meshwright.planner.curves import Grid
+from meshwright.planner.host import KINDS
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import MESHWRIGHT
@@ -48,6 +49,9 @@ def text(found: ClusterFile) -> str:
     lines += [f"{name} = {_figure(value)}" for name, value in stack.items() if value != getattr(MESHWRIGHT, name)]
     for ranks, one in sorted(found.together.items()):
         lines += ["", f"[speeds.{ranks}]", *_speeds(one.speeds)]
+        if one.speeds.host:
+            values = ((name, getattr(one.speeds.host, name)) for name in KINDS)
+            lines += ["", f"[speeds.{ranks}.host]", *(f"{name} = {_list(three)}" for name, three in values)]
         if one.links.curves:
             lines += ["", f"[links.{ranks}]", *_links(ranks, one.links)]
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ PARAMETERS = (
     Parameter("speeds.attention_forward", "times", 0.3),
     Parameter("speeds.attention_backward", "times", 0.3),
     Parameter("speeds.launch_s", "times", 0.7),
+    Parameter("speeds.host_share", "times", 0.2),
     Parameter("stack.host_s", "times", 0.5),
     Parameter("stack.stalls", "plus", 0.2),
     Parameter("stack.passes", "times", 0.3),

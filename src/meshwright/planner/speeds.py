@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from meshwright.planner.curves import DeviceCurves
+from meshwright.planner.host import Host
 from meshwright.planner.work import Attention, Pass, Product, Work
 from meshwright.spec.cluster import Device
 
@@ -51,6 +52,10 @@ class Speeds:
     """Of a kernel on the device, however little it does."""
     ranks_per_core: float = 1.0
     """Above 1: ranks take turns on the cores of a CPU; one that waits leaves its turns to the others."""
+    host: Host | None = None
+    """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
+    host_share: float = 1.0
+    """Of that, in a training run."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
 
