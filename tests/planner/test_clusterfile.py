@@ -206,7 +206,7 @@ CHANGES = [
     ("hides_gradients = 0", "hides_gradients = 2", "stack.hides_gradients=2 is a share"),
     ("hides_gradients = 0", "hides_gradient = 0", "stack.hides_gradient is not known; nearest: hides_gradients"),
     ("[speeds.2]", "[speeds.two]", "'two' is no number of ranks"),
-    ("[speeds.2]", "[speeds.3]", "[links.2] has no [speeds.2]"),
+    ("[links.2]", "[links.3]", "[links.3] has no [speeds.3]"),
     ("[links.2.ranks_2]", "[links.2.ranks_7]", "a group has 2 to 2 ranks"),
     ("product_share = 1", "product_share = 0", "speeds.1.product_share=0 must be above 0"),
     ("passes = { bytes", "pases = { bytes", "speeds.1.pases is not known; nearest: passes"),

@@ -70,7 +70,7 @@ def calibrate(
             machine = with_floors(machine, floors(machine, worlds))
         plans = jobs(machine, worlds, "fp32" if device == "cpu" else "bf16")
         say(f"steps of {len(plans)} small plans")
-        machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.6), device))
+        machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.5), device))
     provenance = _provenance(device, worlds, quick, time.perf_counter() - started)
     return replace(machine, provenance=provenance)
 
@@ -83,7 +83,7 @@ def _measure(effort: Effort, kind: str) -> Measured:
     if kind == "cpu":
         torch.set_num_threads(threads_of(world))
         if world > threads_of(1):  # ranks take turns of milliseconds
-            effort = replace(effort, window_s=3 * effort.window_s)
+            effort = replace(effort, window_s=2 * effort.window_s)
     rates = curves(effort, device, (4.0,) if kind == "cpu" else (2.0, 4.0))
     return Measured(
         curves=rates,
@@ -186,7 +186,7 @@ def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float) -
         "date": str(date.today()),
         "versions": f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
         "command": "meshwright calibrate" + (" --quick" if quick else ""),
-        "method": "median over rounds of the mean over a window, all ranks at once, cases in turn"
+        "method": "lower quartile of rounds of the mean over a window, all ranks at once, cases in turn"
         + ("" if quick else "; [stack] and shares fitted to real steps of small plans"),
         "seconds": f"{seconds:.0f}",
     }

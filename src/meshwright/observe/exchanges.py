@@ -82,8 +82,8 @@ def _in_step(cases: dict[Any, Case], effort: Effort, device: torch.device) -> di
     counts = {}
     for name, run in cases.items():
         once = seconds_of({name: _times(run, work, 2)}, Effort(rounds=1, window_s=0.0), device)[name] / 2
-        counts[name] = int(max(3, min(200, effort.window_s * 1.5 / _agreed(once, device))))
-    single = Effort(rounds=effort.rounds, window_s=0.0)
+        counts[name] = int(max(3, min(200, effort.window_s * 2 / _agreed(once, device))))
+    single = Effort(rounds=min(4, effort.rounds), window_s=0.0)
     alone = {("work", count): _times(_nothing, work, count) for count in {max(counts.values())}}
     took = seconds_of(alone | {name: _times(run, work, counts[name]) for name, run in cases.items()}, single, device)
     before = sum(took[key] / key[1] for key in alone)

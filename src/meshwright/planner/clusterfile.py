@@ -196,7 +196,8 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
     best = max(max(grid.values) for grid in curves.products.values())
     return replace(
         speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.bf16_flop_per_s or best,
-        curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None, **(plain | scalars),
+        curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None,
+        **(plain | scalars),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def _links(device: Device, ranks: int, table: Any) -> Links:
             raise ValueError(f"[{where}.{key}]: a group has 2 to {ranks} ranks")
         _known(f"{where}.{key}", value, COLLECTIVES)
         found.update({(name, size): _grid(f"{where}.{key}.{name}", name, one) for name, one in value.items()})
-    return replace(base, curves=LinkCurves(seconds=found), **scalars)
+    return replace(base, curves=LinkCurves(seconds=found), **scalars)  # type: ignore[arg-type]
 
 
 def _stack(table: dict[str, Any]) -> Stack:
@@ -237,7 +238,7 @@ def _stack(table: dict[str, Any]) -> Stack:
     for name, value in found.items():
         if name in SHARES and value > 1:
             raise ValueError(f"stack.{name}={value:g} is a share: 0 to 1")
-    return replace(MESHWRIGHT, **found)
+    return replace(MESHWRIGHT, **found)  # type: ignore[arg-type]
 
 
 def _grid(where: str, name: str, table: Any) -> Grid:

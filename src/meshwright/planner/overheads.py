@@ -11,12 +11,12 @@ from meshwright.planner.fit import Change, Parameter, changed, minimum
 from meshwright.spec.plan import Plan
 
 PARAMETERS = (
-    Parameter("speeds.product_share", "times", 0.2),
-    Parameter("speeds.memory_share", "times", 0.3),
+    Parameter("speeds.product_share", "times", 0.4),
+    Parameter("speeds.memory_share", "times", 0.4),
     Parameter("speeds.attention_forward", "times", 0.3),
     Parameter("speeds.attention_backward", "times", 0.3),
     Parameter("speeds.launch_s", "times", 0.7),
-    Parameter("speeds.host_share", "times", 0.2),
+    Parameter("speeds.host_share", "times", 0.5),
     Parameter("stack.host_s", "times", 0.5),
     Parameter("stack.stalls", "plus", 0.2),
     Parameter("stack.passes", "times", 0.3),
