@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.observe.floors import tiny, with_floors
+from meshwright.observe.steps import threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.clusterwriting import text, write
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
@@ -268,3 +270,17 @@ def test_overheads_are_found_again() -> None:
     after = found.estimator(unseen).predict(unseen).step_s
     assert abs(after / wanted - 1) < 0.05 < abs(before / wanted - 1)
     assert fitted(measured, [], []) is measured
+
+
+def test_what_the_host_takes_is_found_again() -> None:
+    """From steps of the tiny models as a machine with that host would make them; its own step overhead is 0.25 s."""
+    true = with_host(machine(), 1.0)
+    of = machine()
+    plans = tiny(of)
+    took = {key: true.estimator(one).predict(one).step_s + 2e-3 for key, one in plans.items()}
+    found = with_floors(of, {threads_of(ranks): took for ranks in of.together})
+    host = found.together[2].speeds.host
+    assert host is not None
+    for name in ("swiglu", "gelu", "routed", "expert"):
+        assert getattr(host, name) == pytest.approx(getattr(HOST, name), abs=1e-9), name
+    assert found.stack.step_s == pytest.approx(0.252) and found.stack.micro_batch_s == pytest.approx(0, abs=1e-9)

@@ -36,6 +36,8 @@ from meshwright.spec.cluster import Device
 from meshwright.train import device as train_device
 
 LIMIT_S = 600.0
+BUSY = 0.5
+"""Processes that run or wait to, from which on a machine is not quiet."""
 Say = Callable[[str], None]
 
 
@@ -53,7 +55,9 @@ def calibrate(
 ) -> ClusterFile:
     """This machine as a cluster file. `worlds`: numbers of ranks that are measured (default 1, 2 and 4 on a CPU; 1 and
     all on GPUs). `quick`: seconds instead of a minute, and no training: to see that it works."""
-    started = time.perf_counter()
+    started, load = time.perf_counter(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY:
+        say(f"something else runs here (load {load:.1f}): what is measured now is too slow")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     worlds = worlds or ((1, 2, 4) if device == "cpu" else sorted({1, torch.cuda.device_count()}))
     effort = QUICK if quick else Effort() if device == "cpu" else ON_GPU
@@ -71,7 +75,7 @@ def calibrate(
         plans = jobs(machine, worlds, "fp32" if device == "cpu" else "bf16")
         say(f"steps of {len(plans)} small plans")
         machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.5), device))
-    provenance = _provenance(device, worlds, quick, time.perf_counter() - started)
+    provenance = _provenance(device, worlds, quick, time.perf_counter() - started, load)
     return replace(machine, provenance=provenance)
 
 
@@ -179,7 +183,7 @@ def _memory_bytes(kind: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float) -> dict[str, Any]:
+def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float, load: float) -> dict[str, Any]:
     threads = ", ".join(f"{threads_of(world)} of {world}" for world in worlds) if kind == "cpu" else ""
     found = {
         "machine": f"{_title(kind)}, {platform.machine()}, {_memory_bytes(kind) / 2**30:.1f} GiB",
@@ -189,5 +193,6 @@ def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float) -
         "method": "lower quartile of rounds of the mean over a window, all ranks at once, cases in turn"
         + ("" if quick else "; [stack] and shares fitted to real steps of small plans"),
         "seconds": f"{seconds:.0f}",
+        "load": f"{load:.2f} before",
     }
     return found | ({"threads": f"{threads} processes"} if threads else {"platform": sys.platform})

@@ -39,8 +39,8 @@ Key = tuple[str, int, int, str]
 """(kind, layers, micro-batches, recomputation)."""
 LEAST_FORWARD, MOST_FORWARD = 0.25, 0.5
 """Of a layer's calls, those of the forward pass."""
-ROUNDS = 2
-TIMING = Timing(seconds=0.12, least=3, most=12)
+ROUNDS = 3
+TIMING = Timing(seconds=0.06, least=2, most=8)
 
 
 Took = dict[Key, float]
@@ -48,7 +48,7 @@ Took = dict[Key, float]
 
 def floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, Took]:
     """Threads of a process -> seconds of a step of each tiny plan with so many, for all that such numbers of processes
-    have. The lesser of two medians: what else the machine does only adds."""
+    have. The least of three medians: what else the machine does only adds."""
     plans = tiny(machine)
     found = {}
     for threads in sorted({threads_of(world) for world in worlds}):
@@ -80,7 +80,7 @@ def with_floors(machine: ClusterFile, found: Mapping[int, Took]) -> ClusterFile:
         expert, routed = _line(kinds["few"], kinds["many"])
         host = Host(swiglu=kinds["swiglu"], gelu=kinds["gelu"], routed=routed, expert=expert)
         together[ranks] = replace(one, speeds=replace(one.speeds, host=host, launch_s=0.0))
-        stack = _step(stack, beside, kinds["swiglu"])
+        stack = _step(machine.stack, beside, kinds["swiglu"])
     return replace(machine, together=together, stack=stack)
 
 
@@ -124,4 +124,5 @@ def _step(stack: Stack, beside: Callable[..., float], layer: Triple) -> Stack:
     layers = FEW * (layer[0] + layer[1])
     once, several = beside("swiglu", FEW, 1, "none"), beside("swiglu", FEW, MICRO_BATCHES, "none")
     micro_s = max(0.0, (several - once) / (MICRO_BATCHES - 1) - layers)
-    return replace(stack, micro_batch_s=micro_s, step_s=max(0.0, once - micro_s - layers))
+    step_s = stack.step_s + max(0.0, once - micro_s - layers)
+    return replace(stack, micro_batch_s=stack.micro_batch_s + micro_s, step_s=step_s)
