@@ -38,8 +38,11 @@ AMONG_RANKS = (
 """Beside them, where plans have several ranks."""
 
 
-def fitted(machine: ClusterFile, plans: Sequence[Plan], seconds: Sequence[float]) -> ClusterFile:
-    """The machine with the scalars that explain the measured steps of these plans; without plans as it was."""
+def fitted(
+    machine: ClusterFile, plans: Sequence[Plan], seconds: Sequence[float], trust: float | None = None
+) -> ClusterFile:
+    """The machine with the scalars that explain the measured steps of these plans; without plans as it was. `trust` as
+    in fit.minimum: of a few plans none can be left out."""
     if not plans:
         return machine
     several = any(plan.layout.world > 1 for plan in plans)
@@ -51,7 +54,7 @@ def fitted(machine: ClusterFile, plans: Sequence[Plan], seconds: Sequence[float]
             log(there.estimator(plan).predict(plan).step_s / took) for plan, took in zip(plans, seconds, strict=True)
         ]
 
-    x = minimum(residuals, len(parameters), [1.0] * len(plans))
+    x = minimum(residuals, len(parameters), [1.0] * len(plans), trust=trust)
     return _changed(machine, _changes(parameters, x))
 
 
