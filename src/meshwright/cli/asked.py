@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.spec import ModelShape, Plan
+    from meshwright.planner.predict import Estimator
+    from meshwright.spec import Cluster, ModelShape, Plan
 
 SEQUENCE = 8192
 """Of a recipe that names none: as today's models are trained, if they are made for it."""
@@ -16,7 +17,6 @@ BATCH_TOKENS = 4_000_000
 def asked_plan(model: str, cluster: str | None, nodes: int, recipe: list[str]) -> "Plan":
     """The plan that is asked about, its layout left open."""
     from meshwright import planfile
-    from meshwright.spec import presets
     from meshwright.spec.errors import PlanError
 
     path = Path(model)
@@ -34,11 +34,28 @@ def asked_plan(model: str, cluster: str | None, nodes: int, recipe: list[str]) -
     if nodes < 1:
         raise PlanError(f"--nodes {nodes} must be at least 1")
     if cluster is not None:
-        found = replace(found, cluster=presets.cluster(cluster, nodes))
+        found = replace(found, cluster=_cluster(cluster, nodes))
     if not given:
         found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
     _any_layout(found)
     return found
+
+
+def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
+    """What counts its layouts: a measured machine where --cluster names a file, else data sheets."""
+    from meshwright.planner.clusterfile import asked, is_file
+    from meshwright.planner.predict import estimator
+
+    if cluster is not None and is_file(cluster):
+        return asked(cluster)[0].estimator(plan)
+    return estimator(plan)
+
+
+def _cluster(name: str, nodes: int) -> "Cluster":
+    from meshwright.planner.clusterfile import asked, is_file
+    from meshwright.spec import presets
+
+    return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
 
 
 def _any_layout(found: "Plan") -> None:

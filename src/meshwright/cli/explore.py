@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.asked import asked_plan
+from meshwright.cli.asked import asked_estimator, asked_plan
 
 
 def explore(
@@ -18,7 +18,11 @@ def explore(
     ],
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE.toml",
+            help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
     recipe: Annotated[
@@ -34,7 +38,7 @@ def explore(
 
     asked = asked_plan(model, cluster, nodes, recipe or [])
     _writable(out)
-    _write(page(asked), out)
+    _write(page(asked, asked_estimator(asked, cluster)), out)
     print(f"{out}: {asked.model.name} on {asked.cluster.devices} {asked.cluster.device.name}; open it in a browser")
 
 

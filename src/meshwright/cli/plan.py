@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.asked import asked_plan
+from meshwright.cli.asked import asked_estimator, asked_plan
 
 if TYPE_CHECKING:
     from meshwright.planner.predict import Estimator, Prediction
@@ -25,7 +25,11 @@ def plan(
     ],
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE.toml",
+            help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
     layout: Annotated[
@@ -50,7 +54,6 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
-    from meshwright.planner.predict import estimator
     from meshwright.planner.search import search, usable_bytes
     from meshwright.planner.words import failure, unfit
     from meshwright.spec.errors import DoesNotFit
@@ -58,7 +61,7 @@ def plan(
     asked, budget = asked_plan(model, cluster, nodes, recipe or []), _tokens(tokens)
     _positive(price)
     fixed = _fixed(asked, layout)
-    of = estimator(asked)
+    of = asked_estimator(asked, cluster)
     found = search(of, asked, fixed=fixed)
     if not found.best:
         one = found.nearest

@@ -92,7 +92,7 @@ def head(of: Local) -> Block:
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
     enter = _enter(of, alone=bool(stack.head_chunk_bytes))
-    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
+    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
         gather = Pass(chunks * vocab * shape.hidden * 8)
@@ -144,7 +144,9 @@ def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchang
 
 def _norm(of: Local, name: str) -> Operation:
     passes = of.stack.norm_passes
-    moved, launches = of.between_bytes * passes, 1.0 if passes == 1 else 6.0
+    if of.shape.norm == "layernorm" and of.stack.layer_norm_passes:
+        passes = of.stack.layer_norm_passes
+    moved, launches = of.between_bytes * passes, 1.0 if passes < 2 else 6.0
     return Operation(
         name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
     )
@@ -209,7 +211,7 @@ def _attention(of: Local, window: int) -> Iterator[Operation]:
     yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
-        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
+        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
         yield Operation(
             name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
         )
@@ -296,11 +298,11 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
         enter, leave = _enter(of, of.stack.column_inputs[1], readers=(up,)), _leave(of, 1.0)
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield replace(up, uncompiled=of.tp > 1)
-    moved = tokens * ffn * of.width
+    moved = tokens * ffn * of.width * _activation_passes(of)
     yield Operation(
         name=f"{name} activation",
-        forward=(Pass((gates + 1) * moved * of.stack.passes),),
-        inputs=(Pass((2 * gates + 1) * moved * of.stack.passes),),
+        forward=(Pass((gates + 1) * moved),),
+        inputs=(Pass((2 * gates + 1) * moved),),
         again=True,
     )
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
@@ -314,6 +316,11 @@ def _wide(op: Operation) -> Operation:
         return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
 
     return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
+
+
+def _activation_passes(of: Local) -> float:
+    stack = of.stack
+    return stack.passes * (stack.swiglu_passes if of.shape.mlp == "swiglu" else stack.gelu_passes)
 
 
 def _routed(of: Local) -> Routed:
@@ -352,7 +359,7 @@ def _experts(of: Local) -> Iterator[Operation]:
             weights=(Product(into, each, out, experts),),
             uncompiled=True,
         )
-    inner = copies * ffn * of.width * of.stack.passes
+    inner = copies * ffn * of.width * _activation_passes(of)
     yield Operation(
         name="experts activation",
         forward=(Pass((gates + 1) * inner),),

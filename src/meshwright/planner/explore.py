@@ -23,15 +23,15 @@ SCRIPTS = ("schedule.js", "legal.js", "memory.js", "words.js", "controls.js", "b
 """In the order in which they read each other."""
 
 
-def page(plan: Plan) -> str:
-    """The HTML page for a plan's model, recipe and cluster; its layout does not matter."""
-    return _assemble(data(plan))
+def page(plan: Plan, of: Estimator | None = None) -> str:
+    """The HTML page for a plan's model, recipe and cluster; its layout does not matter. `of`: of a measured machine."""
+    return _assemble(data(plan, of))
 
 
-def data(plan: Plan) -> dict[str, Any]:
+def data(plan: Plan, of: Estimator | None = None) -> dict[str, Any]:
     """All numbers of the page. A batch ramp is left aside: a step has the recipe's global batch."""
     plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
-    of = estimator(plan)
+    of = of or estimator(plan)
     return {**facts(of, usable_bytes(plan)), "landscape": landscape(of, plan)}
 
 

@@ -261,7 +261,8 @@ class Estimator:
         shown = self._with_sends(layout, stages, send_s)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        time = step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, exact, edges)
+        time = step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, exact, edges,
+                         self.speeds.ranks_per_core)  # fmt: skip
         return time, tuple(memory)
 
     def _telling(self, layout: Layout) -> list[int]:

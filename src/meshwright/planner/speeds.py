@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from meshwright.planner.work import Attention, Product, Work
+from meshwright.planner.curves import DeviceCurves
+from meshwright.planner.host import Host
+from meshwright.planner.work import Attention, Pass, Product, Work
 from meshwright.spec.cluster import Device
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -55,15 +57,39 @@ class Speeds:
     memory_share: float = 0.80
     launch_s: float = 2.0e-6
     """Of a kernel on the device, however little it does."""
+    ranks_per_core: float = 1.0
+    """Above 1: ranks take turns on the cores of a CPU; one that waits leaves its turns to the others."""
+    host: Host | None = None
+    """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
+    host_share: float = 1.0
+    """Of that, in a training run."""
+    curves: DeviceCurves | None = None
+    """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
 
     def seconds(self, work: Work) -> float:
         """Of one operation, alone on the device."""
+        if self.curves:
+            return self._measured(self.curves, work)
         if isinstance(work, Product):
             return self._product(work)
         if isinstance(work, Attention):
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
+
+    def update_seconds(self, moved_bytes: float) -> float:
+        """Of the optimizer, which moves so many bytes."""
+        if self.curves:
+            return moved_bytes / self.curves.update.at(moved_bytes)
+        return self.seconds(Pass(moved_bytes, 4))
+
+    def _measured(self, curves: DeviceCurves, work: Work) -> float:
+        if isinstance(work, Product):
+            return curves.product_s(work) / self.product_share + work.batch * self.launch_s
+        if isinstance(work, Attention):
+            share = self.attention_backward if work.backward else self.attention_forward
+            return curves.attention_s(work) / share + self.launch_s
+        return curves.pass_s(work) / self.memory_share + work.launches * self.launch_s
 
     def rate(self, width: float) -> float:
         """FLOP a second of the best product with operands of so many bytes."""

@@ -98,6 +98,14 @@ class Stack:
     """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
     norm_passes: float = 1.0
     """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    layer_norm_passes: float = 0.0
+    """The same where a norm is LayerNorm; 0 = as norm_passes."""
+    swiglu_passes: float = 1.0
+    """Of that activation, times passes: what a CPU computes, not what it moves."""
+    gelu_passes: float = 1.0
+    """Of a GELU, likewise."""
+    loss_passes: float = 1.0
+    """Of softmax and loss, likewise."""
     rope_passes: float = 1.0
     """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
     turns: float = 0.0
@@ -118,6 +126,9 @@ class Stack:
     """Share of the backward pass behind which reductions of gradients run."""
     hides_weights: float = 1.0
     """Share of the computation behind which ZeRO-3's gathers run."""
+    hides_beside: float = 1.0
+    """Share of the computation made to run beside an exchange that hides it: an attention core while the next keys
+    travel, gradients of weights while those of inputs are summed."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False

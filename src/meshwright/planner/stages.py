@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.host import NOTHING, Triple
 from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
 from meshwright.planner.local import Local
@@ -86,20 +87,33 @@ def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: L
     """Time every operation of a block."""
     passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
     again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    called = _host(block, of, speeds)
     if of.stack.selective_repeats:
         rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
         again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
+    forward, inputs = (passes.of_pass(block.operations, side) for side in ("forward", "inputs"))
     within = 0.0
     if of.compiled:
         inside = tuple(op for op in block.operations if not op.uncompiled)
         within = passes.of_pass(inside, "weights")[0] if block.boundary_bytes else 0.0
     return BlockTime(
         within_s=within,
-        forward=passes.of_pass(block.operations, "forward"),
-        inputs=passes.of_pass(block.operations, "inputs"),
+        forward=(forward[0] + called[0], forward[1]),
+        inputs=(inputs[0] + called[1], inputs[1]),
         weights_s=passes.of_pass(block.operations, "weights")[0],
-        again=again,
+        again=(again[0] + called[2], again[1]),
     )
+
+
+def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
+    """What a layer takes beside its kernels; ranks that share a core take turns with it."""
+    if not speeds.host or not block.boundary_bytes:
+        return NOTHING
+    routed = any(op.name == "dispatch" for op in block.operations)
+    experts = of.shape.moe.experts / of.ep if of.shape.moe else 0.0
+    times = speeds.host_share * speeds.ranks_per_core
+    a, b, c = (times * one for one in speeds.host.layer(of.shape, routed=routed, experts=experts))
+    return a, b, c
 
 
 def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
@@ -154,13 +168,14 @@ class Passes:
 
     def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
         ranks, stride = ranks_of(self.layout, exchange.axis)
+        beside = self.of.stack.hides_beside
         if exchange.collective == "ring":
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
-            return (ranks - 1) * max(0.0, hop - sum(map(self.speeds.seconds, works)) / ranks)
+            return (ranks - 1) * max(0.0, hop - beside * sum(map(self.speeds.seconds, works)) / ranks)
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
         took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
-        took = max(0.0, took - sum(map(self.speeds.seconds, exchange.beside)))
+        took = max(0.0, took - beside * sum(map(self.speeds.seconds, exchange.beside)))
         return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 

@@ -12,7 +12,6 @@ from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
 from meshwright.planner.states import Counts
 from meshwright.planner.traffic import Sharing
-from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Place, needs
 from meshwright.spec.schedule import V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
@@ -47,7 +46,7 @@ class StepTime:
     exchange_s: float
     """Exposed exchanges of tensor, context and expert parallelism inside them."""
     bubble_s: float
-    """Waiting in the pipeline."""
+    """Waiting in the pipeline. Below 0 where ranks share cores: the others wait, and the busiest has their turns."""
     weights_s: float
     """Exposed gathers of ZeRO-3."""
     gradients_s: float
@@ -136,10 +135,13 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
     update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
+    ranks_per_core: float = 1.0,
 ) -> StepTime:  # fmt: skip
     """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
     of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
-    `exact`: the bubble by closed form instead of playing the schedule."""
+    `exact`: the bubble by closed form instead of playing the schedule. `ranks_per_core` above 1: the seconds are those
+    of ranks that take turns; while one waits the others have its turns, until the cores themselves are busy all along.
+    """
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
@@ -152,6 +154,8 @@ def step_time(
         bubble_s = pipeline_s(layout, m, stages, send_s) - busy
     else:
         bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
+    if ranks_per_core > 1 and layout.pp > 1:
+        bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
     if stack.own and layout.pp > 1:
         behind *= 1 - _after_passes(
@@ -248,8 +252,7 @@ def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> 
 
 def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
     """The optimizer over a rank's own elements, and the norm of its gradients."""
-    moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
-    return speeds.seconds(Pass(moved, 4))
+    return speeds.update_seconds(count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES))
 
 
 BACKWARD_EXCHANGES = 0.5
