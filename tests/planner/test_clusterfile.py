@@ -59,7 +59,7 @@ def machine(*, share: float = 1.0, product: float = 10 * GFLOP, crowd: float = 1
 
 def plan(of: ClusterFile, batch: int = 4, **layout: object) -> Plan:
     laid = Layout(compile="off", **layout)  # type: ignore[arg-type]
-    recipe = Recipe(sequence=256, global_batch=batch)
+    recipe = Recipe(sequence=256, global_batch=batch, document_mask=False)
     return Plan(model=SHAPE, recipe=recipe, layout=laid, cluster=of.cluster(laid.world))
 
 
