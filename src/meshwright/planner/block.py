@@ -49,6 +49,12 @@ class Block:
             return self.boundary_bytes
         return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
 
+    def made_again_bytes(self, recompute: str) -> float:
+        """What recomputation brings back for a layer's backward pass, beside what was kept."""
+        if recompute == "selective":
+            return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
+        return max(0.0, self.kept_bytes("none") - self.boundary_bytes) if recompute == "full" else 0.0
+
 
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
