@@ -116,10 +116,18 @@ def rows(plans: list[Plan], only: set[int]) -> Iterator[dict[str, object]]:
 def words(plan: Plan) -> str:
     """A plan in a line: what differs from the default."""
     layout, recipe = plan.layout, plan.recipe
-    fields = [f"{name}={getattr(layout, name)}" for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp") if getattr(layout, name) > 1]
+    fields = [
+        f"{name}={getattr(layout, name)}"
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")
+        if getattr(layout, name) > 1
+    ]
     fields += [f"zero={layout.zero}", *(["sp"] if layout.sp else []), *([layout.schedule] if layout.pp > 1 else [])]
     fields += [layout.context, "zigzag" if layout.zigzag else "chunks"] if layout.cp > 1 else []
-    fields += [layout.recompute, f"mb={layout.micro_batch}x{layout.micro_batches(recipe.global_batch)}", f"S={recipe.sequence}"]
+    fields += [
+        layout.recompute,
+        f"mb={layout.micro_batch}x{layout.micro_batches(recipe.global_batch)}",
+        f"S={recipe.sequence}",
+    ]
     fields += ["documents"] if recipe.document_mask else []
     fields += ["reduce=model"] if recipe.reduce_dtype == "model" else []
     return f"{num_parameters(plan.model) / 1e9:.0f}B {' '.join(fields)}"
@@ -128,7 +136,10 @@ def words(plan: Plan) -> str:
 def show(row: dict[str, object], detail: bool) -> None:
     """A line for a plan; with `detail` the kinds of each rank."""
     gib = 2**30
-    print(f"{row['number']:3} {row['error']:+7.1%} {row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB  {row['plan']}  ({row['seconds']:.0f} s)", flush=True)  # type: ignore[operator]
+    print(
+        f"{row['number']:3} {row['error']:+7.1%} {row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB  {row['plan']}  ({row['seconds']:.0f} s)",
+        flush=True,
+    )  # type: ignore[operator]
     for one in row["ranks"] if detail else ():  # type: ignore[attr-defined]
         print(f"      pp {one['place']}: {one['error']:+.1%} {one['when']}")
         for kind, (planned, dry) in one["kinds"].items():
@@ -152,11 +163,19 @@ def main() -> None:
         if not asked.json:
             show(row, asked.detail)
     errors = [abs(float(row["error"])) for row in found]  # type: ignore[arg-type]
-    total = {"plans": len(found), "mean": mean(errors), "median": median(errors), "largest": max(errors), "within_5": sum(e <= 0.05 for e in errors)}
+    total = {
+        "plans": len(found),
+        "mean": mean(errors),
+        "median": median(errors),
+        "largest": max(errors),
+        "within_5": sum(e <= 0.05 for e in errors),
+    }
     if asked.json:
         print(json.dumps({**total, "rows": found}))
     else:
-        print(f"{total['plans']} plans: mean {total['mean']:.1%}, median {total['median']:.1%}, largest {total['largest']:.1%}, {total['within_5']} within 5 %")
+        print(
+            f"{total['plans']} plans: mean {total['mean']:.1%}, median {total['median']:.1%}, largest {total['largest']:.1%}, {total['within_5']} within 5 %"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DispatchMode = TorchDispatchMode
+"""What sees every operation. torch documents it and has no public name for it."""
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -270,6 +273,12 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
+    would not do: fake ones have none."""
+    return int(storage._cdata)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -1,8 +1,8 @@
 """Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
 
-A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and a
-tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
-comes out of operations like any other). Storages that are freed and filled again in place (`resize_`, by which FSDP lets
+A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and
+a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
+comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
 go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
 """
 
@@ -12,14 +12,15 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright import compat
 from meshwright.train.piece import Piece
 
 PACKAGE = __name__.partition(".")[0]
@@ -63,11 +64,11 @@ class Phase:
     """First event."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
 
     def __init__(self, round_bytes: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.round_bytes = round_bytes
         self.records: list[Record] = []
         self.phases: list[Phase] = [Phase("start", 0)]
@@ -107,7 +108,7 @@ class Watch(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except NotImplementedError:
             return None  # without memory of its own
-        key = storage._cdata
+        key = compat.storage_key(storage)
         found = self._known.get(key)
         size = -(-storage.nbytes() // self.round_bytes) * self.round_bytes
         if found is not None and found[0]() is not None:
@@ -116,12 +117,12 @@ class Watch(TorchDispatchMode):
                 self._changed(record, size)
             return record
         record = self._born(tensor, size, operation)
-        self._known[key] = weakref.ref(storage, lambda gone, key=key: self._died(key)), record
+        self._known[key] = weakref.ref(storage, partial(self._died, key)), record
         return record
 
     def resized(self, storage: Any) -> None:
         """A storage was given another size in place."""
-        found = self._known.get(storage._cdata)
+        found = self._known.get(compat.storage_key(storage))
         if found is not None:
             self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
 
@@ -175,7 +176,7 @@ class Watch(TorchDispatchMode):
         self._event(record, size - record.size_bytes)
         record.size_bytes = size
 
-    def _died(self, key: int) -> None:
+    def _died(self, key: int, gone: object) -> None:
         _, record = self._known.pop(key)
         record.died, record.death_phase = len(self._event_record), len(self.phases) - 1
         self._event(record, -record.size_bytes)

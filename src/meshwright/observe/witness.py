@@ -56,7 +56,7 @@ def watching() -> Iterator[Witness]:
     found = Witness()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
         yield found
-    results = listening.profiler.kineto_results  # type: ignore[union-attr]
+    results = listening.profiler.kineto_results
     found.events = sorted(_allocations(results.experimental_event_tree()))
 
 

@@ -98,7 +98,9 @@ class Rank:
         """What is held at the worst places of the pass under way, instead of the state's gradients."""
         what, place, alive, queued, graded = moment
         cost, units = self.costs[place], self.units
-        kept = sum(n * one.kept_bytes + q * one.queued_bytes for n, q, one in zip(alive, queued, self.costs, strict=True))
+        kept = sum(
+            n * one.kept_bytes + q * one.queued_bytes for n, q, one in zip(alive, queued, self.costs, strict=True)
+        )
         logits = sum(n * one.logits.kept for n, one in zip(alive, self.costs, strict=True))
         whole, again = self.state["gradients"], bool(graded[place])
         before = whole * sum(graded) / len(graded)

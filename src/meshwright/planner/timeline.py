@@ -154,7 +154,9 @@ def step_time(
         bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
     if stack.own and layout.pp > 1:
-        behind *= 1 - _after_passes(layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp)
+        behind *= 1 - _after_passes(
+            layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
+        )
     weights, gradients = _data_parallel(layout, stack, m, own, sharing, behind, edges)
     whole_s = _data_parallel_s(layout, m, sharing, edges)
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
