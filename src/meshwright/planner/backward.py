@@ -1,5 +1,5 @@
-"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split backward
-pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
+"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split
+backward pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,8 +53,8 @@ def _mlp(of: "Local") -> float:
 
 
 def _experts(of: "Local", routed: Routed) -> float:
-    """The same over copies of tokens."""
-    return (3 * routed.ffn + of.shape.hidden) * routed.copies * of.width
+    """Over copies of tokens, whose product is kept and gone by then."""
+    return (2 * routed.ffn + of.shape.hidden) * routed.copies * of.width
 
 
 def _mlp_kept(of: "Local", routed: Routed | None) -> float:

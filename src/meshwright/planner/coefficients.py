@@ -1,8 +1,9 @@
 """What the explorer's page needs to count memory by itself: what is linear in tokens or in elements, as numbers.
 
 Bytes that a part of the model keeps are linear in the tokens of a rank, masks of documents also in the positions of a
-sequence; those of the head are the lower of two lines, since it runs chunk by chunk. Bytes of states are linear in a rank's elements. All else (padding of shards,
-micro-batches in flight, gathered layers, the worst moment) the page counts by itself: explorer/memory.js.
+sequence; those of the head are the lower of two lines, since it runs chunk by chunk. Bytes of states are linear in a
+rank's elements. All else (padding of shards, micro-batches in flight, gathered layers, the worst moment) the page
+counts by itself: explorer/memory.js and explorer/peaks.js.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@
 const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
 const WHEN = {
   loss: "head and loss", pass: "backward pass", sums: "last backward pass", split: "split backward pass",
-  embedding: "gradient of the embedding", weights: "gradients of weights",
+  embedding: "gradient of the embedding", end: "gradient of the embedding", weights: "gradients of weights",
 };
 const moments = new Map();
 
@@ -24,7 +24,8 @@ function momentsAlone(zero, m) {
   const found = steps.map((graded) => ["loss", 0, [1], [0], [graded]]);
   for (const graded of steps) {
     const final = zero >= 2 || graded === steps[steps.length - 1];
-    found.push([final ? "sums" : "pass", 0, [1], [0], [graded]], ["embedding", 0, [0], [0], [graded]]);
+    found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
+      [final ? "end" : "embedding", 0, [0], [0], [graded]]);
   }
   return found;
 }
@@ -48,13 +49,14 @@ function momentsIn(own, lastStage) {
       queued[place]--;
       graded[place] = 1;
     } else {
-      now(action === last.get(stage) ? "sums" : "pass");
+      const final = action === last.get(stage);
+      now(final ? "sums" : "pass");
       alive[place]--;
       if (kind === "B") {
         queued[place]++;
         now("split");
       }
-      if (stage === 0) now("embedding");
+      if (stage === 0) now(final ? "end" : "embedding");
       graded[place] = 1;
     }
   }
@@ -102,14 +104,19 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   }
   if (what === "weights") return [kinds(before, logits, cost.weights * (made + again * summed), 0)];
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
-  if (what === "embedding") {
+  if (what === "embedding" || what === "end") {
     const {first, block} = units;
+    const after = whole * graded.reduce((a, b, n) => a + (n === place ? 1 : b), 0) / graded.length;
+    const reduced = what === "end" && units.summed && layout.zero;
     if (apart) {
       const gathers = frees ? first.parameters : 0;
       return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients))];
     }
     const more = again && made < summed ? first.gradients : 0;
-    return [kinds(alone ? whole : Math.max(before, first.gradients), logits, first.made + more, 0)];
+    const shards = first.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
+    const copy = what === "end" && units.summed && !layout.zero ? first.gradients : 0;
+    const inside = Math.max(first.made + more, copy);
+    return [kinds(reduced ? Math.min(after, shards) : after, logits, inside, 0)];
   }
   const ends = last && place === costs.length - 1;
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
@@ -133,6 +140,6 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
     const rest = Math.max(0, block.made - cost.weights * made);
     const copies = copied ? Math.max(end.gradients, block.gradients) : 0;
     found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies));
-  } else found.push(kinds(gradients, logits - gone, inside, copied ? block.gradients : 0));
+  } else found.push(kinds(gradients, logits - gone, inside, 0));
   return found;
 }
