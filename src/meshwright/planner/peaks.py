@@ -18,6 +18,10 @@ WORDS = {
     "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
     "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
 }  # fmt: skip
+CHANGING = ("gradients", "logits", "temporaries", "buffers", "activations")
+"""Kinds of memory that a moment decides."""
+Sizes = tuple[float, float, float, float, float]
+"""Bytes of each."""
 ROUNDS = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 
@@ -89,12 +93,10 @@ class Rank:
 
     def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
         """(when, bytes by kind) of the worst of these moments."""
-        best = max(
-            ((one.what, kinds) for one in found for kinds in self.at(one)), key=lambda what: sum(what[1].values())
-        )
-        return WORDS[best[0]], {**self.state, **best[1]}
+        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
 
-    def at(self, moment: Moment) -> Iterator[Kinds]:
+    def at(self, moment: Moment) -> Iterator[Sizes]:
         """What is held at the worst places of the pass under way, instead of the state's gradients."""
         what, place, alive, queued, graded = moment
         cost, units = self.costs[place], self.units
@@ -106,9 +108,8 @@ class Rank:
         before = whole * sum(graded) / len(graded)
         copied = units.summed and what == "sums"
 
-        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Kinds:
-            return {"gradients": gradients, "activations": kept, "logits": logits, "temporaries": temporaries,
-                    "buffers": buffers}  # fmt: skip
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Sizes:
+            return gradients, logits, temporaries, buffers, kept
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
