@@ -1,175 +1,94 @@
-"""What the allocator itself says of memory over time: a witness that knows nothing of `observe.storages`.
+"""How much a process on a CPU has allocated, told by torch's allocator itself: nothing that the dry run knows of.
 
-On a CPU it is torch's profiler, which hears of every block that is taken and given back; also of those that operations
-take and give back inside. On a GPU it is the caching allocator's own statistics, read whenever a part of the program
-begins. Beside it stands what the process (CPU: resident, libraries and all) or the allocator (GPU) holds.
+torch's profiler hears of every allocation, but of those that end on another thread (Gloo's, which drop the last hold on
+what they sent) it does not hear the end. An address that is given out again was free before: what is found so is taken
+back. What is not found yet makes the figure too high, never too low.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from time import perf_counter
-from types import TracebackType
-from typing import Any, Protocol
+import time
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import ProfilerActivity, profile
 
-from meshwright.train.device import memory
-
-MARK = "meshwright part "
-POINTS = 1000
-"""Of a curve: of each of so many stretches of time, the highest one."""
+Event = tuple[int, int, int]
+"""(ns, address, bytes: below 0 where memory ends)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A part of the program: the most it had allocated, and what was held for it at its end."""
+@dataclass(slots=True)
+class Witness:
+    """What was allocated while `watching`; read it afterwards."""
 
-    name: str
-    allocated_bytes: int
-    reserved_bytes: int
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
+    def mark(self, part: str) -> None:
+        """A part of the program begins."""
+        self.marks.append((time.time_ns(), part))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
-    """All that a witness has seen."""
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time."""
+        return max((size for _, size in self.totals()), default=0)
 
-    peak_bytes: int
-    reserved_bytes: int
-    stretches: tuple[Stretch, ...]
-    curve: tuple[tuple[float, int], ...]
-    """(seconds since the start, allocated bytes)."""
+    def peaks(self) -> dict[str, int]:
+        """The most in each part."""
+        found: dict[str, int] = {}
+        part, marks = "start", iter(self.marks)
+        following = next(marks, None)
+        for at, size in self.totals():
+            while following is not None and following[0] <= at:
+                part, following = following[1], next(marks, None)
+            found[part] = max(found.get(part, 0), size)
+        return found
 
-
-class Witness(Protocol):
-    """Entered before anything is built."""
-
-    def __enter__(self) -> "Witness": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, name: str) -> None:
-        """A part of the program begins, and the one before it has ended."""
-        ...
-
-    def testimony(self) -> Testimony:
-        """After it was left."""
-        ...
+    def totals(self) -> Iterator[tuple[int, int]]:
+        """(ns, bytes allocated then), after every event."""
+        return totals(self.events)
 
 
-def witness_of(device: torch.device) -> Witness:
-    """The one that a kind of device has."""
-    return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
+@contextmanager
+def watching() -> Iterator[Witness]:
+    """Have torch's profiler listen to this process's allocations."""
+    found = Witness()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
+        yield found
+    results = listening.profiler.kineto_results
+    found.events = sorted(_allocations(results.experimental_event_tree()))
 
 
-class HostWitness:
-    """Of a CPU's memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.names: list[str] = []
-        self.held: list[int] = []
-        self.profile = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> "HostWitness":
-        self.profile.__enter__()
-        self.begin("start")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.begin("end")
-        self.profile.__exit__(kind, error, trace)
-
-    def begin(self, name: str) -> None:
-        """Leaves a mark between the allocator's events."""
-        self.held.append(memory(self.device).allocated_bytes)
-        with record_function(f"{MARK}{len(self.names)}"):
-            self.names.append(name)
-
-    def testimony(self) -> Testimony:
-        """Adds the events up."""
-        most, allocated, now = [0] * len(self.names), 0, 0
-        seen: list[tuple[float, int]] = []
-        first: int | None = None
-        for at, mark, size in sorted(self._events(), key=lambda event: event[0]):
-            first = at if first is None else first
-            now = now if mark is None else mark
-            allocated += size
-            most[now] = max(most[now], allocated)
-            seen.append(((at - first) / 1e9, allocated))
-        return Testimony(
-            peak_bytes=max(most),
-            reserved_bytes=max(self.held),
-            stretches=tuple(
-                Stretch(name=name, allocated_bytes=size, reserved_bytes=held)
-                for name, size, held in zip(self.names[:-1], most, self.held[1:], strict=False)
-            ),
-            curve=thinned(seen),
-        )
-
-    def _events(self) -> Iterator[tuple[int, int | None, int]]:
-        """(nanoseconds, number of a mark or None, bytes more or less)."""
-        profiler = self.profile.profiler
-        assert profiler is not None and profiler.kineto_results is not None
-        for event in profiler.kineto_results.events():
-            name = event.name()
-            if name == "[memory]":
-                yield event.start_ns(), None, event.nbytes()
-            elif name.startswith(MARK):
-                yield event.start_ns(), int(name.removeprefix(MARK)), 0
+def _allocations(nodes: Iterable[Any]) -> Iterator[Event]:
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        kind, told = node.typed
+        if kind.name == "Allocation" and told.device.type == "cpu":
+            yield node.start_time_ns, told.ptr, told.alloc_size
+        waiting.extend(node.children)
 
 
-class DeviceWitness:
-    """Of a GPU's memory. Its allocator works when the host asks it to, so that no waiting for the device is needed."""
+def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
+    """(ns, bytes) after each event in order of time; memory that overlaps what is given out anew had ended."""
+    held: dict[int, int] = {}
+    places: list[int] = []
+    total = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stretches: list[Stretch] = []
-        self.curve: list[tuple[float, int]] = []
-        self.name, self.started = "start", 0.0
+    def end(address: int) -> int:
+        del places[bisect_right(places, address) - 1]
+        return held.pop(address)
 
-    def __enter__(self) -> "DeviceWitness":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.started = perf_counter()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.begin("end")
-
-    def begin(self, name: str) -> None:
-        """Reads the peak since the last time."""
-        use = memory(self.device)
-        self.stretches.append(
-            Stretch(name=self.name, allocated_bytes=use.allocated_bytes, reserved_bytes=use.reserved_bytes)
-        )
-        self.curve.append((perf_counter() - self.started, use.allocated_bytes))
-        self.name = name
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def testimony(self) -> Testimony:
-        """What was read."""
-        return Testimony(
-            peak_bytes=max(one.allocated_bytes for one in self.stretches),
-            reserved_bytes=max(one.reserved_bytes for one in self.stretches),
-            stretches=tuple(self.stretches),
-            curve=thinned(self.curve),
-        )
-
-
-def thinned(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """At most POINTS of a curve: of each stretch of time the highest point, so that no peak is lost."""
-    if len(points) <= POINTS:
-        return tuple(points)
-    width = (points[-1][0] - points[0][0]) / POINTS or 1.0
-    best: dict[int, tuple[float, int]] = {}
-    for point in points:
-        place = min(POINTS - 1, int((point[0] - points[0][0]) / width))
-        if place not in best or point[1] > best[place][1]:
-            best[place] = point
-    return tuple(best.values())
+    for at, address, size in events:
+        if size < 0:
+            total -= end(address) if address in held else 0
+        else:
+            before = bisect_right(places, address) - 1
+            first = before if before >= 0 and places[before] + held[places[before]] > address else before + 1
+            while first < len(places) and places[first] < address + size:
+                total -= end(places[first])
+            insort(places, address)
+            held[address] = size
+            total += size
+        yield at, total
