@@ -2,7 +2,7 @@
 
 Each rank builds and runs the program three times over, since whoever looks at storages slows it down:
 
-    witnessed   the allocator's own account of what was held (observe.witness)
+    witnessed   the allocator's own account of what was held (observe.testimony)
     watched     every storage, by kind (observe.storages); not compiled
     timed       one step to warm up, then the steps that count, under nobody's eyes but a clock's; then one more under
                 torch's profiler, for the time of each operation
@@ -28,8 +28,8 @@ from meshwright.observe.program import Program
 from meshwright.observe.spans import Span, told
 from meshwright.observe.steps import Recorder, TimedStep
 from meshwright.observe.storages import Watch
+from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
-from meshwright.observe.witness import Testimony, witness_of
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.traffic import Counts
@@ -53,7 +53,7 @@ class RankProfile:
     rank: int
     device: str
     host: str
-    witness: Testimony
+    testimony: Testimony
     seen: Seen
     memory: tuple[Moment, ...]
     """The parts of the first steps, in order."""
@@ -77,12 +77,12 @@ class Profile:
     @property
     def worst(self) -> RankProfile:
         """The rank that held most."""
-        return max(self.ranks, key=lambda one: one.witness.peak_bytes)
+        return max(self.ranks, key=lambda one: one.testimony.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Of that rank, by the witness."""
-        return self.worst.witness.peak_bytes
+        return self.worst.testimony.peak_bytes
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -168,9 +168,9 @@ def measure(
         rank=mesh.rank,
         device=devices.title(target),
         host=platform.node(),
-        witness=testimony,
+        testimony=testimony,
         seen=seen,
-        memory=moments(watch, testimony),
+        memory=moments(seen, watch, testimony),
         traffic=traffic,
         steps=timed,
         operations=table,
@@ -197,7 +197,7 @@ class _Rounds:
 
     def witnessed(self) -> Testimony:
         """Build, the first steps, evaluation, what a checkpoint reads."""
-        witness = witness_of(self.device)
+        witness = testifier_of(self.device)
         part = ["start"]
 
         def begin(name: str) -> None:

@@ -42,7 +42,7 @@ class TimedSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCall:
-    """A collective from its call until somebody had waited for it; or a wait, with the part of the step it counts to."""
+    """A collective from its call until it was waited for; or a wait, with the part of the step it counts to."""
 
     axis: str
     collective: str

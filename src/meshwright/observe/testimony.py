@@ -1,23 +1,20 @@
-"""What the allocator itself says of memory over time: a witness that knows nothing of `observe.storages`.
+"""What the allocator itself says of memory over time: it knows nothing of `observe.storages`.
 
-On a CPU it is torch's profiler, which hears of every block that is taken and given back; also of those that operations
-take and give back inside. On a GPU it is the caching allocator's own statistics, read whenever a part of the program
-begins. Beside it stands what the process (CPU: resident, libraries and all) or the allocator (GPU) holds.
+On a CPU it is torch's profiler (observe.witness), which also hears of what operations take and give back inside. On a
+GPU it is the caching allocator's own statistics, read whenever a part of the program begins. Beside it stands what the
+process (CPU: resident, libraries and all) or the allocator (GPU) holds.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, time_ns
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
 
+from meshwright.observe.witness import watching
 from meshwright.train.device import memory
 
-MARK = "meshwright part "
 POINTS = 1000
 """Of a curve: of each of so many stretches of time, the highest one."""
 
@@ -42,10 +39,10 @@ class Testimony:
     """(seconds since the start, allocated bytes)."""
 
 
-class Witness(Protocol):
+class Testifier(Protocol):
     """Entered before anything is built."""
 
-    def __enter__(self) -> "Witness": ...
+    def __enter__(self) -> "Testifier": ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,7 +57,7 @@ class Witness(Protocol):
         ...
 
 
-def witness_of(device: torch.device) -> Witness:
+def testifier_of(device: torch.device) -> Testifier:
     """The one that a kind of device has."""
     return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
 
@@ -72,10 +69,11 @@ class HostWitness:
         self.device = device
         self.names: list[str] = []
         self.held: list[int] = []
-        self.profile = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.begins: list[int] = []
+        self._watching = watching()
 
     def __enter__(self) -> "HostWitness":
-        self.profile.__enter__()
+        self.heard = self._watching.__enter__()
         self.begin("start")
         return self
 
@@ -83,25 +81,25 @@ class HostWitness:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.begin("end")
-        self.profile.__exit__(kind, error, trace)
+        self._watching.__exit__(kind, error, trace)
 
     def begin(self, name: str) -> None:
-        """Leaves a mark between the allocator's events."""
+        """Notes the moment; the allocator's events are laid beside it afterwards."""
         self.held.append(memory(self.device).allocated_bytes)
-        with record_function(f"{MARK}{len(self.names)}"):
-            self.names.append(name)
+        self.names.append(name)
+        self.begins.append(time_ns())
 
     def testimony(self) -> Testimony:
-        """Adds the events up."""
-        most, allocated, now = [0] * len(self.names), 0, 0
-        seen: list[tuple[float, int]] = []
-        first: int | None = None
-        for at, mark, size in sorted(self._events(), key=lambda event: event[0]):
-            first = at if first is None else first
-            now = now if mark is None else mark
-            allocated += size
-            most[now] = max(most[now], allocated)
-            seen.append(((at - first) / 1e9, allocated))
+        """Adds the events up. A part begins with what the one before it left."""
+        points = list(self.heard.totals())
+        most, place, total = [0] * len(self.names), 0, 0
+        for at, size in points:
+            while place + 1 < len(self.begins) and self.begins[place + 1] <= at:
+                place += 1
+                most[place] = total
+            total = size
+            most[place] = max(most[place], total)
+        most[place + 1 :] = [total] * len(most[place + 1 :])
         return Testimony(
             peak_bytes=max(most),
             reserved_bytes=max(self.held),
@@ -109,19 +107,8 @@ class HostWitness:
                 Stretch(name=name, allocated_bytes=size, reserved_bytes=held)
                 for name, size, held in zip(self.names[:-1], most, self.held[1:], strict=False)
             ),
-            curve=thinned(seen),
+            curve=thinned([((at - self.begins[0]) / 1e9, size) for at, size in points]),
         )
-
-    def _events(self) -> Iterator[tuple[int, int | None, int]]:
-        """(nanoseconds, number of a mark or None, bytes more or less)."""
-        profiler = self.profile.profiler
-        assert profiler is not None and profiler.kineto_results is not None
-        for event in profiler.kineto_results.events():
-            name = event.name()
-            if name == "[memory]":
-                yield event.start_ns(), None, event.nbytes()
-            elif name.startswith(MARK):
-                yield event.start_ns(), int(name.removeprefix(MARK)), 0
 
 
 class DeviceWitness:

@@ -1,0 +1,182 @@
+"""`meshwright profile [PLAN.yaml] [KEY=VALUE ...]`: a few real steps, measured."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.train import Words, sort_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshwright.observe.profile import Profile
+    from meshwright.spec import Plan
+
+SHOWN = 8
+"""Operations and ranks that are listed."""
+
+
+def profile(
+    words: Words = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.")] = 4,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Make a few real steps of a plan and measure them: memory by kind and over time, traffic, time.
+
+    Alone on a machine it starts the processes itself: one for each GPU, or Gloo processes on a CPU; under torchrun it
+    takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev.
+    """
+    from meshwright import planfile
+    from meshwright.cli.launch import processes
+    from meshwright.cli.train import shape_from_folder
+    from meshwright.spec.errors import IllegalLayout, PlanError
+    from meshwright.spec.worlds import world_violation
+
+    # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    path, overrides, _ = sort_words(words or ())
+    notes: list[str] = []
+    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    if steps < 1:
+        raise PlanError(f"--steps {steps} must be at least 1")
+    violation = world_violation(plan, processes()) if processes() > 1 else None
+    if violation:
+        raise IllegalLayout(violation)
+    plan.check()
+
+    from meshwright.cli.output import console, print_json
+    from meshwright.observe.measured import measured
+    from meshwright.observe.trace import trace
+
+    people = console(json=json)
+    found = _measured(plan, steps, people)
+    if found is None:
+        return
+    document = measured(found)
+    files = _written(Path(plan.run), {"profile.json": document, "trace.json": trace(found)})
+    if json:
+        print_json(document)
+        return
+    for note in notes:
+        print(f"meshwright: note: {note}", file=sys.stderr)
+    for part in shown(found):
+        people.print(part)
+    people.print(f"written: {files[0]}, and {files[1]} for https://ui.perfetto.dev")
+
+
+def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
+    """On the first rank the profile, on others None."""
+    from meshwright.cli.launch import joined, processes, rank
+
+    if processes() == 1:
+        from meshwright.observe.alone import profile as alone
+
+        with people.status("profile") as status:
+            return alone(plan, steps=steps, said=lambda line: status.update(f"profile: {line}"))
+    from meshwright.observe.profile import gathered, measure
+
+    with joined() as pulse:
+        said: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
+        return gathered(measure(plan, steps=steps, pulse=pulse, said=said), plan)
+
+
+def _written(folder: Path, documents: dict[str, object]) -> list[Path]:
+    """Each file whole or not at all. RunError where the folder cannot be written."""
+    from json import dumps
+
+    from meshwright.cli.output import plain
+    from meshwright.spec.errors import RunError
+    from meshwright.train.durable import replace_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, document in documents.items():
+            replace_file(folder / name, (dumps(plain(document), allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or folder}: {error.strerror or error}; mend that, or choose another run="
+        ) from None
+    return [folder / name for name in documents]
+
+
+def shown(found: "Profile") -> "Iterator[str | Table]":
+    """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
+    from meshwright.spec.units import count, duration, gib, many
+
+    plan, world = found.plan, found.plan.layout.world
+    speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} a device"
+    used = found.utilization(causal=True)
+    full = found.utilization(causal=False)
+    mfu = f", MFU {used:.1%} causal, {full:.1%} full" if used is not None and full is not None else ""
+    yield f"{plan.model.name} on {many(world, 'rank')}, {found.ranks[0].device}"
+    yield f"step {duration(found.step_s)} ({many(len(found.step_seconds), 'step')} timed: " + (
+        f"{duration(min(found.step_seconds))} to {duration(max(found.step_seconds))}), {speed}{mfu}"
+    )
+    worst = found.worst
+    yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
+        f"{kind} {gib(size)}" for kind, size in sorted(worst.seen.kinds.items(), key=lambda item: -item[1])[:6]
+    )
+    yield _first_steps(found)
+    yield _ranks(found)
+    yield _traffic(found)
+    yield _operations(found)
+    if world > 1:
+        yield f"bubble {found.bubble_fraction:.1%} of the busiest rank's work; clocks agree to {found.residual_s:.0e} s"
+
+
+def _first_steps(found: "Profile") -> str:
+    """The most each of the first steps held: the first differs, its moments are not there before it ends."""
+    from meshwright.spec.units import gib
+
+    steps: dict[int, int] = {}
+    for moment in found.worst.memory:
+        steps[moment.step] = max(steps.get(moment.step, 0), moment.allocated_bytes)
+    return "peak by step: " + ", ".join(f"{step}: {gib(size)}" for step, size in steps.items() if step)
+
+
+def _ranks(found: "Profile") -> "Table":
+    """A row a rank: memory, and the parts of the step."""
+    from meshwright.observe.steps import PARTS
+    from meshwright.spec.units import duration, gib
+
+    table = _table("rank", "peak", "reserved", *PARTS)
+    for one in found.ranks[:SHOWN]:
+        parts = one.steps[found.chosen].parts
+        held = gib(one.testimony.peak_bytes), gib(one.testimony.reserved_bytes)
+        table.add_row(str(one.rank), *held, *(duration(parts[part]) for part in PARTS))
+    if len(found.ranks) > SHOWN:
+        table.add_row("...", *[""] * (len(PARTS) + 2))
+    return table
+
+
+def _traffic(found: "Profile") -> "Table":
+    from meshwright.spec.units import MIB
+
+    table = _table("axis", "collective", "calls", "MiB sent")
+    for (axis, what), (calls, sent) in sorted(found.worst.traffic.items()):
+        table.add_row(axis, what, str(calls), f"{sent / MIB:.2f}")
+    return table
+
+
+def _operations(found: "Profile") -> "Table":
+    from meshwright.spec.units import duration
+
+    table = _table("operation", "calls", "its own time")
+    for operation in found.busiest.operations[:SHOWN]:
+        table.add_row(operation.name, str(operation.calls), duration(operation.seconds))
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index and column != "collective" else "left", no_wrap=True)
+    return table
