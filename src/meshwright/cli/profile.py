@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from meshwright.observe.profile import Profile
     from meshwright.spec import Plan
 
-SHOWN = 8
-"""Operations and ranks that are listed."""
+SHOWN, COLUMNS, WIDEST = 8, 5, 40
+"""Operations that are listed, ranks beside each other, characters of an operation's name."""
+LEAST = 0.01
+"""Share of the peak from which on a kind of memory is named."""
 
 
 def profile(
@@ -118,8 +120,9 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
         f"{duration(min(found.step_seconds))} to {duration(max(found.step_seconds))}), {speed}{mfu}"
     )
     worst = found.worst
+    kinds = sorted(worst.seen.kinds.items(), key=lambda item: -item[1])
     yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
-        f"{kind} {gib(size)}" for kind, size in sorted(worst.seen.kinds.items(), key=lambda item: -item[1])[:6]
+        f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
     )
     yield _first_steps(found)
     yield _ranks(found)
@@ -130,7 +133,7 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
 
 
 def _first_steps(found: "Profile") -> str:
-    """The most each of the first steps held: the first differs, its moments are not there before it ends."""
+    """The most that each of the first steps held."""
     from meshwright.spec.units import gib
 
     steps: dict[int, int] = {}
@@ -140,17 +143,20 @@ def _first_steps(found: "Profile") -> str:
 
 
 def _ranks(found: "Profile") -> "Table":
-    """A row a rank: memory, and the parts of the step."""
+    """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place, as far as they go."""
     from meshwright.observe.steps import PARTS
     from meshwright.spec.units import duration, gib
 
-    table = _table("rank", "peak", "reserved", *PARTS)
-    for one in found.ranks[:SHOWN]:
-        parts = one.steps[found.chosen].parts
-        held = gib(one.testimony.peak_bytes), gib(one.testimony.reserved_bytes)
-        table.add_row(str(one.rank), *held, *(duration(parts[part]) for part in PARTS))
-    if len(found.ranks) > SHOWN:
-        table.add_row("...", *[""] * (len(PARTS) + 2))
+    some = found.ranks
+    if len(some) > COLUMNS:
+        some = found.ranks[:: len(some) // found.plan.layout.pp][:COLUMNS]
+    table = _table("rank", *(str(one.rank) for one in some))
+    table.add_row("peak", *(gib(one.testimony.peak_bytes) for one in some))
+    table.add_row("reserved", *(gib(one.testimony.reserved_bytes) for one in some))
+    steps = [one.steps[found.chosen] for one in some]
+    for part in PARTS:
+        table.add_row(part, *(duration(step.parts[part]) for step in steps))
+    table.add_row("communication", *(duration(step.streams["communication_s"]) for step in steps))
     return table
 
 
@@ -168,7 +174,7 @@ def _operations(found: "Profile") -> "Table":
 
     table = _table("operation", "calls", "its own time")
     for operation in found.busiest.operations[:SHOWN]:
-        table.add_row(operation.name, str(operation.calls), duration(operation.seconds))
+        table.add_row(operation.name[:WIDEST], str(operation.calls), duration(operation.seconds))
     return table
 
 

@@ -57,7 +57,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self.stream = torch.cuda.current_stream()
         torch.cuda.synchronize()
-        self._base = torch.cuda.Event(enable_timing=True)
+        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._base.record()
         self._base.synchronize()
         self._base_s = time.perf_counter()
@@ -69,7 +69,7 @@ class DeviceClock:
 
     def mark(self) -> torch.cuda.Event:
         """An event behind all that was started on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -8,7 +8,6 @@ import torch
 from meshwright import __version__
 from meshwright.observe.document import kinds, traffic
 from meshwright.observe.profile import Profile, RankProfile
-from meshwright.observe.steps import TimedStep
 
 
 def measured(found: Profile) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def measured(found: Profile) -> dict[str, Any]:
         "peak_rank": worst.rank,
         "memory": kinds(worst.seen.kinds),
         "traffic": traffic(worst.traffic),
-        "time": _time(busiest.steps[found.chosen]),
+        "time": _time(found.parts),
         "busiest_rank": busiest.rank,
         "step_seconds": found.step_s,
         "steps": list(found.step_seconds),
@@ -69,7 +68,7 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
         ],
         "allocated": [[seconds, size] for seconds, size in one.testimony.curve],
         "traffic": traffic(one.traffic),
-        "time": _time(step),
+        "time": _time(step.parts),
         "streams": step.streams,
         "kernels": asdict(one.kernels) if one.kernels else None,
         "operations": [asdict(operation) for operation in one.operations],
@@ -88,5 +87,5 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
     }
 
 
-def _time(step: TimedStep) -> list[dict[str, Any]]:
-    return [{"what": what, "seconds": seconds} for what, seconds in step.parts.items()]
+def _time(parts: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"what": what, "seconds": seconds} for what, seconds in parts.items()]

@@ -33,7 +33,9 @@ def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...
         step = int(number) if word == "step" else step
         if starts[index] == starts[index + 1]:
             continue
-        part, stretch = next(parts), told[index]
+        part, stretch = next(parts, None), told[index]
+        if part is None:
+            break  # what was given back since the watch was read
         assert part.name == phase.name
         found.append(
             Moment(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
@@ -60,7 +61,7 @@ def _kernels(profile: torch_profile) -> Kernels:
     found = [
         (event.name().lower(), event.start_ns() / 1e9, event.end_ns() / 1e9)
         for event in profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
     ]
     return overlap(found)
 

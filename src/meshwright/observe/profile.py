@@ -31,6 +31,7 @@ from meshwright.observe.storages import Watch
 from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
 from meshwright.parallel import Mesh, make_mesh
+from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
@@ -39,7 +40,7 @@ from meshwright.train import device as devices
 from meshwright.train.fits import check_fits
 
 FIRST = 4
-"""Steps whose memory is looked at: the first has no moments yet, the last ones are alike."""
+"""Steps whose memory is looked at: the first may differ, the last ones are alike."""
 STEPS = 4
 """Steps that are timed, unless somebody wants more."""
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}
@@ -108,6 +109,12 @@ class Profile:
         return max(self.ranks, key=lambda one: one.steps[self.chosen].parts["compute"])
 
     @property
+    def parts(self) -> dict[str, float]:
+        """What that rank spent the step on, by steps.PARTS; what others took longer is `other`: they add up."""
+        step = self.busiest.steps[self.chosen]
+        return {**step.parts, "other": step.parts["other"] + self.step_s - step.seconds}
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks together."""
         return self.plan.recipe.global_batch * self.plan.recipe.sequence / self.step_s
@@ -115,7 +122,7 @@ class Profile:
     @property
     def bubble_fraction(self) -> float:
         """As planner.predict.Prediction: what the busiest rank waited in the pipeline, over its work."""
-        parts = self.busiest.steps[self.chosen].parts
+        parts = self.parts
         busy = parts["compute"] + parts["exchange"]
         return parts["bubble"] / busy if busy else 0.0
 
@@ -149,14 +156,20 @@ class _Real(Program):
 
 
 def measure(
-    plan: Plan, *, steps: int = STEPS, pulse: Pulse | None = None, said: Callable[[str], None] | None = None
+    plan: Plan,
+    *,
+    steps: int = STEPS,
+    pulse: Pulse | None = None,
+    said: Callable[[str], None] | None = None,
+    made: Made | None = None,
 ) -> RankProfile:
-    """One rank's part, in a process group of layout.world ranks (or alone); `said` hears of each round."""
+    """One rank's part, in a process group of layout.world ranks (or alone); `said` hears of each round. `made`: groups
+    of this process that exist already (parallel.mesh)."""
     pulse, said = pulse or Pulse(), said or (lambda line: None)
     target = devices.pick_device()
     check_fits(plan, target)
     devices.prepare(target, plan.recipe.precision)
-    mesh = make_mesh(plan.layout, traffic=pulse.calls)
+    mesh = make_mesh(plan.layout, traffic=pulse.calls, made=made)
     rounds = _Rounds(plan, mesh, target, pulse)
     said(f"{FIRST} steps before the allocator's witness")
     testimony = rounds.witnessed()
