@@ -41,6 +41,7 @@ def profile(
 
     # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     path, overrides, _ = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
@@ -143,7 +144,7 @@ def _first_steps(found: "Profile") -> str:
 
 
 def _ranks(found: "Profile") -> "Table":
-    """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place, as far as they go."""
+    """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place."""
     from meshwright.observe.steps import PARTS
     from meshwright.spec.units import duration, gib
 

@@ -9,7 +9,7 @@ from meshwright.observe.profile import STEPS, Profile, RankProfile, measure
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError, RunError
-from meshwright.spec.presets import device_names
+from meshwright.spec.presets import device, device_names
 from meshwright.spec.units import many
 from meshwright.train.device import pick_device
 from meshwright.train.fits import check_fits
@@ -47,7 +47,9 @@ def refuse_elsewhere(plan: Plan) -> None:
     """PlanError for a plan made for hardware that is not there, or for more ranks than this machine can run."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name, world = plan.cluster.device.name, plan.layout.world
-    meant = plan.cluster.device.memory_bytes and any(name.lower() == known for known in device_names())
+    meant = plan.cluster.device.memory_bytes and any(
+        name == device(known).name for known in device_names() if known != "local"
+    )
     if meant and not gpus:
         raise PlanError(
             f"the plan is for {many(plan.cluster.devices, 'device')} of the kind {name} and this machine has no GPU: "

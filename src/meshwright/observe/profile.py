@@ -14,9 +14,11 @@ there already.
 import gc
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from statistics import median_low
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from meshwright.observe.clock import Offset, align, clock_of
 from meshwright.observe.moments import Moment, moments
 from meshwright.observe.operations import Kernels, Operation, operations
 from meshwright.observe.program import Program
-from meshwright.observe.spans import Span, told
+from meshwright.observe.spans import Span, replaced, told
 from meshwright.observe.steps import Recorder, TimedStep
 from meshwright.observe.storages import Watch
 from meshwright.observe.testimony import Testimony, testifier_of
@@ -43,6 +45,9 @@ FIRST = 4
 """Steps whose memory is looked at: the first may differ, the last ones are alike."""
 STEPS = 4
 """Steps that are timed, unless somebody wants more."""
+PAUSE_S = 0.001
+"""After each collective of the witnessed round: Gloo's thread lets go of its tensors some moments after the end, and
+memory that ends on another thread is not told of."""
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}
 """What torch's allocators make of a request."""
 
@@ -220,7 +225,8 @@ class _Rounds:
         def span(one: Span | None) -> None:
             witness.begin(str(one) if one else part[0])
 
-        with witness, told(span):
+        patient = replaced(dist.Work, "wait", _patient) if self.device.type == "cpu" else nullcontext()
+        with witness, told(span), patient:
             program = self._program(begin)
             program.build()
             for number in range(1, FIRST + 1):
@@ -263,6 +269,18 @@ class _Rounds:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.pulse.step_ended(perf_counter() - started)
+
+
+def _patient(inner: Callable[..., bool]) -> Callable[..., bool]:
+    """Work.wait while this thread is not the last one that holds the work."""
+
+    @wraps(inner)
+    def wait(work: dist.Work, *given: object) -> bool:
+        done = inner(work, *given)
+        sleep(PAUSE_S)
+        return done
+
+    return wait
 
 
 def gathered(mine: RankProfile, plan: Plan) -> Profile | None:
