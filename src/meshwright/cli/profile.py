@@ -36,7 +36,7 @@ def profile(
     from meshwright import planfile
     from meshwright.cli.launch import processes
     from meshwright.cli.train import shape_from_folder
-    from meshwright.spec.errors import IllegalLayout, PlanError
+    from meshwright.spec.errors import IllegalLayout, PlanError, RunError
     from meshwright.spec.worlds import world_violation
 
     # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
@@ -51,6 +51,8 @@ def profile(
     if violation:
         raise IllegalLayout(violation)
     plan.check()
+    if Path(plan.run).exists() and not Path(plan.run).is_dir():
+        raise RunError(f"run={plan.run} is a file, not a folder: choose another run=")
 
     from meshwright.cli.output import console, print_json
     from meshwright.observe.measured import measured
@@ -109,7 +111,7 @@ def _written(folder: Path, documents: dict[str, object]) -> list[Path]:
 
 def shown(found: "Profile") -> "Iterator[str | Table]":
     """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
-    from meshwright.spec.units import count, duration, gib, many
+    from meshwright.spec.units import count, gib, many
 
     plan, world = found.plan, found.plan.layout.world
     speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} a device"
@@ -117,9 +119,9 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
     full = found.utilization(causal=False)
     mfu = f", MFU {used:.1%} causal, {full:.1%} full" if used is not None and full is not None else ""
     yield f"{plan.model.name} on {many(world, 'rank')}, {found.ranks[0].device}"
-    yield f"step {duration(found.step_s)} ({many(len(found.step_seconds), 'step')} timed: " + (
-        f"{duration(min(found.step_seconds))} to {duration(max(found.step_seconds))}), {speed}{mfu}"
-    )
+    lengths = found.step_seconds
+    timed = f"{many(len(lengths), 'step')} timed: {_ms(min(lengths))} to {_ms(max(lengths))}"
+    yield f"step {_ms(found.step_s)} ({timed}), {speed}{mfu}"
     worst = found.worst
     kinds = sorted(worst.seen.kinds.items(), key=lambda item: -item[1])
     yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
@@ -146,7 +148,7 @@ def _first_steps(found: "Profile") -> str:
 def _ranks(found: "Profile") -> "Table":
     """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place."""
     from meshwright.observe.steps import PARTS
-    from meshwright.spec.units import duration, gib
+    from meshwright.spec.units import gib
 
     some = found.ranks
     if len(some) > COLUMNS:
@@ -156,8 +158,8 @@ def _ranks(found: "Profile") -> "Table":
     table.add_row("reserved", *(gib(one.testimony.reserved_bytes) for one in some))
     steps = [one.steps[found.chosen] for one in some]
     for part in PARTS:
-        table.add_row(part, *(duration(step.parts[part]) for step in steps))
-    table.add_row("communication", *(duration(step.streams["communication_s"]) for step in steps))
+        table.add_row(part, *(_ms(step.parts[part]) for step in steps))
+    table.add_row("communication", *(_ms(step.streams["communication_s"]) for step in steps))
     return table
 
 
@@ -171,12 +173,15 @@ def _traffic(found: "Profile") -> "Table":
 
 
 def _operations(found: "Profile") -> "Table":
-    from meshwright.spec.units import duration
-
     table = _table("operation", "calls", "its own time")
     for operation in found.busiest.operations[:SHOWN]:
-        table.add_row(operation.name[:WIDEST], str(operation.calls), duration(operation.seconds))
+        table.add_row(operation.name[:WIDEST], str(operation.calls), _ms(operation.seconds))
     return table
+
+
+def _ms(seconds: float) -> str:
+    """Times that stand below each other have one unit."""
+    return f"{1e3 * seconds:.1f} ms"
 
 
 def _table(*columns: str) -> "Table":
