@@ -21,6 +21,7 @@ from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
 from meshwright.cli.launch import fail, processes, rank
 from meshwright.cli.plan import plan
+from meshwright.cli.profile import profile
 from meshwright.cli.quickstart import quickstart
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
@@ -70,6 +71,7 @@ app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
 app.command(cls=Verb, name="plan", short_help="Rank the layouts of a model on a cluster.")(plan)
 app.command(cls=Verb, name="explore", short_help="Write a page of all layouts.")(explore)
 app.command(cls=Verb, name="dryrun", short_help="Peak memory and traffic of a plan, without its hardware.")(dryrun)
+app.command(cls=Verb, name="profile", short_help="Measure a few real steps of a plan.")(profile)
 app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
 app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)
