@@ -305,8 +305,10 @@ class Trainer:
             records = MetricsLog.read(self.folder.metrics)
             if records:
                 loss_plot(records, self.folder.loss_plot)
-        if self.is_first and self.ledger.step:
-            self.folder.keep_ledger(self.ledger.document())
+        if self.ledger.step:
+            ledger = self.ledger.document(self.device)
+            if self.is_first:
+                self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:
