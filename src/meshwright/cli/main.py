@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
 from meshwright.cli.accuracy import accuracy
+from meshwright.cli.dryrun import dryrun
 from meshwright.cli.eval import evaluate
 from meshwright.cli.explore import explore
 from meshwright.cli.export import export
@@ -68,6 +69,7 @@ app.command(cls=Verb, name="quickstart", short_help="Train a first model, here a
 app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
 app.command(cls=Verb, name="plan", short_help="Rank the layouts of a model on a cluster.")(plan)
 app.command(cls=Verb, name="explore", short_help="Write a page of all layouts.")(explore)
+app.command(cls=Verb, name="dryrun", short_help="Peak memory and traffic of a plan, without its hardware.")(dryrun)
 app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
 app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)

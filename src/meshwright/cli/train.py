@@ -45,7 +45,7 @@ def train(
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes, processes=processes())
+    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
     violation = world_violation(plan, processes())
     if violation:
         raise IllegalLayout(violation)
@@ -101,7 +101,8 @@ def again(words: Sequence[str]) -> str:
     return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))
 
 
-def _shape_from_folder(folder: Path) -> "ModelShape":
+def shape_from_folder(folder: Path) -> "ModelShape":
+    """Of a Hugging Face directory."""
     from meshwright.model.hub import import_folder
 
     return import_folder(folder).shape

@@ -23,6 +23,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import rank_of
+from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
 
 ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
@@ -85,7 +86,9 @@ def dry_run(
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
     for rank in ranks:
         if not 0 <= rank < plan.layout.world:
-            raise PlanError(f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})")
+            raise PlanError(
+                f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
+            )
     device = device or device_of(plan)
     found = _in_processes(plan, ranks, device, load, whole, processes, told or (lambda done, of: None))
     return DryRun(
@@ -99,7 +102,7 @@ def dry_run(
 
 def device_of(plan: Plan) -> str:
     """cuda for a plan on a known GPU or on a machine that has one, else cpu."""
-    known = any(plan.cluster.device.name.lower() == name for name in device_names())
+    known = any(plan.cluster.device.name == preset(name).name for name in device_names() if name != "local")
     return "cuda" if known or torch.cuda.is_available() else "cpu"
 
 
@@ -137,7 +140,9 @@ def _in_processes(
     longest_first = sorted(ranks, key=lambda rank: -sum(_counts(plan, rank, whole)))
     found: dict[int, Seen] = {}
     with ProcessPoolExecutor(workers, mp_context=SERVER, max_tasks_per_child=1) as pool:
-        running = {pool.submit(_task, plan, rank, device, load, _counts(plan, rank, whole)): rank for rank in longest_first}
+        running = {
+            pool.submit(_task, plan, rank, device, load, _counts(plan, rank, whole)): rank for rank in longest_first
+        }
         try:
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -161,5 +166,3 @@ def _notes(plan: Plan) -> list[str]:
     if plan.model.moe is not None:
         found.append("tokens are taken to go to experts evenly, or as --load says")
     return found
-
-

@@ -22,7 +22,13 @@ from meshwright.train.state import TrainState
 
 STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
 KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens")
-COLLECTIVES = ("parallel/group.py", "parallel/ring.py", "parallel/mail.py", "parallel/expert.py", "parallel/replicas.py")
+COLLECTIVES = (
+    "parallel/group.py",
+    "parallel/ring.py",
+    "parallel/mail.py",
+    "parallel/expert.py",
+    "parallel/replicas.py",
+)
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
 LOSSES = ("kernels/cross_entropy.py", "_SplitCrossEntropy", "VocabularyParallelLoss")

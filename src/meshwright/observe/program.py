@@ -81,9 +81,8 @@ class Program:
         recipe, layout = self.plan.recipe, self.plan.layout
         rows = recipe.global_batch // layout.dp
         share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.state.engine.columns(recipe.sequence))
-        zeros = np.zeros((rows, recipe.sequence), dtype=np.int64)
-        documents = np.broadcast_to(np.arange(recipe.sequence) // (recipe.sequence // 2 or 1), zeros.shape)
-        blank = Sequences(tokens=zeros, targets=zeros, documents=documents, positions=zeros, packed=self.documents)
+        zeros, places = (np.zeros((rows, recipe.sequence), dtype=dtype) for dtype in (np.int64, np.int32))
+        blank = Sequences(tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents)
         batch = to_batch(blank, self.device, document_mask=self.documents, share=share)
         return split(batch, layout.micro_batch_of(recipe.global_batch))
 

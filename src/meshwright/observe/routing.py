@@ -36,7 +36,9 @@ class Routing:
             return _even(rows, experts)
         here = round(rows * local / experts * self.load)
         if not 0 <= here <= rows:
-            raise PlanError(f"a load of {self.load:g} on one of {self.group.size} ranks is more than all rows: take less")
+            raise PlanError(
+                f"a load of {self.load:g} on one of {self.group.size} ranks is more than all rows: take less"
+            )
         others = _even(rows - here, experts - local)
         return others[:begin] + _even(here, local) + others[begin:]
 

@@ -11,7 +11,8 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -63,11 +64,11 @@ class Phase:
     """First event."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
 
     def __init__(self, round_bytes: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.round_bytes = round_bytes
         self.records: list[Record] = []
         self.phases: list[Phase] = [Phase("start", 0)]
@@ -116,7 +117,7 @@ class Watch(TorchDispatchMode):
                 self._changed(record, size)
             return record
         record = self._born(tensor, size, operation)
-        self._known[key] = weakref.ref(storage, lambda gone, key=key: self._died(key)), record
+        self._known[key] = weakref.ref(storage, partial(self._died, key)), record
         return record
 
     def resized(self, storage: Any) -> None:
@@ -175,7 +176,7 @@ class Watch(TorchDispatchMode):
         self._event(record, size - record.size_bytes)
         record.size_bytes = size
 
-    def _died(self, key: int) -> None:
+    def _died(self, key: int, gone: object) -> None:
         _, record = self._known.pop(key)
         record.died, record.death_phase = len(self._event_record), len(self.phases) - 1
         self._event(record, -record.size_bytes)

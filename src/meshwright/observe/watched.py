@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate
 
 import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright.observe.kinds import KINDS, label_rest, label_states
 from meshwright.observe.program import Program
@@ -33,6 +37,15 @@ class Large:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stretch of the program at the moment when it held most."""
+
+    name: str
+    peak_bytes: int
+    kinds: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What one rank's program did."""
 
@@ -47,10 +60,10 @@ class Seen:
     largest: tuple[Large, ...]
     sent: tuple[Counts, ...]
     """Of each step."""
-    parts: tuple[tuple[str, int, dict[str, int]], ...]
-    """(part of the program, the most it held, that by kind)."""
-    timeline: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
-    """(pass, bytes by KINDS when it held most), in order, of the steps."""
+    parts: tuple[Part, ...]
+    """Of the program: build, tokens, step 1, update 1 ..."""
+    passes: tuple[Part, ...]
+    """Every pass and what lies between them, in order: the memory timeline."""
 
 
 class Watched:
@@ -101,25 +114,23 @@ class Watched:
         self.watch.enter(str(span) if span else self.parts[-1][0])
 
     def _name_modules(self, stack: ExitStack) -> None:
-        """Have the watch know inside which module of the model it is."""
-        watch = self.watch
-        for model in self.program.state.engine.stages:
-            for name, module in model.named_modules():
-                if name:
-                    outer: list[str] = []
+        """Have the watch know inside which module of the model it is. Hooks on all modules: one on a linear layer would
+        have it computed apart from those that read the same."""
+        watch, outer = self.watch, [""]
+        names = {module: name for model in self.program.state.engine.stages for name, module in model.named_modules()}
 
-                    def enter(*_: object, name: str = name, outer: list[str] = outer) -> None:
-                        outer.append(watch.module)
-                        watch.module = name
+        def enter(module: Module, given: object) -> None:
+            outer.append(watch.module)
+            watch.module = names.get(module) or watch.module
 
-                    def leave(*_: object, outer: list[str] = outer) -> None:
-                        watch.module = outer.pop() if outer else ""
+        def leave(module: Module, given: object, out: object) -> None:
+            watch.module = outer.pop()
 
-                    for handle in (
-                        module.register_forward_pre_hook(enter),
-                        module.register_forward_hook(leave, always_call=True),
-                    ):
-                        stack.callback(handle.remove)
+        for handle in (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
 
     def _shapes(self) -> set[tuple[int, ...]]:
         """Of parameters as this rank computes with them."""
@@ -129,30 +140,40 @@ class Watched:
 
     def _seen(self) -> Seen:
         watch = self.watch
-        alive: dict[int, int] = {}
-        kinds = dict.fromkeys(KINDS, 0)
-        kind_of = [record.kind for record in watch.records]
-        starts = [(name, at) for name, at in self.parts]
-        total, most, peak_at = 0, 0, 0
+        phases = [(phase.name, phase.start) for phase in watch.phases]
+        totals = list(accumulate(size for _, size in watch.events()))
+        of_parts, of_phases = _highest(totals, self.parts), _highest(totals, phases)
+        peak_at = max(range(len(totals)), key=totals.__getitem__)
+        wanted = {*of_parts, *of_phases, peak_at}
+        kinds, alive, found = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
+        at_peak: dict[int, int] = {}
         for at, (number, size) in enumerate(watch.events()):
-            total += size
-            if total > most:
-                most, peak_at = total, at
-        del starts
-        for at, (number, size) in enumerate(watch.events()):
+            kinds[watch.records[number].kind] += size
             alive[number] = alive.get(number, 0) + size
-            kinds[kind_of[number]] += size
+            if at in wanted:
+                found[at] = {kind: held for kind, held in kinds.items() if held}
             if at == peak_at:
-                break
+                at_peak = {one: held for one, held in alive.items() if held}
+        largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
+        names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
         return Seen(
             rank=self.program.mesh.rank,
-            peak_bytes=most,
-            when=f"{self._part_at(peak_at)}, {self._phase_at(peak_at)}",
-            kinds={kind: size for kind, size in kinds.items() if size},
-            where=self._where(alive),
-            largest=tuple(self._large(watch.records[n], alive[n]) for n in sorted(alive, key=alive.__getitem__)[: -LISTED - 1 : -1]),
+            peak_bytes=totals[peak_at],
+            when=", ".join(dict.fromkeys(names)),
+            kinds=found[peak_at],
+            where=self._where(at_peak),
+            largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
-            parts=(),
+            parts=tuple(
+                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                for (name, _), at in zip(self.parts, of_parts, strict=True)
+                if at >= 0
+            ),
+            passes=tuple(
+                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                for (name, _), at in zip(phases, of_phases, strict=True)
+                if at >= 0
+            ),
         )
 
     def _where(self, alive: dict[int, int]) -> dict[str, int]:
@@ -160,7 +181,7 @@ class Watched:
         for number, size in alive.items():
             record = self.watch.records[number]
             if record.kind == "activations" and size:
-                key = f"{_generic(record.module)} {record.operation}"
+                key = f"{generic(record.module)} {record.operation}"
                 found[key] = found.get(key, 0) + size
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -170,13 +191,18 @@ class Watched:
             operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
         )  # fmt: skip
 
-    def _part_at(self, event: int) -> str:
-        return next((name for name, start in reversed(self.parts) if start <= event), "build")
 
-    def _phase_at(self, event: int) -> str:
-        return next((p.name for p in reversed(self.watch.phases) if p.start <= event), "")
+def _highest(totals: Sequence[int], starts: Sequence[tuple[str, int]]) -> list[int]:
+    """For each of some stretches, where the sum is highest; -1 for those in which nothing happens."""
+    ends = [*(start for _, start in starts[1:]), len(totals)]
+    stretches = [range(start, end) for (_, start), end in zip(starts, ends, strict=True)]
+    return [max(stretch, key=totals.__getitem__) if stretch else -1 for stretch in stretches]
 
 
-def _generic(module: str) -> str:
+def _name_at(starts: Sequence[tuple[str, int]], event: int) -> str:
+    return next((name for name, start in reversed(starts) if start <= event), "")
+
+
+def generic(module: str) -> str:
     """`layers.3.mlp.up` -> `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in module.split("."))
