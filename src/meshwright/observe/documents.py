@@ -77,6 +77,17 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A part of the program when it held most; a dry run tells its peak, a profile what the allocator had."""
+
+    name: str
+    step: int = 0
+    peak_bytes: Whole = 0
+    allocated_bytes: Whole = 0
+    memory: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """What one rank held, sent and did; a field that is empty was not looked at."""
 
@@ -90,7 +101,8 @@ class Rank:
     spans: tuple[Ran, ...] = ()
     activations: tuple[Kept, ...] = ()
     largest: tuple[Large, ...] = ()
-    memory_timeline: tuple[dict[str, Any], ...] = ()
+    passes: tuple[Moment, ...] = ()
+    memory_timeline: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
