@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DispatchMode = TorchDispatchMode
+"""What sees every operation. torch documents it and has no public name for it."""
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -134,9 +137,24 @@ def cuda_attention(
     return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """Has the sizes, not the values, of torch's fused RMS norm on a GPU: keeps its input and one fp32 number a row.
+    The operation itself is composed of plain ones wherever no GPU is, which keep two fp32 copies of the input more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """What rms_norm calls on a GPU, for fake tensors that stand in for a GPU's; see cuda_attention."""
-    found: torch.Tensor = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)[0]
+    found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -255,6 +273,12 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
+    would not do: fake ones have none."""
+    return int(storage._cdata)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

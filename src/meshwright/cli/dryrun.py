@@ -1,4 +1,4 @@
-"""`meshwright dryrun [PLAN.yaml] [KEY=VALUE ...]`: peak memory and traffic of the real program, without its hardware."""
+"""`meshwright dryrun [PLAN.yaml] [KEY=VALUE ...]`: peak and traffic of the real program, without its hardware."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -96,8 +96,8 @@ def lines(found: "DryRun", room: int) -> Iterator[str]:
 
     plan, worst = found.plan, found.worst
     yield (
-        f"{plan.model.name}, {plan.layout.world} ranks, {plan.recipe.global_batch} sequences of {plan.recipe.sequence} a "
-        f"step, {plan.recipe.precision}, kernels of {found.device}"
+        f"{plan.model.name}, {plan.layout.world} ranks, {plan.recipe.global_batch} sequences of "
+        f"{plan.recipe.sequence} a step, {plan.recipe.precision}, kernels of {found.device}"
     )
     yield ""
     yield from _table(found)

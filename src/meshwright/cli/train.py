@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,12 @@ def train(
             show_default=False,
         ),
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")
+    ] = False,
+    foresight: Annotated[
+        bool, typer.Option("--dry-run/--no-dry-run", help="Plan and dry run before the first step.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
@@ -56,17 +63,24 @@ def train(
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.display import choose
+    from meshwright.cli.foresight import foresee
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
+    look_ahead = partial(foresee, anyway=anyway) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            loop.run(plan, resume=resume, pulse=pulse)
+            loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
             return
         services = _services(tensorboard, wandb)
         with choose(console(json=json)) as display:
             summary = loop.run(
-                plan, watchers=[display, *services], resume=resume, progress=display.encoding, pulse=pulse
+                plan,
+                watchers=[display, *services],
+                resume=resume,
+                progress=display.encoding,
+                pulse=pulse,
+                foresee=look_ahead,
             )
         # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
         if json:

@@ -65,6 +65,7 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
         "parts": [_part(part) for part in one.parts],
         "passes": [_part(part) for part in one.passes],
         "micro_batches": list(found.run[one.rank]),
+        "cost": {"seconds": found.costs[one.rank].seconds, "resident_bytes": found.costs[one.rank].resident_bytes},
     }  # fmt: skip
 
 

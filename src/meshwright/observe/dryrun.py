@@ -4,17 +4,16 @@ Every rank that differs is run in a process of its own (one of each pipeline pla
 of N in a process group whose collectives do nothing. Time grows with what one rank computes, not with N.
 """
 
-import os
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright import compat
 from meshwright.kernels.target import acting_as
+from meshwright.observe.apart import apart
 from meshwright.observe.program import Program, at_whole, shortened
-from meshwright.observe.ranks import SERVER
 from meshwright.observe.storages import Watch
 from meshwright.observe.watched import Seen, Watched
 from meshwright.parallel import make_mesh
@@ -25,9 +24,18 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import rank_of
 from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
+from meshwright.train.device import resident_peak_bytes
 
 ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
 """What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the dry run of one rank itself took: time of a core, and memory of its process."""
+
+    seconds: float
+    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,7 @@ class DryRun:
     ranks: tuple[Seen, ...]
     run: dict[int, tuple[int, int]]
     """Micro-batches of the two steps that were made, by rank."""
+    costs: dict[int, Cost]
     notes: tuple[str, ...]
 
     @property
@@ -73,13 +82,14 @@ def dry_run(
     load: float = 1.0,
     whole: bool = False,
     processes: int = 0,
+    limit_s: float | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> DryRun:
     """Run the program of some ranks of a plan (default: one of each pipeline place) on tensors without values.
 
     `load`: rows that a rank's experts get over an even share. `whole`: every micro-batch of a step, instead of as many
     as it takes until nothing new comes. `told` of ranks done and of all. PlanError: a plan that cannot run; a model
-    whose sizes depend on values.
+    whose sizes depend on values. apart.TooLong after `limit_s`.
     """
     plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
@@ -90,12 +100,21 @@ def dry_run(
                 f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
             )
     device = device or device_of(plan)
-    found = _in_processes(plan, ranks, device, load, whole, processes, told or (lambda done, of: None))
+    counts = {rank: _counts(plan, rank, whole) for rank in ranks}
+    longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
+    tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
+    found: dict[int, Seen] = {}
+    costs: dict[int, Cost] = {}
+    for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
+        found[longest_first[number]], costs[longest_first[number]] = seen, cost
+        if told is not None:
+            told(len(found), len(counts))
     return DryRun(
         plan=plan,
         device=device,
-        ranks=tuple(found),
-        run={rank: _counts(plan, rank, whole) for rank in ranks},
+        ranks=tuple(found[rank] for rank in counts),
+        run=counts,
+        costs=costs,
         notes=tuple(_notes(plan)),
     )
 
@@ -132,31 +151,10 @@ def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     return (every, every) if whole else shortened(plan, rank)
 
 
-def _in_processes(
-    plan: Plan, ranks: Sequence[int], device: str, load: float, whole: bool, processes: int,
-    told: Callable[[int, int], None],
-) -> list[Seen]:  # fmt: skip
-    workers = min(len(ranks), processes or len(os.sched_getaffinity(0)))
-    longest_first = sorted(ranks, key=lambda rank: -sum(_counts(plan, rank, whole)))
-    found: dict[int, Seen] = {}
-    with ProcessPoolExecutor(workers, mp_context=SERVER, max_tasks_per_child=1) as pool:
-        running = {
-            pool.submit(_task, plan, rank, device, load, _counts(plan, rank, whole)): rank for rank in longest_first
-        }
-        try:
-            while running:
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    found[running.pop(one)] = one.result()
-                    told(len(found), len(ranks))
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return [found[rank] for rank in ranks]
-
-
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> Seen:
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, Cost]:
     torch.set_num_threads(1)
-    return see(plan, rank, device, load, counts)
+    found = see(plan, rank, device, load, counts)
+    return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -1,8 +1,8 @@
 """Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
 
-A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and a
-tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
-comes out of operations like any other). Storages that are freed and filled again in place (`resize_`, by which FSDP lets
+A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and
+a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
+comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
 go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright import compat
 from meshwright.train.piece import Piece
 
 PACKAGE = __name__.partition(".")[0]
@@ -64,7 +64,7 @@ class Phase:
     """First event."""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
 
     def __init__(self, round_bytes: int = 1) -> None:
@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
         except NotImplementedError:
             return None  # without memory of its own
-        key = storage._cdata
+        key = compat.storage_key(storage)
         found = self._known.get(key)
         size = -(-storage.nbytes() // self.round_bytes) * self.round_bytes
         if found is not None and found[0]() is not None:
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def resized(self, storage: Any) -> None:
         """A storage was given another size in place."""
-        found = self._known.get(storage._cdata)
+        found = self._known.get(compat.storage_key(storage))
         if found is not None:
             self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
 
@@ -199,11 +199,11 @@ def _line(frame: FrameType | None) -> tuple[str, str]:
             break
         name = frame.f_globals.get("__name__", "")
         if name.startswith(PACKAGE) and not name.startswith(OWN):
-            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
             return here, outer or PACKAGE
         if name.startswith("torch.distributed.fsdp") and not outer:
             outer = "fsdp"
-            first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+            first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return first, outer
 

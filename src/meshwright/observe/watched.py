@@ -14,7 +14,7 @@ from meshwright.observe.kinds import KINDS, label_rest, label_states
 from meshwright.observe.program import Program
 from meshwright.observe.spans import Span, replaced, told
 from meshwright.observe.storages import Record, Watch
-from meshwright.parallel.data import local, sharded_modules
+from meshwright.parallel.data import local
 from meshwright.parallel.traffic import Counts
 
 LISTED = 20

@@ -6,10 +6,13 @@ Sources of what is kept: Korthikanti et al. 2022 (arXiv:2205.05198) section 4, c
 closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is meshwright.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from meshwright.planner.backward import NONE as NOTHING
+from meshwright.planner.backward import Backward, backward
+from meshwright.planner.core import core
 from meshwright.planner.kept import (
     NONE,
     Logits,
@@ -30,13 +33,14 @@ class Block:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
     `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
-    pass. `logits`: what head and loss keep.
+    pass; `backward`: the same of this package's engine, place by place. `logits`: what head and loss keep.
     """
 
     operations: tuple[Operation, ...]
     kept: tuple[Kept, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
+    backward: Backward = NOTHING
     logits: Logits = NONE
 
     def kept_bytes(self, recompute: str) -> float:
@@ -46,8 +50,13 @@ class Block:
         return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
 
 
+COLUMNS = ("qkv", "q", "q_down", "kv_down")
+"""Products that read what enters attention."""
+
+
 def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
     """A transformer block."""
+    of = replace(of, window=window)
     attention = list(_attention(of, window))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
@@ -57,6 +66,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
         kept=layer_kept(of, _widths(of), sizes),
         boundary_bytes=of.between_bytes,
         transient_bytes=layer_transient(of, sizes),
+        backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
     )
 
 
@@ -102,16 +112,22 @@ def head(of: Local) -> Block:
     return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
-def _enter(of: Local, inputs: int = 1, *, alone: bool = False) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+def _enter(
+    of: Local, inputs: int = 1, *, alone: bool = False, readers: Sequence[Operation] = ()
+) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
-    where f and g stand `alone`, in front of something else that reads it too."""
+    where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
+    beside the products of `readers` with their weights, and its gradient summed beside those of the weights."""
     if of.tp == 1:
         return (), ()
+    beside = readers if of.stack.own and not alone else ()
+    inner = tuple(work for op in beside for work in op.inputs)
+    after = tuple(work for op in beside for work in op.weights) if not of.splits else ()
     if not of.sp:
-        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs),)
-    again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather and not alone else ()
+        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),)
+    again = (Exchange("tp", "all-gather", of.hidden_bytes, 1.0, inner),) if of.stack.regather and not alone else ()
     return (Exchange("tp", "all-gather", of.hidden_bytes),), (
-        Exchange("tp", "reduce-scatter", of.hidden_bytes),
+        Exchange("tp", "reduce-scatter", of.hidden_bytes, 1.0, after),
         *again,
     )
 
@@ -182,12 +198,15 @@ def _widths(of: Local) -> Widths:
 def _attention(of: Local, window: int) -> Iterator[Operation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
-    enter, leave = _enter(of, of.stack.column_inputs[0]), _leave(of, 1.0)
-    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     if shape.mla:
-        yield from _latent(of, queries, keys_values)
+        made = list(_latent(of, queries, keys_values))
     else:
-        yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
+        made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
+    made = [replace(op, uncompiled=of.tp > 1) if op.name in COLUMNS else op for op in made]
+    readers = [op for op in made if op.name in COLUMNS]
+    enter, leave = _enter(of, of.stack.column_inputs[0], readers=readers), _leave(of, 1.0)
+    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
         moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
@@ -219,6 +238,12 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     heads = shape.heads / of.tp
     value = keys_values - queries if shape.mla else queries
     exchanges = _ring(of, keys_values)
+    if of.stack.own:
+        found = core(of, queries, keys_values, value)
+        return Operation(
+            name="attention", again=True, forward=found.forward, inputs=found.backward,
+            forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
+        )  # fmt: skip
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
@@ -264,10 +289,13 @@ def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Ex
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
     shape = of.shape
-    enter, leave = (_enter(of, of.stack.column_inputs[1]), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
-    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     gates = 2 if shape.mlp == "swiglu" else 1
-    yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
+    up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
+    enter, leave = ((), ()), ((), ())
+    if exchange:
+        enter, leave = _enter(of, of.stack.column_inputs[1], readers=(up,)), _leave(of, 1.0)
+    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield replace(up, uncompiled=of.tp > 1)
     moved = tokens * ffn * of.width
     yield Operation(
         name=f"{name} activation",
@@ -277,6 +305,15 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     )
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
     yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _wide(op: Operation) -> Operation:
+    """Its products in fp32."""
+
+    def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
+
+    return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
 
 
 def _routed(of: Local) -> Routed:
@@ -294,7 +331,10 @@ def _experts(of: Local) -> Iterator[Operation]:
     own, copies, ffn = _routed(of)
     enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of, alone=True), _leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
-    yield replace(_linear(of, "router", own, shape.hidden, moe.experts), forward_exchanges=_balance(of))
+    router = _linear(of, "router", own, shape.hidden, moe.experts)
+    if of.stack.own:
+        router = _wide(router)
+    yield replace(router, forward_exchanges=_balance(of))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
     tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
@@ -310,6 +350,7 @@ def _experts(of: Local) -> Iterator[Operation]:
             forward=(Product(each, into, out, experts),),
             inputs=(Product(each, out, into, experts),),
             weights=(Product(into, each, out, experts),),
+            uncompiled=True,
         )
     inner = copies * ffn * of.width * of.stack.passes
     yield Operation(

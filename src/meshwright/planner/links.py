@@ -81,9 +81,10 @@ class Links:
         network = inside * self.network_bytes_per_s * self.network_share
         return min(link, network) / (1 + self.crowding * log2(nodes))
 
-    def send_seconds(self, size_bytes: float, stride: int) -> float:
-        """Of one transfer to a rank `stride` away."""
-        near = stride < self.per_node
+    def send_seconds(self, size_bytes: float, stride: int, ranks: int = 2) -> float:
+        """Of one transfer to the next of `ranks` that lie `stride` apart: of the slowest of them, where any border lies
+        between nodes."""
+        near = stride * ranks <= self.per_node
         rate = self.link_bytes_per_s * self.link_share if near else self.network_bytes_per_s * self.network_share
         return self.base_s / 2 + size_bytes / rate
 

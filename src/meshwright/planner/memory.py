@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.peaks import Rank, Units, enough
+from meshwright.planner.peaks import moments as peak_moments
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
 from meshwright.planner.states import States
@@ -11,8 +13,6 @@ from meshwright.planner.timeline import actions_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 
-ENOUGH = 3
-"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
@@ -52,14 +52,9 @@ def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int
     return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
 
 
-def moments(layout: Layout, stack: Stack, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """`in_flight` for a step of so many micro-batches."""
-    if stack.pipeline_kept == "all" and layout.pp > 1:
-        return ((micro_batches,) * layout.vp,)
-    few = micro_batches
-    if layout.schedule != "afab" and micro_batches > ENOUGH * layout.pp + layout.pp:
-        few = ENOUGH * layout.pp + (micro_batches % layout.pp if layout.vp == 1 else 0)
-    return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
+    return in_flight(layout.schedule, layout.pp, enough(layout, micro_batches), layout.vp, rank)
 
 
 def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int) -> float:
@@ -125,26 +120,33 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
 
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
-    border_bytes: float, update_bytes: float, exact: bool = True,
+    border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output. Not `exact`: micro-batches in flight by closed form."""
-    alive: tuple[tuple[float, ...], ...] = ((),)
-    if exact:
-        alive = moments(layout, stack, micro_batches, rank)
-    else:
-        alive = ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
+    """`border_bytes`: a stage's output. Not `exact`: micro-batches in flight by closed form. `units`: of this package's
+    own engine."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
-    activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
-    gathers = layout.pp == 1 or stack.sharding == "flat"
-    kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
+    alive: tuple[tuple[float, ...], ...] = ((),)
+    if units is not None and exact:
+        one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
+                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
+        when, kinds = one.peak(peak_moments(layout, micro_batches, rank))
+    else:
+        when = "backward pass"
+        alive = moments(layout, micro_batches, rank) if exact else _guess(layout, micro_batches, rank)
+        activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
+        gathers = layout.pp == 1 or stack.sharding == "flat"
+        kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
     update = {**state.update, "temporaries": update_bytes}
-    when = "backward pass"
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, "optimizer step"
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
+
+
+def _guess(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[float, ...], ...]:
+    return ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
 
 
 def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.links import Links, links_of
-from meshwright.planner.local import Local, local
+from meshwright.planner.local import SPLIT, Local, local
 from meshwright.planner.memory import (
     DRIVER_BYTES,
     RankMemory,
@@ -14,21 +14,22 @@ from meshwright.planner.memory import (
     whole_apart,
     whole_together,
 )
+from meshwright.planner.peaks import Unit as Peak
+from meshwright.planner.peaks import Units
 from meshwright.planner.speeds import Speeds, speeds_of
-from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stack import MESHWRIGHT, Stack, eager
 from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import (
     UNKNOWN,
     Edges,
     StepTime,
-    data_parallel_seconds,
     owned,
     shared_links,
     step_time,
     update_seconds,
 )
-from meshwright.planner.traffic import Sent, traffic
+from meshwright.planner.traffic import Held, Sent, Sharing, sharing, traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -136,6 +137,10 @@ class Estimator:
         return {}
 
     @cached_property
+    def _sums(self) -> dict[tuple[object, ...], Sharing]:
+        return {}
+
+    @cached_property
     def _shares(self) -> dict[tuple[int, int], Edges]:
         return {}
 
@@ -151,16 +156,18 @@ class Estimator:
     def _splits(self) -> dict[tuple[object, ...], list[range]]:
         return {}
 
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
+        batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, splits, layout.compile == "off", batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
         key = self._key(layout)
         if key not in self._parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
+            recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
+            documents = recipe.document_mask
+            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
             self._parts[key] = of, costs(of, layout, self.speeds, self.links)
         of, found = self._parts[key]
         return of, found[layout.recompute]
@@ -182,28 +189,54 @@ class Estimator:
         if key not in self._stages:
             _, found = self.parts(layout)
             split = self.split(layout)
-            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            made: dict[tuple[int, int, int, bool, bool], Cost] = {}
             stages = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                kind = len(layers), routed, s == 0, s == len(split) - 1
+                windowed = self._windowed(layers)
+                kind = len(layers), routed, windowed, s == 0, s == len(split) - 1
                 if kind not in made:
-                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                    made[kind] = found.stage(
+                        len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
+                    )
                 stages.append(made[kind])
             self._stages.clear()
             self._stages[key] = stages
         return self._stages[key]
+
+    def _windowed(self, layers: range) -> int:
+        """Dense layers of these that have a window, where the first has none."""
+        if not (self.shape.window and self.shape.window_from_layer):
+            return 0
+        return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
         shards = layout.dp_shard * layout.cp if layout.zero else 1
         key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
         if key not in self._counts:
-            split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
-            layers = tuple(layer for stage in own for layer in split[stage])
-            first, last = 0 in own, len(split) - 1 in own
+            layers, first, last = self._layers(layout, rank)
             self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         return self._counts[key]
+
+    def _layers(self, layout: Layout, rank: int) -> Held:
+        """What a pipeline rank has."""
+        split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+        layers = tuple(layer for stage in own for layer in split[stage])
+        return Held(layers, 0 in own, len(split) - 1 in own)
+
+    def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
+        """Seconds of data parallelism of a pipeline rank."""
+        held = self._layers(layout, rank)
+        degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
+        summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
+        routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
+        key = *degrees, len(held.layers), routed, held.first, held.last, summed
+        if key not in self._sums:
+            self._sums[key] = sharing(
+                self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
+            )
+        return self._sums[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
@@ -217,19 +250,18 @@ class Estimator:
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
+        memory, shared_s, update_s = [], Sharing(), 0.0
         for rank in range(layout.pp) if exact else self._telling(layout):
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
-            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
-            reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
+            shared_s = shared_s.worst(self._sharing(layout, state, rank))
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
+        time = step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, exact, edges)
         return time, tuple(memory)
 
     def _telling(self, layout: Layout) -> list[int]:
@@ -247,7 +279,7 @@ class Estimator:
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:
             return 0.0
-        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1])
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
 
     def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
         """What of the transfers no computation hides stands in both neighbours' time."""
@@ -272,6 +304,7 @@ class Estimator:
             border_bytes=of.between_bytes,
             update_bytes=self._update_bytes(count),
             exact=exact,
+            units=self._units(layout, state) if self.stack.own else None,
         )  # fmt: skip
 
     def _update_bytes(self, count: Counts) -> float:
@@ -289,6 +322,23 @@ class Estimator:
         if not apart:
             return whole_together(block, self._unit(layout, state, (), first=True, last=True))
         return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+
+    def _units(self, layout: Layout, state: States) -> Units:
+        """Of this package's engine: what is gathered, made and reduced together."""
+        tied, summed = self.shape.tied, layout.dp * layout.cp > 1
+        layers = self.shape.layers
+        made = state.parameter_bytes / state.gradient_bytes
+
+        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Peak:
+            found = self._unit(layout, state, layers, first=first, last=last)
+            return Peak(found.parameters, found.gradients, found.gradients * made)
+
+        return Units(
+            first=unit((), first=True, last=tied),
+            block=unit((layers - 1,)),
+            last=unit((), first=tied, last=True),
+            summed=summed,
+        )
 
     def _edges(self, layout: Layout) -> Edges:
         """Of the embedding's unit and of what stays whole, without a pipeline."""

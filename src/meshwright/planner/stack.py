@@ -4,7 +4,7 @@ The planner counts the same operations for all of them. Meshwright's own is what
 published measurements were made with them. Every field says what it counts; sources stand with each stack.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -14,6 +14,9 @@ class Stack:
 
     name: str
     """What accuracy tables call it."""
+    own: bool = False
+    """This package's engine, of which more is known than of the others: each moment of its schedules, widths of its
+    gradients, what its masks and its split backward passes cost."""
     attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
     flash: Literal[1, 2, 3] = 2
@@ -77,8 +80,6 @@ class Stack:
     """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
     reports: Literal["worst", "first"] = "worst"
     """Which pipeline rank's peak its log prints."""
-    pipeline_kept: Literal["schedule", "all"] = "schedule"
-    """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
     split: Literal["even", "cost"] = "even"
     """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
     outputs_kept: bool = False
@@ -131,8 +132,15 @@ class Stack:
     """Where the figures stand or how they were found."""
 
 
+def eager(stack: Stack) -> Stack:
+    """This package's engine with blocks that are not compiled: activation, residual and rotation are kernels of their
+    own, each with its results in memory (kernels/swiglu.py, kernels/rope.py)."""
+    return replace(stack, passes=1.67, rope_passes=5.0) if stack.own else stack
+
+
 MESHWRIGHT = Stack(
     name="meshwright",
+    own=True,
     activation_kept=0.0,
     selective="products",
     logit_kept=0.0,

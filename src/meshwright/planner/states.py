@@ -114,7 +114,7 @@ def states(
     width = WIDTHS[precision]
     sixteen = precision != "fp32"
     gradient = stack.gradient_bytes if sixteen else width.gradient
-    if stack.name == "meshwright":
+    if stack.own:
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     master = stack.master_bytes if sixteen else width.master
     shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import Stack
-from meshwright.planner.stages import Cost, ranks_of
-from meshwright.planner.states import Counts, States
+from meshwright.planner.stages import Cost
+from meshwright.planner.states import Counts
+from meshwright.planner.traffic import Sharing
 from meshwright.planner.work import Pass
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Place, needs
-from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
+from meshwright.spec.schedule import V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -133,10 +134,10 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 
 def step_time(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
+    update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
+    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
     of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
     `exact`: the bubble by closed form instead of playing the schedule."""
     m = micro_batches
@@ -152,8 +153,12 @@ def step_time(
     else:
         bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
-    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind, edges)
-    whole_s = _data_parallel_s(layout, m, reduce_s, gather_s, edges)
+    if stack.own and layout.pp > 1:
+        behind *= 1 - _after_passes(
+            layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
+        )
+    weights, gradients = _data_parallel(layout, stack, m, own, sharing, behind, edges)
+    whole_s = _data_parallel_s(layout, m, sharing, edges)
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
@@ -203,29 +208,42 @@ def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return owned(layout.schedule, layout.pp, layout.vp)
 
 
+@cache
+def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> float:
+    """Share of the first rank's stages whose gradients are whole only after gradients of weights that were left for
+    later: their reductions begin then, behind nothing."""
+    last = last_of(actions_of(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
+    return sum(action.kind == "W" for action in last.values()) / len(last)
+
+
 def _data_parallel(
-    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float, edges: Edges
+    layout: Layout, stack: Stack, m: int, own: list[Cost], sharing: Sharing, behind: float, edges: Edges
 ) -> tuple[float, float]:
-    """(exposed gathers, exposed reductions) of a step."""
+    """(exposed gathers, exposed reductions) of a step. Replicas are summed in its last micro-batch."""
+    reduce_s, gather_s, copies_s = sharing
+    final_s = reduce_s + copies_s
     forward = stack.hides_weights * sum(cost.forward_s for cost in own)
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in own)
-        first, last = (edges.first or 1 / 50) * gather_s, (edges.first or 1 / 50) * reduce_s
+        share = edges.first or 1 / 50
         again_s = gather_s * (1 - edges.kept)
-        weights = m * (max(first, gather_s - forward) + max(0.0, again_s + reduce_s - backward))
-        return weights, last
-    last = (edges.first or 1 / 20) * reduce_s if stack.hides_gradients else reduce_s
+        weights = m * max(share * gather_s, gather_s - forward)
+        weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
+        return weights, share * final_s
+    share = (edges.first or 1 / 20) if stack.hides_gradients else 1.0
     times = m if layout.zero == 2 and layout.pp == 1 else 1
-    gradients = times * max(last, reduce_s - behind)
+    gradients = (times - 1) * max(share * reduce_s, reduce_s - behind) + max(share * final_s, final_s - behind)
     weights = max(0.0, gather_s - forward) if layout.zero else 0.0
     return weights, gradients
 
 
-def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float, edges: Edges) -> float:
+def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
     """Of all gathers and reductions of a step, hidden ones too."""
+    reduce_s, gather_s, copies_s = sharing
     if layout.zero == 3 and layout.pp == 1:
-        return m * ((2 - edges.kept) * gather_s + reduce_s)
-    return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
+        return m * ((2 - edges.kept) * gather_s + reduce_s) + copies_s
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
 
 
 def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
@@ -244,20 +262,3 @@ def shared_links(layout: Layout, links: Links) -> float:
     inside, _ = links.span(ranks, stride)
     across = layout.tp > links.per_node
     return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0
-
-
-def data_parallel_seconds(
-    layout: Layout, stack: Stack, links: Links, count: Counts, state: States
-) -> tuple[float, float]:
-    """(reducing all gradients of a rank once, gathering all its parameters once)."""
-    width = stack.gradient_exchange_bytes or state.gradient_bytes
-    shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
-    copies, apart = ranks_of(layout, "dp_replicate")
-    reduce_s = gather_s = 0.0
-    if layout.zero:
-        reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
-        gather_s = links.seconds("all-gather", count.whole * state.parameter_bytes, shards, stride)
-        reduce_s += links.seconds("all-reduce", count.shard * width, copies, apart)
-    else:
-        reduce_s = links.seconds("all-reduce", count.whole * width, shards * copies, stride)
-    return reduce_s, gather_s

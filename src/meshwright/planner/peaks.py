@@ -1,0 +1,172 @@
+"""The peak of a pipeline rank of Meshwright's own engine: every moment of its schedule at which it may hold most, with
+what head, layers, embedding, gathers and reductions need beside the states then. Held against a dry run of the engine.
+
+What FSDP keeps (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a gather of a forward pass leaves its buffer
+until the next one's is there; a reduction copies a unit's gradients into one, which lives until the next reduction.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.planner.moments import Moment, moments_of
+from meshwright.planner.stages import Cost
+from meshwright.spec.layout import Layout
+
+Kinds = dict[str, float]
+WORDS = {
+    "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
+    "embedding": "gradient of the embedding", "weights": "gradients of weights",
+}  # fmt: skip
+ROUNDS = 3
+"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
+
+    first: Unit = Unit()
+    block: Unit = Unit()
+    last: Unit = Unit()
+    summed: bool = False
+    """Whether any other rank has gradients to be summed with these."""
+
+
+def enough(layout: Layout, micro_batches: int) -> int:
+    """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
+    width = micro_batches // max(1, micro_batches // layout.pp)
+    if layout.schedule == "afab" or micro_batches <= (ROUNDS + 1) * width:
+        return micro_batches
+    return ROUNDS * width + (micro_batches % layout.pp if layout.vp == 1 else 0)
+
+
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    """Of a pipeline rank, or of a step without a pipeline."""
+    if layout.pp > 1:
+        return moments_of(layout.schedule, layout.pp, enough(layout, micro_batches), layout.vp, rank)
+    steps = ((0,), (1,)) if micro_batches > 1 else ((0,),)
+    found = [Moment("loss", 0, (1,), (0,), graded) for graded in steps]
+    for graded in steps:
+        final = layout.zero >= 2 or graded == steps[-1]
+        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
+        found.append(Moment("embedding", 0, (0,), (0,), graded))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
+    reduced together. `last`: its last stage is the model's."""
+
+    layout: Layout
+    costs: list[Cost]
+    state: Kinds
+    units: Units
+    last: bool
+    made: float
+    """Bytes of an element of a gradient as it is made."""
+    summed: float
+    """As it is kept."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each micro-batch's gradients are reduced at once."""
+        return self.layout.pp == 1 and self.layout.zero >= 2
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are gathered for each pass."""
+        return self.layout.pp == 1 and self.layout.zero == 3
+
+    def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
+        """(when, bytes by kind) of the worst of these moments."""
+        best = max(
+            ((one.what, kinds) for one in found for kinds in self.at(one)), key=lambda what: sum(what[1].values())
+        )
+        return WORDS[best[0]], {**self.state, **best[1]}
+
+    def at(self, moment: Moment) -> Iterator[Kinds]:
+        """What is held at the worst places of the pass under way, instead of the state's gradients."""
+        what, place, alive, queued, graded = moment
+        cost, units = self.costs[place], self.units
+        kept = sum(
+            n * one.kept_bytes + q * one.queued_bytes for n, q, one in zip(alive, queued, self.costs, strict=True)
+        )
+        logits = sum(n * one.logits.kept for n, one in zip(alive, self.costs, strict=True))
+        whole, again = self.state["gradients"], bool(graded[place])
+        before = whole * sum(graded) / len(graded)
+        copied = units.summed and what == "sums"
+
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Kinds:
+            return {"gradients": gradients, "activations": kept, "logits": logits, "temporaries": temporaries,
+                    "buffers": buffers}  # fmt: skip
+
+        if what == "loss":
+            gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
+            buffers = units.last.parameters * (bool(gathered) + self.frees)
+            yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
+        elif what == "weights":
+            yield kinds(before, logits, cost.weights * (self.made + again * self.summed), 0.0)
+        elif what == "split":
+            yield kinds(before, logits, cost.split_bytes, 0.0)
+        elif what == "embedding":
+            yield kinds(*self._embedding(before, logits, again))
+        else:
+            ends = self.last and place == len(self.costs) - 1
+            if ends:
+                yield from (kinds(*one) for one in self._head(before, logits, cost, again, copied))
+            yield kinds(*self._layer(before, logits, cost, again, copied, ends))
+
+    def _head(
+        self, before: float, logits: float, cost: Cost, again: bool, copied: bool
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
+        last, gone = self.units.last, cost.logits.kept - cost.logits.held
+        gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
+        yield before, logits, last.made, gathers
+        if self.apart:
+            yield before + (0.0 if again else self._shard(last)), logits - gone, last.made, gathers + last.gradients
+            return
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0
+        if copied:
+            yield gradients, logits - gone, 0.0, last.gradients
+
+    def _layer(
+        self, before: float, logits: float, cost: Cost, again: bool, copied: bool, ends: bool
+    ) -> tuple[float, float, float, float]:
+        """The first layer of the pass. The head's gradients may still be under way."""
+        last, block = self.units.last if ends else Unit(), self.units.block
+        gone = cost.logits.kept - cost.logits.held if ends else 0.0
+        weights = cost.weights * (self.made + self.summed) if again and not self.apart else 0.0
+        temporaries = max(cost.transient_bytes, weights)
+        if self.apart:
+            gathers = 2 * block.parameters if self.frees else 0.0
+            gradients = before + (0.0 if again else self._shard(last))
+            made = max(0.0, block.made - cost.weights * self.made)
+            return gradients, logits - gone, temporaries + made, gathers + max(last.gradients, block.gradients) * copied
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        return gradients, logits - gone, temporaries, block.gradients * copied
+
+    def _embedding(self, before: float, logits: float, again: bool) -> tuple[float, float, float, float]:
+        """Made whole, however few rows of it are not zero; then widened, and added or reduced."""
+        first, block = self.units.first, self.units.block
+        if self.apart:
+            gathers = first.parameters if self.frees else 0.0
+            return self.state["gradients"], logits, first.made, gathers + max(first.gradients, block.gradients)
+        more = first.gradients if again and self.made < self.summed else 0.0
+        gradients = self.state["gradients"] if self.layout.pp == 1 else max(before, first.gradients)
+        return gradients, logits, first.made + more, 0.0
+
+    def _shard(self, unit: Unit) -> float:
+        """Of gradients after their reduction."""
+        return unit.gradients / (self.layout.dp_shard * self.layout.cp)
