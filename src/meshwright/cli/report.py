@@ -10,7 +10,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.html", help="Where the page goes. [default: RUN/report.html, of the first]"),
+        typer.Option(
+            "--out", metavar="FILE.html", help="Where the page goes. [default: RUN/report.html, of the first]"
+        ),
     ] = None,
     tolerance: Annotated[float, typer.Option("--tolerance", help="Of the table, as for compare.")] = 0.1,
 ) -> None:

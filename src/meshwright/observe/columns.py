@@ -105,8 +105,6 @@ def of_measured(run: Finished, plan: Plan) -> Column:
     for one in own.ranks:
         if ranks[one.rank].traffic is None:
             ranks[one.rank] = replace(ranks[one.rank], traffic=one.traffic)
-    found = replace(
-        profile, ranks=tuple(ranks[rank] for rank in sorted(ranks)), time=(*profile.time, *own.time), steps=own.steps
-    )
+    found = replace(profile, ranks=tuple(ranks[rank] for rank in sorted(ranks)), time=(*profile.time, *own.time))
     speed = f", which took {own.step_seconds:.3g} s each" if own.step_seconds else ""
     return Column(title="measured", found=found, about=f"a profile of the plan ({PROFILE}); {trained}{speed}")

@@ -18,12 +18,13 @@ SMALL = 0.1
 """Parts below this share of their whole are judged as if they had it."""
 TIMES = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
 USES = {
-    "tokens_per_second_per_device": "tokens/s a device", "mfu_causal": "MFU, causal", "mfu_full": "MFU, full",
-    "hfu": "HFU, causal", "bubble_fraction": "bubble",
+    "tokens_per_second_per_device": "tokens/s a device", "mfu_causal": "MFU (causal)", "mfu_full": "MFU (full)",
+    "hfu": "HFU (causal)", "bubble_fraction": "bubble",
 }  # fmt: skip
 UNITS = {"tokens_per_second_per_device": "tokens/s"}
 STATES_ONLY = "training counts what it keeps from step to step: meshwright profile measures the rest"
 RESIDENT = "resident memory of a process is no peak of its tensors: meshwright profile measures it"
+AT_UPDATE = "measured at the optimizer's update, the others at their peaks"
 UNCOUNTED = "the planner does not count it"
 Values = tuple[float | None, float | None, float | None]
 Columns = tuple[Column, Column, Column]
@@ -48,6 +49,8 @@ class Row:
     """What a small part is held against: a share of this."""
     missing: Whys = ("", "", "")
     """Why a value is None."""
+    note: str = ""
+    """Why the columns are not of the same thing: then they are shown, and no error is."""
 
     @property
     def reference(self) -> int | None:
@@ -57,21 +60,26 @@ class Row:
     def error(self, place: int) -> float | None:
         """(value - reference) / reference of a column; None where there is nothing to compare."""
         value, at = self.values[place], self.reference
-        if value is None or at is None or at <= place:
+        if value is None or at is None or at <= place or self.note:
             return None
         base = self.values[at] or 0.0
         if value == base:
             return 0.0
         return (value - base) / base if base else float("inf")
 
-    def agrees(self) -> bool:
-        """Whether every column is near enough to the reference."""
+    @property
+    def beyond(self) -> tuple[int, ...]:
+        """The columns that are too far from the reference."""
         at = self.reference
         if self.tolerance is None or at is None:
-            return True
+            return ()
         base = self.values[at] or 0.0
-        scale = max(abs(base), SMALL * self.whole)
-        return all(abs(value - base) <= self.tolerance * scale for value in self.values[:at] if value is not None)
+        room = self.tolerance * max(abs(base), SMALL * self.whole)
+        return tuple(n for n, value in enumerate(self.values[:at]) if value is not None and abs(value - base) > room)
+
+    def agrees(self) -> bool:
+        """Whether every column is near enough to the reference."""
+        return not self.beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +173,10 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
         values = held(0, kind), held(1, kind), held(2, kind)
         if not any(values):
             continue
-        free = kind == "reserve" or (kind == "gradients" and states_only)  # no tensor; of another moment than the peak
+        note = AT_UPDATE if kind == "gradients" and states_only else ""
         yield Row(
             section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=whole,
-            tolerance=None if free else tolerance,
+            tolerance=None if note or kind == "reserve" else tolerance, note=note,
             missing=(UNCOUNTED, "no tensor", "no tensor") if kind == "reserve" else (UNCOUNTED, *whys[1:]),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from meshwright.train.smooth import Smoothed
@@ -13,8 +14,8 @@ PLACES = ("step", "tokens", "seconds")
 
 
 def curves(steps: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Series by name. Of several steps in one point there is the mean; of the loss and the gradient norm also the lowest
-    and the highest, as `loss_low` and `loss_high`. None: no number, or not known."""
+    """Series by name. Of several steps in one point there is the mean; of loss and gradient norm also the lowest and
+    the highest, as `loss_low` and `loss_high`. None: no number, or not known."""
     smooth = Smoothed()
     smoothed = [smooth.add(float(step["loss"])) for step in steps]
     groups = _groups(len(steps))
@@ -41,7 +42,7 @@ def _groups(count: int) -> list[range]:
     """Neighbouring steps that become one point."""
     number = min(count, POINTS)
     edges = [round(index * count / number) for index in range(number + 1)] if number else [0]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def _number(value: Any) -> float | None:

@@ -6,13 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from meshwright.spec.errors import RunError
 
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LARGEST_BYTES = 2**30
 """A file beyond this is none of ours: a profile of 64 ranks has 20 MB."""
 
@@ -55,7 +54,7 @@ class Kept:
 class Large:
     """One of the largest tensors alive at the peak."""
 
-    bytes: Whole
+    bytes: Annotated[int, Field(ge=0, validation_alias=AliasChoices("bytes", "size_bytes"))]
     kind: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
@@ -73,17 +72,20 @@ class Ran:
     stage: int = -1
     micro_batch: int = -1
     start_s: Number
-    seconds: Seconds
+    end_s: Number
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return max(0.0, self.end_s - self.start_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A part of the program when it held most; a dry run tells its peak, a profile what the allocator had."""
+    """A part of the program when it held most."""
 
     name: str
     step: int = 0
-    peak_bytes: Whole = 0
-    allocated_bytes: Whole = 0
     memory: tuple[Held, ...] = ()
 
 
@@ -124,7 +126,6 @@ class Document:
     bubble_fraction: Number | None = None
     ranks: tuple[Rank, ...] = ()
     device: str = ""
-    steps: int | None = None
     notes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
 

@@ -19,9 +19,10 @@ def shown(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
-        return gib(value) if value >= 2**20 / 10 else f"{value / 1024:.1f} KiB" if value >= 1024 else f"{value:.0f} B"
+        return gib(value) if value >= 2**20 else f"{value / 1024:.1f} KiB" if value >= 1024 else f"{value:.0f} B"
     if unit == "seconds":
-        return f"{value * 1e6:.0f} us" if 0 < value < 1e-4 else duration(value)
+        short = f"{value * 1e6:.0f} us" if value < 1e-4 else f"{value * 1e3:.3g} ms"
+        return short if 0 < value < 0.1 else f"{value:.3g} s" if value < 100 else duration(value)
     return f"{value:.1%}" if unit == "share" else f"{value:,.0f}" if unit == "calls" else count(value)
 
 
@@ -29,7 +30,7 @@ def explanation(found: Comparison, row: Row) -> list[str]:
     """Sentences: which figures clash, and what the dry run says of where they come from."""
     place = row.reference
     assert place is not None
-    worst = max((p for p in range(place) if row.values[p] is not None), key=lambda p: abs(row.error(p) or 0.0))
+    worst = max(row.beyond, key=lambda p: abs(row.error(p) or 0.0))
     where = f" of rank {row.rank}" if row.rank is not None else ""
     first = (
         f"{row.what}{where} ({row.unit}): {TITLES[worst]} {shown(row.values[worst], row.unit)}, {TITLES[place]} "
@@ -59,18 +60,35 @@ def _memory(found: Comparison, row: Row, seen: Rank, difference: float) -> Itera
         apart = [(one.what, *_gap(one)) for one in kinds if _gap(one)[0]]
         for what, gap, against in sorted(apart, key=lambda item: -abs(item[1]))[:NAMED]:
             yield f"Of it {what}: {shown(abs(gap), 'bytes')} {'more' if gap > 0 else 'less'} than {against}."
-    yield f"The dry run's peak is at {seen.when}."
+    measured = found.columns[2].rank(row.rank or 0)
+    also = f", the measured one at {measured.when}" if measured and measured.when else ""
+    yield f"The dry run's peak is at {seen.when}{also}."
     kind = row.what if row.what != "peak" else "activations"
-    sources = [(f"{one.where}", one.bytes) for one in seen.activations] if kind == "activations" else []
+    sources = [(one.where.strip(), one.bytes) for one in seen.activations] if kind == "activations" else []
     sources = sources or [
         (f"{one.module or one.operation} ({one.line})", one.bytes) for one in seen.largest if one.kind == kind
     ]
     if sources:
         listed = ", ".join(f"{where} {shown(size, 'bytes')}" for where, size in sources[:NAMED])
         yield f"Its largest {kind}: {listed}."
+    if kind == "activations" and measured and measured.activations:
+        yield from _apart(seen, measured)
     alike = [where for where, size in sources if difference and abs(size - difference) <= ALIKE * difference]
     if alike:
         yield f"The difference is as large as {alike[0]}."
+
+
+def _apart(dry: Rank, measured: Rank) -> Iterator[str]:
+    """Modules and operations whose activations differ between the two that know them, the largest difference first."""
+    ours, theirs = ({one.where: one.bytes for one in of.activations} for of in (dry, measured))
+    gaps = {where: theirs.get(where, 0) - ours.get(where, 0) for where in ours | theirs}
+    told = [
+        f"{where.strip()} {shown(ours.get(where, 0), 'bytes')} and {shown(theirs.get(where, 0), 'bytes')}"
+        for where in sorted(gaps, key=lambda where: -abs(gaps[where]))[:NAMED]
+        if gaps[where]
+    ]
+    if told:
+        yield f"Dry run and measurement differ in {'; '.join(told)}."
 
 
 def _gap(row: Row) -> tuple[float, str]:

@@ -110,7 +110,6 @@ def measured(run: Finished) -> Document | None:
         mfu_causal=_middle(steady, "mfu_causal"),
         mfu_full=_middle(steady, "mfu_full"),
         hfu=_middle(steady, "hfu"),
-        steps=len(run.steps),
     )
 
 

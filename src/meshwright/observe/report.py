@@ -78,7 +78,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
         "schedule": plan.layout.schedule,
         "batch": [plan.recipe.global_batch, plan.recipe.sequence],
         "precision": plan.recipe.precision,
-        "device": run.environment.get("device", ""),
+        "device": _device(run),
         "capacity": _capacity(run),
         "curves": curves(run.steps),
         "evaluations": evaluations(run.evaluations),
@@ -93,12 +93,21 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
             "executed": executed_timeline(plan, measured) if measured else None,
         },
         "plan": yaml.safe_dump(planfile.dump(run.plan), sort_keys=False, width=100),
-        "environment": {key: value for key, value in run.environment.items() if value is not None},
+        "environment": {
+            key: ", ".join(map(str, value)) if isinstance(value, list) else value
+            for key, value in run.environment.items()
+            if value is not None
+        },
     }
 
 
 def _capacity(run: Finished) -> int | None:
     return int(usable_bytes(run.plan)) if run.plan.cluster.device.memory_bytes else None
+
+
+def _device(run: Finished) -> str:
+    found = run.environment.get("device") or run.environment.get("devices") or ""
+    return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
 def _last(run: Finished) -> dict[str, Any]:
@@ -124,13 +133,23 @@ def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
         told = seen.memory_timeline or seen.passes if seen else ()
         if told:
             found[str(rank)] = [
-                [one.name, one.step, [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in ALL_KINDS]]
-                for one in _highest(told)
+                [
+                    one.name,
+                    one.step,
+                    [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in ALL_KINDS],
+                ]
+                for one, step in _highest(told)
             ]
     return found
 
 
-def _highest(moments: Sequence[Moment]) -> list[Moment]:
-    size = -(-len(moments) // MOMENTS)
-    groups = [moments[start : start + size] for start in range(0, len(moments), size)]
-    return [max(group, key=lambda one: sum(held.bytes for held in one.memory)) for group in groups]
+def _highest(moments: Sequence[Moment]) -> list[tuple[Moment, int]]:
+    """Of neighbours the one that held most, and its step, which a dry run tells by the name of a part before it."""
+    with_steps, step = [], 0
+    for one in moments:
+        word, _, number = one.name.partition(" ")
+        step = one.step or (int(number) if word == "step" and number.isdigit() else 0 if word == "evaluate" else step)
+        with_steps.append((one, step))
+    size = -(-len(with_steps) // MOMENTS)
+    groups = [with_steps[start : start + size] for start in range(0, len(with_steps), size)]
+    return [max(group, key=lambda entry: sum(held.bytes for held in entry[0].memory)) for group in groups]

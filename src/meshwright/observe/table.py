@@ -44,7 +44,9 @@ def _row(row: Row) -> dict[str, Any]:
         **errors,
         "reference": None if at is None else KEYS[at],
         "tolerance": row.tolerance,
+        "note": row.note,
         "agrees": row.agrees(),
+        "beyond": [KEYS[place] for place in row.beyond],
         "missing": {
             key: why
             for key, why, value in zip(KEYS, row.missing, row.values, strict=True)
@@ -94,6 +96,7 @@ def _percent(error: float | None) -> str:
 def _missing(found: Comparison) -> Iterator[str]:
     """Each reason once, with the rows it is of."""
     rows = [row for row in found.rows if row.rank in (None, found.rank)]
+    yield from (f"{row.what} - {row.note}" for row in rows if row.note)
     for place, title in enumerate(TITLES):
         reasons: dict[str, list[str]] = {}
         for row in rows:

@@ -9,7 +9,7 @@ from meshwright.planner.predict import Estimator
 from meshwright.planner.stages import ranks_of
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
-from meshwright.spec.replay import Replay, Times, replay
+from meshwright.spec.replay import Times, replay
 from meshwright.spec.schedule import Action, schedule
 
 MOST_BOXES = 20_000
@@ -35,12 +35,15 @@ def planned_timeline(of: Estimator, plan: Plan, *, seconds: bool) -> dict[str, A
             for cost in of.stages(layout)
         ]
     played = replay(_actions(plan, m), times)
-    boxes = [[(s.action.kind, s.action.stage, s.action.micro_batch, s.start_s, s.end_s - s.start_s) for s in own] for own in played.spans]
+    boxes: list[list[Box]] = [
+        [(s.action.kind, s.action.stage, s.action.micro_batch, s.start_s, s.end_s - s.start_s) for s in own]
+        for own in played.spans
+    ]
     if seconds:
         time, _ = of.measure(layout)
         for own in boxes:
             own.extend(_behind(played.total_s, (("gradients", time.gradients_s), ("optimizer", time.optimizer_s))))
-    return _document(pipeline_ranks(layout), boxes, "seconds" if seconds else "passes", _bubble(played))
+    return _document(pipeline_ranks(layout), boxes, "seconds" if seconds else "passes", played.bubble)
 
 
 def _actions(plan: Plan, m: int) -> tuple[tuple[Action, ...], ...]:
@@ -48,10 +51,6 @@ def _actions(plan: Plan, m: int) -> tuple[tuple[Action, ...], ...]:
     if layout.pp > 1:
         return schedule(layout.schedule, layout.pp, m, layout.vp)
     return (tuple(Action(kind, 0, i) for i in range(m) for kind in ("F", "BW")),)
-
-
-def _bubble(played: Replay) -> float:
-    return played.bubble
 
 
 def _behind(start: float, parts: Iterable[tuple[str, float]]) -> Iterable[Box]:
@@ -72,9 +71,7 @@ def executed_timeline(plan: Plan, found: Document) -> dict[str, Any] | None:
     chosen = [of_rank[last] for of_rank in steps]
     first = min(span.start_s for own in chosen for span in own)
     boxes = [[(s.name, s.stage, s.micro_batch, s.start_s - first, s.seconds) for s in own] for own in chosen]
-    ends = max(s[3] + s[4] for own in boxes for s in own if s[0] in PASSES)
-    busy = max(sum(s[4] for s in own if s[0] in PASSES) for own in boxes)
-    return _document([one.rank for one in told], boxes, "seconds", (ends - busy) / busy if busy else 0.0)
+    return _document([one.rank for one in told], boxes, "seconds", found.bubble_fraction)
 
 
 def _steps(rank: Rank) -> list[list[Ran]]:
@@ -91,7 +88,7 @@ def _steps(rank: Rank) -> list[list[Ran]]:
     return found
 
 
-def _document(ranks: Sequence[int], boxes: Sequence[Sequence[Box]], unit: str, bubble: float) -> dict[str, Any]:
+def _document(ranks: Sequence[int], boxes: Sequence[Sequence[Box]], unit: str, bubble: float | None) -> dict[str, Any]:
     most = MOST_BOXES // max(1, len(boxes))
     total = max((start + length for own in boxes for *_, start, length in own), default=0.0)
     return {
@@ -100,7 +97,10 @@ def _document(ranks: Sequence[int], boxes: Sequence[Sequence[Box]], unit: str, b
         "bubble": bubble,
         "cut": any(len(own) > most for own in boxes),
         "ranks": list(ranks),
-        "spans": [[[kind, stage, i, _short(start), _short(length)] for kind, stage, i, start, length in own[:most]] for own in boxes],
+        "spans": [
+            [[kind, stage, i, _short(start), _short(length)] for kind, stage, i, start, length in own[:most]]
+            for own in boxes
+        ],
     }
 
 

@@ -16,7 +16,7 @@ function counted(n) {
 }
 
 const figure = (n) => n === null || n === undefined ? "-" : Number(n.toPrecision(4)).toString();
-const small = (bytes) => bytes >= 1024 ? gib(bytes) : `${bytes} B`;
+const small = (bytes) => bytes >= 2 ** 20 ? gib(bytes) : bytes >= 1024 ? `${(bytes / 1024).toFixed(1)} KiB` : `${bytes} B`;
 
 // A value for people, by its unit.
 function said(value, unit) {
@@ -38,7 +38,9 @@ function ticks(low, high, about = 5) {
 
 // One to three marks for each power of ten.
 function logTicks(low, high) {
-  const decades = Math.log10(high / low), marks = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5];
+  const decades = Math.log10(high / low);
+  if (decades < 0.9) return ticks(low, high, 4).filter((n) => n > 0);
+  const marks = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5];
   const found = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
     for (const mark of marks) if (mark * 10 ** power >= low && mark * 10 ** power <= high) found.push(mark * 10 ** power);

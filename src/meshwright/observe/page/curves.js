@@ -5,7 +5,7 @@ const CURVES = [
   {key: "grad_norm", title: "Gradient norm", unit: "before clipping", log: true},
   {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, say: counted},
   {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, say: percent},
-  {key: "lr", title: "Learning rate", unit: "", zero: true, say: (n) => n.toExponential(1)},
+  {key: "lr", title: "Learning rate", unit: "", zero: true, say: (n) => n ? n.toExponential(1) : "0"},
 ];
 const WIDE = {left: 46, right: 10, top: 8, bottom: 22};
 

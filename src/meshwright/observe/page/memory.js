@@ -126,7 +126,8 @@ function paintMoments(canvas, moments, most) {
     sizes.forEach((bytes, kind) => {
       if (!bytes) return;
       pen.fillStyle = colours[kind];
-      pen.fillRect(left + n * column, y(sum + bytes), column + 0.4, y(sum) - y(sum + bytes) + 0.2);
+      const [x, end] = [Math.round(left + n * column), Math.round(left + (n + 1) * column)];
+      pen.fillRect(x, y(sum + bytes), Math.max(1, end - x), y(sum) - y(sum + bytes));
       sum += bytes;
     });
     if (step !== before && step) {

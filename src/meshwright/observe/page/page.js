@@ -16,14 +16,14 @@ function drawTiles() {
     const known = (list ?? []).filter((n) => n !== null).sort((a, b) => a - b);
     return known.length ? known[known.length >> 1] : null;
   };
-  const row = (what) => run.comparison.rows.find((one) => one.what === what);
+  const row = (what, section = "use") => run.comparison.rows.find((one) => one.what === what && one.section === section);
   if (last.steps) {
     tiles.push(["loss", figure(curves.smooth.at(-1)), `after ${last.steps.toLocaleString("en")} of ${last.of.toLocaleString("en")} steps`]);
     if (last.bits_per_byte !== null) tiles.push(["held out", `${last.bits_per_byte.toFixed(3)}`, `bits a byte, loss ${figure(last.eval_loss)}`]);
     tiles.push(["tokens", counted(last.tokens), `in ${duration(last.seconds)}`]);
     tiles.push(["throughput", counted(middle(curves.tokens_per_second)), "tokens/s, all ranks"]);
   }
-  const step = row("step"), mfu = row("MFU, causal"), bubble = row("bubble");
+  const step = row("step", "time"), mfu = row("MFU (causal)"), bubble = row("bubble");
   if (step.measured) tiles.push(["a step", duration(step.measured), step.planned ? `planned ${duration(step.planned)}` : "planned: not known"]);
   if (mfu.measured) tiles.push(["MFU", percent(mfu.measured), "attention by half"]);
   const peaks = run.comparison.rows.filter((one) => one.what === "peak"), key = ["measured", "dryrun", "planned"].find((one) => peaks.some((row) => row[one] !== null));

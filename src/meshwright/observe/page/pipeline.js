@@ -9,8 +9,8 @@ function drawBoxes() {
   const words = {executed: "Training keeps no spans: meshwright profile measures them."};
   box.innerHTML = [["planned", "As planned", planned], ["executed", "As executed", executed]].map(([key, title, found]) => {
     if (!found) return `<div><h3>${title}</h3>${none(words[key] ?? "Not known.")}</div>`;
-    const unit = found.unit === "seconds" ? duration(found.total) : "every pass as long as the others: the device's speed is not known";
-    const bubble = run.pp > 1 ? `, bubble ${percent(found.bubble)}` : "", cut = found.cut ? ", from its beginning" : "";
+    const unit = found.unit === "seconds" ? duration(found.total) : "every pass equally long, for want of the device's speed";
+    const bubble = run.pp > 1 && found.bubble !== null ? `, bubble ${percent(found.bubble)}` : "", cut = found.cut ? ", from its beginning" : "";
     const height = found.ranks.length * ROW(found.ranks.length) + (found.unit === "seconds" ? 20 : 2);
     return `<div><h3>${title}<small>${run.pp > 1 ? `${run.schedule}: ` : ""}${unit}${bubble}${cut}</small></h3>` +
       `<canvas data-boxes="${key}" data-most="${found.unit === "seconds" && shared ? shared : found.total}" role="img" style="height:${height}px" aria-label="${title}${bubble}"></canvas></div>`;

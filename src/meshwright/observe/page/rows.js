@@ -59,19 +59,20 @@ function rowOf(row, run) {
   const other = row.rank !== null && row.rank !== run.comparison.rank, several = run.pp > 1 && row.rank !== null && (row.what === "peak" || other);
   const calls = row.unit === "calls" && !other, name = calls ? "calls" : (NAMES[row.what] ?? row.what) + (several ? `, rank ${row.rank}` : "");
   const total = row.what === "peak" || row.what === "step";
+  const note = row.note ? ` <span class="small" data-why="${escaped(row.note)}" tabindex="0">*</span>` : "";
   const label = EXPLAIN[row.what] && row.section !== "traffic" ? explained(row.what, name) : escaped(name);
   const cells = SOURCES.map(([key]) => {
-    if (row[key] === null) return `<td class="unknown" data-why="${escaped(row.missing[key] ?? "")}" tabindex="0">-</td>`;
+    if (row[key] === null) return `<td class="unknown" data-why="${escaped(row.missing[key] ?? "")}" tabindex="0">-${key === "measured" ? "" : "<small></small>"}</td>`;
     return `<td>${said(row[key], row.unit)}${key === "measured" ? "" : errorOf(row, key)}</td>`;
   });
-  return `<tr class="${[row.agrees ? "" : "bad", calls ? "sub" : "", total ? "total" : ""].join(" ").trim()}"><th scope="row">${label}</th>${cells.join("")}</tr>`;
+  return `<tr class="${[row.agrees ? "" : "bad", calls ? "sub" : "", total ? "total" : ""].join(" ").trim()}"><th scope="row">${label}${note}</th>${cells.join("")}</tr>`;
 }
 
 function errorOf(row, key) {
   const error = row[`${key}_error`];
-  if (row.reference === key || row.reference === null) return "<small></small>";
+  if (row.reference === key || row.reference === null || row.note) return "<small></small>";
   if (error === null) return "<small>new</small>";
   if (error === 0) return `<small class="same">=</small>`;
   const shown = 100 * error;
-  return `<small>${error > 0 ? "+" : "-"}${Math.abs(shown) < 9.95 ? Math.abs(shown).toFixed(1) : Math.round(Math.abs(shown)).toLocaleString("en")} %</small>`;
+  return `<small${row.beyond.includes(key) ? ' class="beyond"' : ""}>${error > 0 ? "+" : "-"}${Math.abs(shown) < 9.95 ? Math.abs(shown).toFixed(1) : Math.round(Math.abs(shown)).toLocaleString("en")} %</small>`;
 }
