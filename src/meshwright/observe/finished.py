@@ -154,6 +154,8 @@ def _ledger(path: Path) -> Document | None:
     found = read_json(path)
     if found is None:
         return None
+    if found.get("source") != "measured":
+        raise RunError(f"{path} is of another program: its source is not 'measured'; remove it")
     if "ranks" not in found:  # as written before there were several
         found = {**found, "ranks": [{key: found.get(key) for key in ("rank", "memory", "traffic")}]}
     return checked({"traffic": [], **found}, str(path))

@@ -135,7 +135,7 @@ def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
             found[str(rank)] = [
                 [
                     one.name,
-                    one.step,
+                    step,
                     [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in ALL_KINDS],
                 ]
                 for one, step in _highest(told)
