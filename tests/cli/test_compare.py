@@ -41,7 +41,7 @@ def test_beyond_the_tolerance_is_exit_code_4(tmp_path: Path, capsys: pytest.Capt
     document["ranks"][0]["peak_bytes"] *= 2
     run = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
     line = refused(capsys, "compare", run, code=4)
-    assert "peak of rank 0 (bytes): planned" in line
+    assert "peak of rank 0: planned" in line
     assert call(capsys, "compare", run, "--tolerance", "0.6")[0] == 0
     code, out, _ = call(capsys, "compare", run, "--json")
     assert code == 4 and json.loads(out)["first"]["what"] == "peak"

@@ -77,7 +77,9 @@ def dried(run: Finished, plan: Plan, dryer: DryRunner | None = None) -> Column:
     """The dry run that the folder keeps, or a new one."""
     kept = run.dryrun
     timeless = "a dry run moves no numbers, so it takes no time"
-    if kept is not None and same_program(plan, kept) and run.device in ("", kept.device):
+    ours = kept is not None and same_program(plan, kept) and run.device in ("", kept.device)
+    whole = kept is not None and {one.rank for one in kept.ranks}.issuperset(pipeline_ranks(plan.layout))
+    if kept is not None and ours and (whole or dryer is None):
         about = f"the real program on tensors without values, as on a {kept.device} device ({DRYRUN})"
         return Column(title="dry run", found=kept, about=about, timeless=timeless)
     if dryer is None:

@@ -1,8 +1,8 @@
 """planned | dry run | measured, row by row: every kind of memory, all traffic, every part of the step, and use.
 
 A row is judged by how far the others are from the measured figure, or from the dry run where nothing was measured.
-Traffic must agree exactly, unless a router decides where tokens go. A small part is held against a tenth of its whole:
-an error in it counts as much as one there. Whatever is not known is None, with the reason.
+Traffic must agree exactly, unless a router decides where tokens go. A small part is held against a quarter of its
+whole: an error in it counts as much as one there. Whatever is not known is None, with the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from meshwright.planner.memory import KINDS as PLANNED
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
 
-SMALL = 0.1
+SMALL = 0.25
 """Parts below this share of their whole are judged as if they had it."""
 TIMES = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
 USES = {

@@ -33,7 +33,7 @@ def explanation(found: Comparison, row: Row) -> list[str]:
     worst = max(row.beyond, key=lambda p: abs(row.error(p) or 0.0))
     where = f" of rank {row.rank}" if row.rank is not None else ""
     first = (
-        f"{row.what}{where} ({row.unit}): {TITLES[worst]} {shown(row.values[worst], row.unit)}, {TITLES[place]} "
+        f"{row.what}{where}{' (calls)' if row.unit == 'calls' else ''}: {TITLES[worst]} {shown(row.values[worst], row.unit)}, {TITLES[place]} "
         f"{shown(row.values[place], row.unit)}"
     )
     difference = (row.values[place] or 0.0) - (row.values[worst] or 0.0)

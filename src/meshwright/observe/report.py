@@ -6,6 +6,7 @@ become one file with its data in it, so that it opens from disk, offline. Nothin
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -72,7 +73,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
         "name": name,
         "model": plan.model.name,
         "parameters": num_parameters(plan.model),
-        "layout": layout_words(plan.layout),
+        "layout": layout_words(replace(plan.layout, micro_batch=plan.layout.micro_batch_of(plan.recipe.global_batch))),
         "world": plan.layout.world,
         "pp": plan.layout.pp,
         "schedule": plan.layout.schedule,

@@ -22,7 +22,7 @@ const small = (bytes) => bytes >= 2 ** 20 ? gib(bytes) : bytes >= 1024 ? `${(byt
 function said(value, unit) {
   if (value === null || value === undefined) return "-";
   if (unit === "bytes") return small(value);
-  if (unit === "seconds") return value ? duration(value) : "0 s";
+  if (unit === "seconds") return !value ? "0 s" : value < 1e-4 ? `${(value * 1e6).toPrecision(2)} us` : duration(value);
   if (unit === "share") return percent(value);
   return unit === "calls" ? value.toLocaleString("en") : counted(value);
 }
