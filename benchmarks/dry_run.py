@@ -138,7 +138,7 @@ def row(name: str, dry: DryRun, ranks: Sequence[list[tuple[int, list[Counts]]]],
 
 
 def main() -> None:
-    """All cases, those of one number of processes in one group."""
+    """All cases, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="cases, by name")
@@ -146,23 +146,20 @@ def main() -> None:
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(CASES)
     rows = []
-    for world in (1, 2, 4):
-        some = [name for name in names if plan_of(name).layout.world == world]
-        if not some:
-            continue
-        plans = [plan_of(name) for name in some]
-        ranks = on_ranks(world, measured, plans, options.times, limit_s=1800)
-        for index, (name, plan) in enumerate(zip(some, plans, strict=True)):
-            started = time.perf_counter()
-            dry = dry_run(plan, ranks=range(world), device="cpu", whole=True)
-            found = row(name, dry, [rank[index] for rank in ranks], time.perf_counter() - started)
-            rows.append(found)
-            print(
-                f"{name:<14} {found['dry_bytes'] / 2**20:8.1f} MiB dry {found['measured_bytes'] / 2**20:8.1f} measured "
-                f"{found['error']:+7.2%} (rank {found['rank']} of {world})  "
-                f"traffic {'equal' if found['same_traffic'] else 'DIFFERS'}",
-                file=sys.stderr if options.json else sys.stdout, flush=True,
-            )  # fmt: skip
+    for name in names:
+        plan = plan_of(name)
+        world = plan.layout.world
+        ranks = on_ranks(world, measured, [plan], options.times, limit_s=600)  # the profiler keeps memory: fresh ones
+        started = time.perf_counter()
+        dry = dry_run(plan, ranks=range(world), device="cpu", whole=True)
+        found = row(name, dry, [rank[0] for rank in ranks], time.perf_counter() - started)
+        rows.append(found)
+        print(
+            f"{name:<14} {found['dry_bytes'] / 2**20:8.1f} MiB dry {found['measured_bytes'] / 2**20:8.1f} measured "
+            f"{found['error']:+7.2%} (rank {found['rank']} of {world})  "
+            f"traffic {'equal' if found['same_traffic'] else 'DIFFERS'}",
+            file=sys.stderr if options.json else sys.stdout, flush=True,
+        )  # fmt: skip
     result = {
         "layouts": len(rows),
         "largest_error": max(abs(one["error"]) for one in rows),

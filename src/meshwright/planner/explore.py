@@ -18,8 +18,8 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
-SCRIPTS = ("schedule.js", "legal.js", "memory.js", "words.js", "controls.js", "bars.js", "map.js", "timeline.js",
-           "page.js")  # fmt: skip
+SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "words.js", "controls.js", "bars.js",
+           "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 
@@ -87,6 +87,6 @@ def source(*names: str) -> str:
 def _assemble(content: dict[str, Any]) -> str:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = source("page.html")
-    for mark, part in (("/*STYLE*/", source("page.css")), ("/*SCRIPT*/", source(*SCRIPTS)), ("/*DATA*/", text)):
+    for mark, part in (("/*STYLE*/", source("colours.css", "page.css")), ("/*SCRIPT*/", source(*SCRIPTS)), ("/*DATA*/", text)):
         found = found.replace(mark, part, 1)
     return found

@@ -307,11 +307,11 @@ class Trainer:
         from meshwright.train.plot import loss_plot
 
         if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
-            records = MetricsLog.read(self.folder.metrics)
-            if records:
+            if records := MetricsLog.read(self.folder.metrics):
                 loss_plot(records, self.folder.loss_plot)
-        if self.is_first and self.ledger.step:
-            self.folder.keep_ledger(self.ledger.document())
+        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        if self.is_first and ledger:
+            self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:
