@@ -306,9 +306,9 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
-            if records := MetricsLog.read(self.folder.metrics):
-                loss_plot(records, self.folder.loss_plot)
+        waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
+        if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
+            loss_plot(records, self.folder.loss_plot)
         ledger = self.ledger.document(self.device) if self.ledger.step else None
         if self.is_first and ledger:
             self.folder.keep_ledger(ledger)
