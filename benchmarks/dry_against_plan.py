@@ -136,10 +136,8 @@ def words(plan: Plan) -> str:
 def show(row: dict[str, object], detail: bool) -> None:
     """A line for a plan; with `detail` the kinds of each rank."""
     gib = 2**30
-    print(
-        f"{row['number']:3} {row['error']:+7.1%} {row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB  {row['plan']}  ({row['seconds']:.0f} s)",
-        flush=True,
-    )  # type: ignore[operator]
+    sizes = f"{row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB"  # type: ignore[operator]
+    print(f"{row['number']:3} {row['error']:+7.1%} {sizes}  {row['plan']}  ({row['seconds']:.0f} s)", flush=True)
     for one in row["ranks"] if detail else ():  # type: ignore[attr-defined]
         print(f"      pp {one['place']}: {one['error']:+.1%} {one['when']}")
         for kind, (planned, dry) in one["kinds"].items():
@@ -173,9 +171,8 @@ def main() -> None:
     if asked.json:
         print(json.dumps({**total, "rows": found}))
     else:
-        print(
-            f"{total['plans']} plans: mean {total['mean']:.1%}, median {total['median']:.1%}, largest {total['largest']:.1%}, {total['within_5']} within 5 %"
-        )
+        rest = f"largest {total['largest']:.1%}, {total['within_5']} within 5 %"
+        print(f"{total['plans']} plans: mean {total['mean']:.1%}, median {total['median']:.1%}, {rest}")
 
 
 if __name__ == "__main__":

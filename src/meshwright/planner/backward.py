@@ -1,10 +1,11 @@
-"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split backward
-pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
+"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split
+backward pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.planner.kept import Routed, Widths
+from meshwright.planner.states import largest_weight
 
 if TYPE_CHECKING:
     from meshwright.planner.local import Local
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 class Backward:
     """Bytes of one layer and micro-batch."""
 
-    transient: float = 0.0
-    """At the worst place of the pass."""
+    mlp: float = 0.0
+    """At its worst place in the MLP."""
+    attention: float = 0.0
+    """In the attention core."""
     weights: float = 0.0
-    """Elements of its largest weight: a new gradient stands beside the sum, and once more as wide as that."""
+    """Elements of its largest weight (experts: all of a rank's), whose gradient is made at once."""
     queued: float = 0.0
     """From a split pass to the gradients of weights."""
 
@@ -27,12 +30,14 @@ NONE = Backward()
 
 def backward(of: "Local", widths: Widths, routed: Routed | None) -> Backward:
     """Of a layer."""
-    mlp, weights = _experts(of, routed) if routed else _mlp(of)
+    mlp = _experts(of, routed) if routed else _mlp(of)
+    weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     attention = _attention(of, widths) - _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
     return Backward(
-        transient=max(mlp, attention) + stream,
-        weights=max(weights, of.shape.hidden * widths.queries),
+        mlp=mlp + weights * of.width + stream,
+        attention=attention + stream,
+        weights=weights,
         queued=queued(of, widths, routed),
     )
 
@@ -41,21 +46,15 @@ def _gates(of: "Local") -> int:
     return 2 if of.shape.mlp == "swiglu" else 1
 
 
-def _mlp(of: "Local") -> tuple[float, float]:
-    """(bytes, elements of a weight). Gated: the gradient of the product, the activation, the product made again and the
-    gradient of a gate stand together (kernels/swiglu.py), with the gradient of the last weight."""
-    ffn = of.shape.ffn / of.tp
-    weight = of.shape.hidden * ffn
-    return (4 if _gates(of) == 2 else 2) * of.tokens * ffn * of.width + weight * of.width, weight
+def _mlp(of: "Local") -> float:
+    """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
+    together (kernels/swiglu.py)."""
+    return (4 if _gates(of) == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
 
 
-def _experts(of: "Local", routed: Routed) -> tuple[float, float]:
-    """The same over copies of tokens; the gradients of a stack of experts are made at once."""
-    moe = of.shape.moe
-    assert moe is not None
-    inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
-    weight = moe.experts / of.ep * of.shape.hidden * routed.ffn
-    return 3 * inner + sent + weight * of.width, weight
+def _experts(of: "Local", routed: Routed) -> float:
+    """Over copies of tokens, whose product is kept and gone by then."""
+    return (2 * routed.ffn + of.shape.hidden) * routed.copies * of.width
 
 
 def _mlp_kept(of: "Local", routed: Routed | None) -> float:

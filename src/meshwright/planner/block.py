@@ -49,7 +49,14 @@ class Block:
             return self.boundary_bytes
         return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
 
+    def made_again_bytes(self, recompute: str) -> float:
+        """What recomputation brings back for a layer's backward pass, beside what was kept."""
+        if recompute == "selective":
+            return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
+        return max(0.0, self.kept_bytes("none") - self.boundary_bytes) if recompute == "full" else 0.0
 
+
+Exchanges = tuple[tuple[Exchange, ...], tuple[Exchange, ...]]
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
@@ -291,7 +298,8 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     shape = of.shape
     gates = 2 if shape.mlp == "swiglu" else 1
     up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
-    enter, leave = ((), ()), ((), ())
+    enter: Exchanges = ((), ())
+    leave: Exchanges = ((), ())
     if exchange:
         enter, leave = _enter(of, of.stack.column_inputs[1], readers=(up,)), _leave(of, 1.0)
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])

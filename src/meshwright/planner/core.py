@@ -1,5 +1,5 @@
-"""The attention core of Meshwright's own engine: which kernel its masks and its context parallelism leave, and what they
-move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py). Letters as in block.py."""
+"""The attention core of Meshwright's own engine: which kernel its masks and its context parallelism leave, and what
+they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py). Letters as in block.py."""
 
 from typing import TYPE_CHECKING, NamedTuple
 

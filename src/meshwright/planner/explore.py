@@ -18,8 +18,8 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
-SCRIPTS = ("schedule.js", "legal.js", "memory.js", "words.js", "controls.js", "bars.js", "map.js", "timeline.js",
-           "page.js")  # fmt: skip
+SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "words.js", "controls.js", "bars.js",
+           "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 

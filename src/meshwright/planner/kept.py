@@ -50,18 +50,25 @@ def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept
 
 class Logits(NamedTuple):
     """Bytes that head, loss and the norm in front of them keep until their backward pass, those of them that stay until
-    the last layer's, and bytes more at the worst moment of the head. A dropout mask of the embedding stays too."""
+    the last layer's, and bytes more at the worst moments of the head: in a chunk of logits, and where the matrix's
+    gradient is made. A dropout mask of the embedding stays too."""
 
     kept: float
     held: float
-    transient: float
+    chunk: float
+    matrix: float = 0.0
+
+    @property
+    def transient(self) -> float:
+        """The worse of the two."""
+        return max(self.chunk, self.matrix)
 
     def plus(self, other: "Logits", times: float) -> "Logits":
         """Both kept, one moment at a time."""
         if not times:
             return self
         kept, held = self.kept + times * other.kept, self.held + times * other.held
-        return Logits(kept, held, max(self.transient, other.transient))
+        return Logits(kept, held, max(self.chunk, other.chunk), max(self.matrix, other.matrix))
 
 
 NONE = Logits(0.0, 0.0, 0.0)
@@ -83,19 +90,21 @@ def logits(of: "Local") -> Logits:
     if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
         matrix = shape.vocab / of.tp * shape.hidden
         made = of.tokens * shape.hidden * of.width + matrix * 4
-        return Logits(stream + made, 0.0, of.hidden_bytes + _chunk_bytes(of, head_rows(of) * vocab, matrix))
+        return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
     count = of.tokens * vocab
     peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
     kept = stream + normed + count * stack.logit_kept
     return Logits(kept, count * stack.logit_held, count * (peak - stack.logit_kept))
 
 
-def _chunk_bytes(of: "Local", logits: float, matrix: float) -> float:
+def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
     """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
     that is not added inside the product (fp32 on one tp rank)."""
+    if not of.stack.own:
+        return logits * (of.width + 4), 0.0
     if of.width == 4:
-        return logits * 4 + (matrix * 4 if of.tp > 1 else 0.0)
-    return max(logits * (of.width + 4), (logits + matrix) * of.width)
+        return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
+    return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
 
 
 def head_rows(of: "Local") -> float:

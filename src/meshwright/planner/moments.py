@@ -1,19 +1,21 @@
 """The moments of a step at which a rank of Meshwright's own engine may hold most: what its schedule has in flight then,
 and what the pass under way needs beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from operator import le
 from typing import Literal, NamedTuple
 
 from meshwright.planner.timeline import actions_of
 
-What = Literal["loss", "pass", "sums", "split", "embedding", "weights"]
+What = Literal["loss", "pass", "sums", "split", "embedding", "end", "weights"]
 
 
 class Moment(NamedTuple):
-    """`loss`: head and loss are made. `pass`: a backward pass begins. `sums`: so does a stage's last, in which its
-    gradients are reduced. `split`: one that leaves gradients of weights comes to its last layer. `embedding`: one ends with the gradient of the embedding. `weights`: gradients of weights that
-    a split pass has left are made. Numbers are by the rank's stages, ascending."""
+    """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
+    gradients are reduced. `split`: one that leaves gradients of weights comes to its last layer. `embedding`: one ends
+    with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of weights that a split pass
+    has left are made. Numbers are by the rank's stages, ascending."""
 
     what: What
     place: int
@@ -29,8 +31,18 @@ class Moment(NamedTuple):
 @cache
 def moments_of(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Moment, ...]:
     """Those of a pipeline rank in a step, none of which is below another of its kind."""
-    found = set(_walk(name, ranks, micro_batches, virtual, rank))
-    return tuple(sorted(one for one in found if not any(_below(one, other) for other in found)))
+    kinds: dict[tuple[What, int], set[Moment]] = {}
+    for one in _walk(name, ranks, micro_batches, virtual, rank):
+        kinds.setdefault((one.what, one.place), set()).add(one)
+    return tuple(sorted(one for some in kinds.values() for one in _highest(some)))
+
+
+def _highest(some: Collection[Moment]) -> Iterator[Moment]:
+    """Those of one kind below no other."""
+    flat = {one: (*one.alive, *one.queued, *one.graded) for one in some}
+    for one, mine in flat.items():
+        if not any(other is not one and all(map(le, mine, its)) for other, its in flat.items()):
+            yield one
 
 
 def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Moment]:
@@ -53,17 +65,12 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             queued[place] -= 1
             graded[place] = 1
         else:
-            yield now("sums" if action == last[action.stage] else "pass")
+            final = action == last[action.stage]
+            yield now("sums" if final else "pass")
             alive[place] -= 1
             if action.kind == "B":
                 queued[place] += 1
                 yield now("split")
             if action.stage == 0:
-                yield now("embedding")
+                yield now("end" if final else "embedding")
             graded[place] = 1
-
-
-def _below(one: Moment, other: Moment) -> bool:
-    if one[:2] != other[:2] or one == other:
-        return False
-    return all(x <= y for mine, its in zip(one[2:], other[2:], strict=True) for x, y in zip(mine, its, strict=True))

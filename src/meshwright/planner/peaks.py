@@ -16,8 +16,12 @@ from meshwright.spec.layout import Layout
 Kinds = dict[str, float]
 WORDS = {
     "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
-    "embedding": "gradient of the embedding", "weights": "gradients of weights",
+    "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
 }  # fmt: skip
+CHANGING = ("gradients", "logits", "temporaries", "buffers", "activations")
+"""Kinds of memory that a moment decides."""
+Sizes = tuple[float, float, float, float, float]
+"""Bytes of each."""
 ROUNDS = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 
@@ -34,10 +38,10 @@ class Unit(NamedTuple):
 class Units:
     """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
 
-    first: Unit = Unit()
-    block: Unit = Unit()
-    last: Unit = Unit()
-    summed: bool = False
+    first: Unit
+    block: Unit
+    last: Unit
+    summed: bool
     """Whether any other rank has gradients to be summed with these."""
 
 
@@ -58,7 +62,7 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     for graded in steps:
         final = layout.zero >= 2 or graded == steps[-1]
         found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
-        found.append(Moment("embedding", 0, (0,), (0,), graded))
+        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded))
     return tuple(found)
 
 
@@ -89,12 +93,10 @@ class Rank:
 
     def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
         """(when, bytes by kind) of the worst of these moments."""
-        best = max(
-            ((one.what, kinds) for one in found for kinds in self.at(one)), key=lambda what: sum(what[1].values())
-        )
-        return WORDS[best[0]], {**self.state, **best[1]}
+        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
 
-    def at(self, moment: Moment) -> Iterator[Kinds]:
+    def at(self, moment: Moment) -> Iterator[Sizes]:
         """What is held at the worst places of the pass under way, instead of the state's gradients."""
         what, place, alive, queued, graded = moment
         cost, units = self.costs[place], self.units
@@ -106,9 +108,8 @@ class Rank:
         before = whole * sum(graded) / len(graded)
         copied = units.summed and what == "sums"
 
-        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Kinds:
-            return {"gradients": gradients, "activations": kept, "logits": logits, "temporaries": temporaries,
-                    "buffers": buffers}  # fmt: skip
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Sizes:
+            return gradients, logits, temporaries, buffers, kept
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
@@ -118,8 +119,13 @@ class Rank:
             yield kinds(before, logits, cost.weights * (self.made + again * self.summed), 0.0)
         elif what == "split":
             yield kinds(before, logits, cost.split_bytes, 0.0)
-        elif what == "embedding":
-            yield kinds(*self._embedding(before, logits, again))
+        elif what in ("embedding", "end"):
+            reduced = what == "end" and units.summed and bool(self.layout.zero)
+            after = whole * sum((*graded[:place], 1, *graded[place + 1 :])) / len(graded)
+            found = self._embedding(after, logits, again, reduced)
+            if what == "end" and units.summed and not self.layout.zero:  # put together in one buffer for their sum
+                found = *found[:2], max(found[2], units.first.gradients), found[3]
+            yield kinds(*found)
         else:
             ends = self.last and place == len(self.costs) - 1
             if ends:
@@ -155,16 +161,20 @@ class Rank:
             made = max(0.0, block.made - cost.weights * self.made)
             return gradients, logits - gone, temporaries + made, gathers + max(last.gradients, block.gradients) * copied
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        return gradients, logits - gone, temporaries, block.gradients * copied
+        return gradients, logits - gone, temporaries, 0.0
 
-    def _embedding(self, before: float, logits: float, again: bool) -> tuple[float, float, float, float]:
-        """Made whole, however few rows of it are not zero; then widened, and added or reduced."""
+    def _embedding(
+        self, gradients: float, logits: float, again: bool, reduced: bool
+    ) -> tuple[float, float, float, float]:
+        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the other
+        layers are shards already."""
         first, block = self.units.first, self.units.block
         if self.apart:
             gathers = first.parameters if self.frees else 0.0
             return self.state["gradients"], logits, first.made, gathers + max(first.gradients, block.gradients)
         more = first.gradients if again and self.made < self.summed else 0.0
-        gradients = self.state["gradients"] if self.layout.pp == 1 else max(before, first.gradients)
+        if reduced:
+            gradients = min(gradients, first.gradients + block.gradients + self._shard(Unit(gradients=gradients)))
         return gradients, logits, first.made + more, 0.0
 
     def _shard(self, unit: Unit) -> float:

@@ -24,15 +24,24 @@ class Cost:
     again_s: float = 0.0
     """Of input_s: repeated forward passes."""
     kept_bytes: float = 0.0
-    transient_bytes: float = 0.0
-    """Largest moment of a layer's backward pass, beyond what is kept."""
+    mlp_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
+    attention_bytes: float = 0.0
+    """The same of this package's engine in attention."""
     queued_bytes: float = 0.0
     """Kept from a split backward pass to the gradients of weights."""
     split_bytes: float = 0.0
     """Largest moment of a split pass in its last layer, beyond what it leaves."""
     weights: float = 0.0
     """Elements of the largest weight."""
+    new_bytes: float = 0.0
+    """Its gradient as it is made, part of mlp_bytes."""
     logits: Logits = NONE
+
+    @property
+    def transient_bytes(self) -> float:
+        """Largest moment of a layer's backward pass."""
+        return max(self.mlp_bytes, self.attention_bytes)
 
     @property
     def backward_s(self) -> float:
@@ -48,10 +57,12 @@ class Cost:
             exchange_s=self.exchange_s + times * other.exchange_s,
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
-            transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
+            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes if times else 0.0),
+            attention_bytes=max(self.attention_bytes, other.attention_bytes if times else 0.0),
             queued_bytes=self.queued_bytes + times * other.queued_bytes,
             split_bytes=max(self.split_bytes, other.split_bytes if times else 0.0),
             weights=max(self.weights, other.weights if times else 0.0),
+            new_bytes=max(self.new_bytes, other.new_bytes if times else 0.0),
             logits=self.logits.plus(other.logits, times),
         )
 
@@ -108,8 +119,12 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         recompute = "none"
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     kept = block.kept_bytes(recompute)
+    own = of.stack.own
     repeated = max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0
-    transient = (block.backward.transient if of.stack.own else block.transient_bytes) + repeated
+    if own:
+        repeated = block.made_again_bytes(recompute)
+    mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
+    attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
     return Cost(
         forward_s=time.forward[0],
         input_s=time.inputs[0] + again[0] + time.within_s,
@@ -117,10 +132,12 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         exchange_s=time.forward[1] + time.inputs[1] + again[1],
         again_s=again[0],
         kept_bytes=kept,
-        transient_bytes=transient,
+        mlp_bytes=mlp,
+        attention_bytes=attention,
         queued_bytes=block.backward.queued,
-        split_bytes=max(0.0, kept + transient - block.backward.queued),
+        split_bytes=max(0.0, kept + max(mlp, attention) - block.backward.queued),
         weights=block.backward.weights,
+        new_bytes=block.backward.weights * of.width,
         logits=block.logits,
     )
 

@@ -53,6 +53,13 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
     )
 
 
+@cache
+def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
+    """Elements of the largest tensor of a layer on a rank."""
+    found = pieces(shape, tp, ep)
+    return max(prod(sizes) for sizes, _ in (found.routed if routed else found.dense))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`."""

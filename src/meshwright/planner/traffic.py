@@ -113,14 +113,14 @@ def sharing(shape: ModelShape, layout: Layout, held: Held, links: Links, word: f
     plain = replace(layout, pp=1) if layout.pp > 1 else layout
     units = _units(shape, layout, held)
     calls = _of_shards(plain, 1, units, word, summed) if layout.zero else _of_replicas(layout, units, summed)
-    found: Counter[str] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
+    sizes: dict[tuple[str, str], float] = {}
     for axis, collective, times, sent in calls:
         if collective == "all_gather":
             times = max(1, times // 2) if layout.zero == 3 else times
         size = sent / (2 if collective == "all_reduce" else 1)
         if lump:
-            sizes[axis, collective] += times * size
+            sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
         else:
             found[_part(axis, collective)] += times * _seconds(layout, links, axis, collective, size)
     for (axis, collective), size in sizes.items():
