@@ -74,6 +74,18 @@ def lines(found: Comparison) -> Iterator[str]:
     yield from verdict(found)
 
 
+def brief(found: Comparison, run: str) -> Iterator[str]:
+    """Under a run that has just ended: the rows that two columns know or that were measured, and where the rest is."""
+    rows = [
+        row
+        for row in found.rows
+        if row.rank in (None, found.rank) and sum(bool(value) for value in row.values) > 1 or row.what == "step"
+    ]
+    yield f"{'':<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
+    yield from (_line(found, row) for row in rows)
+    yield f"more: meshwright compare {run}; what is missing: meshwright profile {run}/plan.yaml"
+
+
 def _line(found: Comparison, row: Row) -> str:
     several = found.plan.layout.pp > 1 and row.rank is not None
     name = (
