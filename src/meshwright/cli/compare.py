@@ -1,12 +1,14 @@
 """`meshwright compare RUN`: planned, dry run and measured, row by row, of a run that has ended."""
 
 import json as json_text
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from meshwright.observe.columns import DryRunner
     from meshwright.observe.documents import Document
     from meshwright.observe.finished import Finished
     from meshwright.spec import Plan
@@ -50,7 +52,7 @@ def compare(
         raise OutsideTolerance(f"{run}: {explanation(found, bad[0])[0]}")
 
 
-def _dryer(run: "Finished"):  # type: ignore[no-untyped-def]
+def _dryer(run: "Finished") -> "DryRunner":
     """Runs the dry run, and keeps it in the folder for the next question and for the report."""
 
     def dry(plan: "Plan", device: str) -> "Document":
@@ -64,7 +66,8 @@ def _dryer(run: "Finished"):  # type: ignore[no-untyped-def]
         with console(json=True).status("dry run"):
             found = as_document(dry_run(plan, device=device))
         text = json_text.dumps(found, indent=1)
-        replace_file(run.path / DRYRUN, (text + "\n").encode())
+        with suppress(OSError):  # a folder that may only be read is compared all the same
+            replace_file(run.path / DRYRUN, (text + "\n").encode())
         return checked(json_text.loads(text), "the dry run")
 
     return dry

@@ -21,9 +21,10 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     """
     from meshwright.observe.apart import TooLong
     from meshwright.observe.document import dry
-    from meshwright.observe.dryrun import dry_run, pipeline_ranks
+    from meshwright.observe.dryrun import dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
+    from meshwright.spec.places import pipeline_ranks
     from meshwright.spec.units import gib
     from meshwright.train.watch import Foreseen
 

@@ -32,10 +32,9 @@ def explanation(found: Comparison, row: Row) -> list[str]:
     assert place is not None
     worst = max(row.beyond, key=lambda p: abs(row.error(p) or 0.0))
     where = f" of rank {row.rank}" if row.rank is not None else ""
-    first = (
-        f"{row.what}{where}{' (calls)' if row.unit == 'calls' else ''}: {TITLES[worst]} {shown(row.values[worst], row.unit)}, {TITLES[place]} "
-        f"{shown(row.values[place], row.unit)}"
-    )
+    calls = " (calls)" if row.unit == "calls" else ""
+    told = (f"{TITLES[one]} {shown(row.values[one], row.unit)}" for one in (worst, place))
+    first = f"{row.what}{where}{calls}: {', '.join(told)}"
     difference = (row.values[place] or 0.0) - (row.values[worst] or 0.0)
     more = f"{shown(abs(difference), row.unit)} {'more' if difference > 0 else 'less'} than {TITLES[worst]}"
     return [f"{first}: {more}.", *_sources(found, row, abs(difference))]

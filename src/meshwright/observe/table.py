@@ -79,7 +79,7 @@ def brief(found: Comparison, run: str) -> Iterator[str]:
     rows = [
         row
         for row in found.rows
-        if row.rank in (None, found.rank) and sum(bool(value) for value in row.values) > 1 or row.what == "step"
+        if (row.rank in (None, found.rank) and sum(bool(value) for value in row.values) > 1) or row.what == "step"
     ]
     yield f"{'':<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
     yield from (_line(found, row) for row in rows)
