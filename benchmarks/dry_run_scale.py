@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    warm = plan_of("llama-3.1-8b", 8, {"dp_replicate": 8})
+    warm = plan_of("llama-3.1-8b", 8, {"dp_replicate": 4, "tp": 2})
     dry_run(warm, device="cuda")  # the server of processes loads torch once
     rows = [timed(name, plan_of(model, batch, layout)) for name, (model, batch, layout) in LARGE.items()]
     worlds = []

@@ -1,5 +1,6 @@
 """What plan and dry run say of a run before its first step."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +44,23 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
 
         raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+def hindsight(run: Path) -> list[str]:
+    """Plan, dry run and measurement of a run that has ended, row by row; no rows where it keeps no dry run."""
+    from meshwright.observe.columns import columns
+    from meshwright.observe.compare import compare
+    from meshwright.observe.finished import open_run
+    from meshwright.observe.table import brief
+    from meshwright.spec.errors import MeshwrightError
+
+    if not (run / "dryrun.json").is_file():
+        return []
+    try:
+        finished = open_run(run)
+        return list(brief(compare(finished.plan_as_run, columns(finished)), str(run)))
+    except MeshwrightError as error:  # the run itself is well: say what its table lacks
+        return [f"no comparison with the plan: {error}"]
 
 
 def _planned(found: "Prediction") -> str:
