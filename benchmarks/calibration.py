@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.observe.calibrate import calibrate
-from meshwright.observe.steps import Timing, measured_steps
+from meshwright.observe.timed import Timing, measured_steps
 from meshwright.planner.clusterfile import load
 from meshwright.planner.clusterwriting import write
 from meshwright.planner.words import layout_words

@@ -9,7 +9,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.observe.calibrate import calibrate
 from meshwright.observe.jobs import jobs
-from meshwright.observe.steps import Timing, measured_steps
+from meshwright.observe.timed import Timing, measured_steps
 from meshwright.planner.clusterfile import load
 from meshwright.planner.clusterwriting import write
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.observe.floors import tiny, with_floors
-from meshwright.observe.steps import threads_of
+from meshwright.observe.timed import threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.clusterwriting import text, write
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves

@@ -1,5 +1,6 @@
 """What plan and dry run say of a run before its first step."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     """
     from meshwright.observe.apart import TooLong
     from meshwright.observe.document import dry
-    from meshwright.observe.dryrun import dry_run, pipeline_ranks
+    from meshwright.observe.dryrun import dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
+    from meshwright.spec.places import pipeline_ranks
     from meshwright.spec.units import gib
     from meshwright.train.watch import Foreseen
 
@@ -43,6 +45,23 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
 
         raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+def hindsight(run: Path) -> list[str]:
+    """Plan, dry run and measurement of a run that has ended, row by row; no rows where it keeps no dry run."""
+    from meshwright.observe.columns import columns
+    from meshwright.observe.compare import compare
+    from meshwright.observe.finished import open_run
+    from meshwright.observe.table import brief
+    from meshwright.spec.errors import MeshwrightError
+
+    if not (run / "dryrun.json").is_file():
+        return []
+    try:
+        finished = open_run(run)
+        return list(brief(compare(finished.plan_as_run, columns(finished)), str(run)))
+    except MeshwrightError as error:  # the run itself is well: say what its table lacks
+        return [f"no comparison with the plan: {error}"]
 
 
 def _planned(found: "Prediction") -> str:

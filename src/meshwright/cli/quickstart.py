@@ -147,6 +147,10 @@ def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) 
     people.print(f"\n{plan.run} holds:", markup=False)
     for name, what in LEFT.items():
         people.print(f"  {name:<14} [dim]{what}[/dim]")
+    from meshwright.cli.foresight import hindsight
+
+    for line in hindsight(Path(plan.run)):
+        people.print(line, markup=False, soft_wrap=True)
     people.print("\nGo on:")
     for line, what in commands(plan):
         people.print(f"  [dim]# {what}[/dim]")

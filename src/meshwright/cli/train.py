@@ -63,7 +63,7 @@ def train(
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.display import choose
-    from meshwright.cli.foresight import foresee
+    from meshwright.cli.foresight import foresee, hindsight
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
@@ -87,6 +87,8 @@ def train(
             print_json(summary)
         elif summary.stopped != "done":
             print(f"go on with: {again(words or ())}", flush=True)
+        elif look_ahead is not None:
+            print("\n".join(("", *hindsight(Path(plan.run)))), flush=True)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:

@@ -25,7 +25,7 @@ from meshwright.observe.floors import floors, with_floors
 from meshwright.observe.jobs import jobs
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.rates import ON_GPU, QUICK, Effort, curves, eager_passes
-from meshwright.observe.steps import Timing, measured_steps, threads_of
+from meshwright.observe.timed import Timing, measured_steps, threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
 from meshwright.planner.links import Links

@@ -23,8 +23,8 @@ def dry(found: DryRun) -> dict[str, Any]:
         "device": found.device,
         "peak_bytes": worst.peak_bytes,
         "peak_rank": worst.rank,
-        "memory": _kinds(worst.kinds),
-        "traffic": _traffic(found.traffic(worst.rank)),
+        "memory": kinds(worst.kinds),
+        "traffic": traffic(found.traffic(worst.rank)),
         "time": [],
         "step_seconds": None,
         "tokens_per_second_per_device": None,
@@ -54,14 +54,10 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
         "rank": one.rank,
         "peak_bytes": one.peak_bytes,
         "when": one.when,
-        "memory": _kinds(one.kinds),
+        "memory": kinds(one.kinds),
         "activations": [{"where": where, "bytes": size} for where, size in one.where.items()],
-        "largest": [
-            {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
-             "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
-            for large in one.largest
-        ],
-        "traffic": _traffic(found.traffic(one.rank)),
+        "largest": largest(one),
+        "traffic": traffic(found.traffic(one.rank)),
         "parts": [_part(part) for part in one.parts],
         "passes": [_part(part) for part in one.passes],
         "micro_batches": list(found.run[one.rank]),
@@ -70,14 +66,25 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
 
 
 def _part(part: Part) -> dict[str, Any]:
-    return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": _kinds(part.kinds)}
+    return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
 
 
-def _kinds(kinds: dict[str, int]) -> list[dict[str, Any]]:
-    return [{"kind": kind, "bytes": size} for kind, size in kinds.items()]
+def largest(one: Seen) -> list[dict[str, Any]]:
+    """Rows of the largest tensors."""
+    return [
+        {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
+         "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
+        for large in one.largest
+    ]  # fmt: skip
 
 
-def _traffic(counts: Counts) -> list[dict[str, Any]]:
+def kinds(held: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of memory."""
+    return [{"kind": kind, "bytes": size} for kind, size in held.items()]
+
+
+def traffic(counts: Counts) -> list[dict[str, Any]]:
+    """Rows of traffic."""
     return [
         {"axis": axis, "collective": collective, "bytes": sent, "calls": calls}
         for (axis, collective), (calls, sent) in sorted(counts.items())

@@ -20,8 +20,7 @@ from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.places import rank_of
+from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
 from meshwright.train.device import resident_peak_bytes
@@ -123,12 +122,6 @@ def device_of(plan: Plan) -> str:
     """cuda for a plan on a known GPU or on a machine that has one, else cpu."""
     known = any(plan.cluster.device.name == preset(name).name for name in device_names() if name != "local")
     return "cuda" if known or torch.cuda.is_available() else "cpu"
-
-
-def pipeline_ranks(layout: Layout) -> list[int]:
-    """One rank of each pipeline place."""
-    first = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 0)
-    return [rank_of(layout, {**first, "pp": place}) for place in range(layout.pp)]
 
 
 def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.steps import Timing, step_s, threads_of
+from meshwright.observe.timed import Timing, step_s, threads_of
 from meshwright.planner.clusterfile import ClusterFile
 from meshwright.planner.host import Host, Triple
 from meshwright.planner.stack import Stack

@@ -1,98 +1,187 @@
-"""Seconds of real training steps of small plans on processes of this machine, as a launch would run them."""
+"""One optimizer step as a rank lived it: its passes under the schedule's names, its collectives, what it waited for;
+and the same in the planner's words (planner.timeline.StepTime).
 
-import os
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+    compute     passes (F, B, W, BW) less what they waited
+    exchange    waiting for tensor, context and expert parallelism
+    bubble      waiting for the pipeline's mail, and for the other pipeline ranks when all is done
+    weights     waiting for gathers of parameters
+    gradients   waiting for reductions of gradients, and what is done to put them in place
+    optimizer   norm and update, with what they wait for
+    other       the rest
 
-import torch
-import torch.distributed as dist
+On a CPU, and for whoever comes first to a collective, waiting for it is also waiting for slower ranks.
+"""
 
-from meshwright.observe.ranks import on_ranks
-from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
-from meshwright.spec.plan import Plan
-from meshwright.train import device as train_device
-from meshwright.train.batches import Batch, Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, reduce_dtype
-from meshwright.train.step import train_step
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-LIMIT_S = 120.0
-"""To start, and of each plan."""
+from meshwright.observe.calls import Call, Calls, Wait
+from meshwright.observe.clock import Clock, Mark
+from meshwright.observe.spans import Span, told
+
+PARTS = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
+PASSES = ("F", "B", "W", "BW")
+OF_SPAN = {**dict.fromkeys(PASSES, "compute"), "gradients": "gradients", "norm": "optimizer", "optimizer": "optimizer"}
+"""Where the time of a span belongs that nothing waited in."""
+EXCHANGES = ("tp", "cp", "ep")
+REDUCED = ("replicate", "expert_data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long each plan is looked at: a step to warm up, then steps for so many seconds, within these numbers."""
+class TimedSpan:
+    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
 
-    seconds: float = 1.0
-    least: int = 3
-    most: int = 12
-
-
-def threads_of(world: int) -> int:
-    """Of torch in each of so many processes: the cores shared evenly."""
-    return max(1, len(os.sched_getaffinity(0)) // world)
+    name: str
+    stage: int = -1
+    micro_batch: int = -1
+    start_s: float
+    end_s: float
 
 
-def measured_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") -> list[float]:
-    """The median step of each plan, in seconds; plans with the same number of ranks share processes."""
-    found = [0.0] * len(plans)
-    for world in sorted({plan.layout.world for plan in plans}):
-        some = [n for n, plan in enumerate(plans) if plan.layout.world == world]
-        limit = LIMIT_S * (1 + len(some))
-        ranks = on_ranks(world, _all_steps, [plans[n] for n in some], timing, device, limit_s=limit, device=device)
-        for place, n in enumerate(some):
-            found[n] = max(rank[place] for rank in ranks)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedCall:
+    """A collective from its call until it was waited for; or a wait, with the part of the step it counts to."""
+
+    axis: str
+    collective: str
+    sent_bytes: int
+    start_s: float
+    end_s: float
+    part: str = ""
 
 
-def _all_steps(plans: list[Plan], timing: Timing, kind: str) -> list[float]:
-    torch.set_num_threads(threads_of(dist.get_world_size()))
-    made: Made = {}
-    return [step_s(plan, timing, kind, made) for plan in plans]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One step of one rank. Seconds are of the first rank's clock."""
+
+    start_s: float
+    end_s: float
+    spans: tuple[TimedSpan, ...]
+    calls: tuple[TimedCall, ...]
+    waits: tuple[TimedCall, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end."""
+        return self.end_s - self.start_s
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by PARTS; they add up to `seconds`."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for wait in self.waits:
+            found[wait.part] += wait.end_s - wait.start_s
+        for span in self.spans:
+            found[OF_SPAN[span.name]] += span.end_s - span.start_s
+        for span, wait in _inside(self.spans, self.waits):
+            found[OF_SPAN[span.name]] -= wait.end_s - wait.start_s
+        found["other"] += self.seconds - sum(found.values())
+        return found
+
+    @property
+    def streams(self) -> dict[str, float]:
+        """Seconds in which the rank worked, waited for collectives, waited in the pipeline (these three are the step);
+        and in which any collective but the pipeline's was under way."""
+        bubble = self.parts["bubble"]
+        exposed = sum(wait.end_s - wait.start_s for wait in self.waits) - bubble
+        under_way = [(call.start_s, call.end_s) for call in self.calls if call.axis != "pp"]
+        return {
+            "compute_s": self.seconds - exposed - bubble,
+            "communication_s": covered_s(under_way),
+            "exposed_s": exposed,
+            "idle_s": bubble,
+        }
 
 
-def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = None) -> float:
-    """The median step of a plan on this rank, on random tokens."""
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    recipe, layout = plan.recipe, plan.layout
-    train_device.prepare(device, recipe.precision)
-    mesh = make_mesh(layout, made=made)
-    engine = build_engine(
-        plan.model, layout, mesh=mesh, device=device, dtype=DTYPES[recipe.precision],
-        reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),
-    )  # fmt: skip
-    engine.train()
-    optimizer = AdamW(engine.parameters.items(), recipe)
-    share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
-    size = layout.micro_batch_of(recipe.global_batch)
-    generator = torch.Generator().manual_seed(0)
-    taken: list[float] = []
-    while True:
-        tokens = torch.randint(plan.model.vocab, (recipe.global_batch, recipe.sequence + 1), generator=generator)
-        batch = Batch(tokens=tokens[:, :-1].to(device), targets=tokens[:, 1:].to(device))
-        passes = split(select(batch, share), size)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()
-        start = time.perf_counter()
-        result = train_step(engine, optimizer, passes, rate=1e-4, clip=1.0, balance_loss=recipe.balance_loss)
-        result.loss.item()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-        if _enough(taken[1:], timing, device):
-            return statistics.median(taken[1:])
+def _inside(spans: Iterable[TimedSpan], waits: Iterable[TimedCall]) -> Iterator[tuple[TimedSpan, TimedCall]]:
+    """The waits that lie in a span, with it; both come in order and neither overlaps itself."""
+    rest = iter(sorted(spans, key=lambda span: span.start_s))
+    span = next(rest, None)
+    for wait in sorted(waits, key=lambda one: one.start_s):
+        while span is not None and span.end_s <= wait.start_s:
+            span = next(rest, None)
+        if span is not None and span.start_s <= wait.start_s:
+            yield span, wait
 
 
-def _enough(taken: list[float], timing: Timing, device: torch.device) -> bool:
-    """All ranks stop at once."""
-    done = torch.tensor(
-        float(len(taken) >= timing.most or (len(taken) >= timing.least and sum(taken) > timing.seconds))
-    )
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        done = done.to(device)
-        dist.all_reduce(done, dist.ReduceOp.MAX)
-    return bool(done.item())
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total
+
+
+def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
+    """What a wait counts to, by the span it is in (empty = none) and what it waited for."""
+    if span in OF_SPAN and span not in PASSES:
+        return OF_SPAN[span]
+    if axis == "pp" or (axis == "losses" and pipeline):
+        return "bubble"
+    if axis in EXCHANGES:
+        return "exchange"
+    if axis in ("shard", "expert_shard"):
+        return "weights" if collective == "all_gather" else "gradients"
+    if axis in REDUCED or (axis == "data" and span):
+        return "gradients"
+    return "other"
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Keeps the moments of one step; `pipeline`: whether other ranks have other stages."""
+
+    clock: Clock
+    pipeline: bool
+    spans: list[tuple[Span, Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Wait, str]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    start: Mark = None
+    end: Mark = None
+    _open: tuple[Span, Mark] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The step is what happens inside."""
+        calls = Calls(self.clock, self._waited)
+        with calls.heard(), told(self._part):
+            self.start = self.clock.mark()
+            yield
+            self.end = self.clock.mark()
+        self.calls = calls.calls
+
+    def _part(self, span: Span | None) -> None:
+        now = self.clock.mark()
+        if self._open is not None:
+            self.spans.append((*self._open, now))
+        self._open = None if span is None else (span, now)
+
+    def _waited(self, wait: Wait) -> None:
+        span = self._open[0].name if self._open else ""
+        call = wait.call
+        self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
+
+    def timed(self, offset_s: float) -> TimedStep:
+        """What was recorded, in seconds of the first rank's clock; the clock has settled."""
+
+        def at(mark: Mark) -> float:
+            return self.clock.seconds(mark) + offset_s
+
+        def told_of(call: Call, start: Mark, end: Mark, part: str = "") -> TimedCall:
+            found: dict[str, Any] = {"axis": call.axis, "collective": call.collective, "sent_bytes": call.sent_bytes}
+            return TimedCall(**found, start_s=at(start), end_s=at(end), part=part)
+
+        return TimedStep(
+            start_s=at(self.start),
+            end_s=at(self.end),
+            spans=tuple(
+                TimedSpan(name=one.name, stage=one.stage, micro_batch=one.micro_batch, start_s=at(start), end_s=at(end))
+                for one, start, end in self.spans
+            ),
+            calls=tuple(told_of(c, c.begun, c.ended if c.ended is not None else self.end) for c in self.calls),
+            waits=tuple(told_of(wait.call, wait.start, wait.end, part) for wait, part in self.waits),
+        )

@@ -6,13 +6,18 @@ Sources of what is kept: Korthikanti et al. 2022 (arXiv:2205.05198) section 4, c
 closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is meshwright.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
+from meshwright.planner.attends import core
 from meshwright.planner.backward import NONE as NOTHING
 from meshwright.planner.backward import Backward, backward
-from meshwright.planner.core import core
+from meshwright.planner.exchanges import Exchanges
+from meshwright.planner.exchanges import balance as exchange_balance
+from meshwright.planner.exchanges import enter as exchange_enter
+from meshwright.planner.exchanges import leave as exchange_leave
+from meshwright.planner.exchanges import ring as exchange_ring
 from meshwright.planner.kept import (
     NONE,
     Logits,
@@ -56,7 +61,6 @@ class Block:
         return max(0.0, self.kept_bytes("none") - self.boundary_bytes) if recompute == "full" else 0.0
 
 
-Exchanges = tuple[tuple[Exchange, ...], tuple[Exchange, ...]]
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
@@ -80,7 +84,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
 def embedding(of: Local) -> Block:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
-    out = _leave(of, 1.0)
+    out = exchange_leave(of, 1.0)
     return Block(
         operations=(
             Operation(
@@ -98,7 +102,7 @@ def head(of: Local) -> Block:
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter = _enter(of, alone=bool(stack.head_chunk_bytes))
+    enter = exchange_enter(of, alone=bool(stack.head_chunk_bytes))
     softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
@@ -117,36 +121,6 @@ def head(of: Local) -> Block:
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
     return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
-
-
-def _enter(
-    of: Local, inputs: int = 1, *, alone: bool = False, readers: Sequence[Operation] = ()
-) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
-    where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
-    beside the products of `readers` with their weights, and its gradient summed beside those of the weights."""
-    if of.tp == 1:
-        return (), ()
-    beside = readers if of.stack.own and not alone else ()
-    inner = tuple(work for op in beside for work in op.inputs)
-    after = tuple(work for op in beside for work in op.weights) if not of.splits else ()
-    if not of.sp:
-        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),)
-    again = (Exchange("tp", "all-gather", of.hidden_bytes, 1.0, inner),) if of.stack.regather and not alone else ()
-    return (Exchange("tp", "all-gather", of.hidden_bytes),), (
-        Exchange("tp", "reduce-scatter", of.hidden_bytes, 1.0, after),
-        *again,
-    )
-
-
-def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """f* or g* behind row-split matrices."""
-    if of.tp == 1:
-        return (), ()
-    size = of.hidden_bytes * share
-    if not of.sp:
-        return (Exchange("tp", "all-reduce", size),), ()
-    return (Exchange("tp", "reduce-scatter", size),), (Exchange("tp", "all-gather", size),)
 
 
 def _norm(of: Local, name: str) -> Operation:
@@ -213,7 +187,7 @@ def _attention(of: Local, window: int) -> Iterator[Operation]:
         made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
     made = [replace(op, uncompiled=of.tp > 1) if op.name in COLUMNS else op for op in made]
     readers = [op for op in made if op.name in COLUMNS]
-    enter, leave = _enter(of, of.stack.column_inputs[0], readers=readers), _leave(of, 1.0)
+    enter, leave = exchange_enter(of, of.stack.column_inputs[0], readers=readers), exchange_leave(of, 1.0)
     yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield from made
     if shape.positions == "rope":
@@ -246,7 +220,7 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     shape, sequence = of.shape, of.sequence
     heads = shape.heads / of.tp
     value = keys_values - queries if shape.mla else queries
-    exchanges = _ring(of, keys_values)
+    exchanges = exchange_ring(of, keys_values)
     if of.stack.own:
         found = core(of, queries, keys_values, value)
         return Operation(
@@ -280,22 +254,6 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     )  # fmt: skip
 
 
-def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """Context parallelism: all keys and values pass by; backward also their gradients, in fp32."""
-    if of.cp == 1:
-        return (), ()
-    size = of.batch * of.sequence * keys_values * of.width
-    if not of.ring:
-        return (Exchange("cp", "all-gather", size),), (
-            Exchange("cp", "all-gather", size),
-            Exchange("cp", "reduce-scatter", size * 4 / of.width),
-        )
-    return (Exchange("cp", "ring", size),), (
-        Exchange("cp", "ring", size),
-        Exchange("cp", "ring", size * 4 / of.width),
-    )
-
-
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
     shape = of.shape
     gates = 2 if shape.mlp == "swiglu" else 1
@@ -303,7 +261,7 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     enter: Exchanges = ((), ())
     leave: Exchanges = ((), ())
     if exchange:
-        enter, leave = _enter(of, of.stack.column_inputs[1], readers=(up,)), _leave(of, 1.0)
+        enter, leave = exchange_enter(of, of.stack.column_inputs[1], readers=(up,)), exchange_leave(of, 1.0)
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield replace(up, uncompiled=of.tp > 1)
     moved = tokens * ffn * of.width * _activation_passes(of)
@@ -344,12 +302,12 @@ def _experts(of: Local) -> Iterator[Operation]:
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
-    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of, alone=True), _leave(of, 1.0))
+    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (exchange_enter(of, alone=True), exchange_leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
     router = _linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
         router = _wide(router)
-    yield replace(router, forward_exchanges=_balance(of))
+    yield replace(router, forward_exchanges=exchange_balance(of))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
     tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
@@ -381,11 +339,3 @@ def _experts(of: Local) -> Iterator[Operation]:
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
     yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
-
-
-def _balance(of: Local) -> tuple[Exchange, ...]:
-    """Shares and probabilities of the experts in each sequence, where ranks see a part of it."""
-    assert of.shape.moe is not None
-    size = 2.0 * of.batch * of.shape.moe.experts * 4
-    axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
-    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]

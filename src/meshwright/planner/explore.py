@@ -87,6 +87,10 @@ def source(*names: str) -> str:
 def _assemble(content: dict[str, Any]) -> str:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = source("page.html")
-    for mark, part in (("/*STYLE*/", source("page.css")), ("/*SCRIPT*/", source(*SCRIPTS)), ("/*DATA*/", text)):
+    for mark, part in (
+        ("/*STYLE*/", source("colours.css", "page.css")),
+        ("/*SCRIPT*/", source(*SCRIPTS)),
+        ("/*DATA*/", text),
+    ):
         found = found.replace(mark, part, 1)
     return found

@@ -82,7 +82,7 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        """What a step of the first rank sends and holds."""
+        """What a step sends and holds."""
         return self.path / "ledger.json"
 
     @property

@@ -306,12 +306,12 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
-            records = MetricsLog.read(self.folder.metrics)
-            if records:
-                loss_plot(records, self.folder.loss_plot)
-        if self.is_first and self.ledger.step:
-            self.folder.keep_ledger(self.ledger.document())
+        waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
+        if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
+            loss_plot(records, self.folder.loss_plot)
+        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        if self.is_first and ledger:
+            self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:
