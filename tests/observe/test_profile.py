@@ -13,6 +13,7 @@ import torch
 from meshwright.cli.main import main
 from meshwright.observe.calls import Call, Wait
 from meshwright.observe.clock import HostClock
+from meshwright.observe.documents import checked
 from meshwright.observe.measured import measured
 from meshwright.observe.operations import overlap
 from meshwright.observe.profile import FIRST, Profile, RankProfile, gathered, measure
@@ -142,6 +143,8 @@ def test_parts_add_up_to_the_step(profiles: dict[str, Profile], name: str) -> No
 @each
 def test_the_document_has_the_keys_that_all_share(profiles: dict[str, Profile], name: str) -> None:
     found = json.loads(json.dumps(measured(profiles[name]), allow_nan=False))
+    assert len(checked(found, name).ranks) == 2
+    assert found["ranks"][0]["largest"][0]["bytes"] > 0
     assert found["source"] == "measured" and found["plan"]["layout"]["pp"] == profiles[name].plan.layout.pp
     assert found["peak_bytes"] == max(one["peak_bytes"] for one in found["ranks"])
     assert [one["rank"] for one in found["ranks"]] == [0, 1]

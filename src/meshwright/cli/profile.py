@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.observe.profile import Profile
     from meshwright.spec import Plan
 
-SHOWN, COLUMNS, WIDEST = 8, 5, 40
+SHOWN, COLUMNS, WIDEST = 8, 5, 56
 """Operations that are listed, ranks beside each other, characters of an operation's name."""
 LEAST = 0.01
 """Share of the peak from which on a kind of memory is named."""
@@ -175,7 +175,7 @@ def _traffic(found: "Profile") -> "Table":
 def _operations(found: "Profile") -> "Table":
     table = _table("operation", "calls", "its own time")
     for operation in found.busiest.operations[:SHOWN]:
-        table.add_row(operation.name[:WIDEST], str(operation.calls), _ms(operation.seconds))
+        table.add_row(operation.name.removeprefix("aten::")[:WIDEST], str(operation.calls), _ms(operation.seconds))
     return table
 
 

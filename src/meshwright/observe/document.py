@@ -56,11 +56,7 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
         "when": one.when,
         "memory": kinds(one.kinds),
         "activations": [{"where": where, "bytes": size} for where, size in one.where.items()],
-        "largest": [
-            {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
-             "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
-            for large in one.largest
-        ],
+        "largest": largest(one),
         "traffic": traffic(found.traffic(one.rank)),
         "parts": [_part(part) for part in one.parts],
         "passes": [_part(part) for part in one.passes],
@@ -71,6 +67,15 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
 
 def _part(part: Part) -> dict[str, Any]:
     return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
+
+
+def largest(one: Seen) -> list[dict[str, Any]]:
+    """Rows of the largest tensors."""
+    return [
+        {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
+         "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
+        for large in one.largest
+    ]  # fmt: skip
 
 
 def kinds(held: dict[str, int]) -> list[dict[str, Any]]:

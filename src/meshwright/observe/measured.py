@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.observe.document import kinds, traffic
+from meshwright.observe.document import kinds, largest, traffic
 from meshwright.observe.profile import Profile, RankProfile
 
 
@@ -55,7 +55,7 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
         "when": one.seen.when,
         "memory": kinds(one.seen.kinds),
         "activations": [{"where": where, "bytes": size} for where, size in one.seen.where.items()],
-        "largest": [asdict(large) for large in one.seen.largest],
+        "largest": largest(one.seen),
         "memory_timeline": [
             {
                 "step": moment.step,
