@@ -139,11 +139,18 @@ function stageCosts(data, layout, tokens, split) {
   });
 }
 
+// Micro-batches of a step that has as many in flight as one of m: whole rounds of the same width.
+function enough(name, pp, m, vp) {
+  if (name === "afab" || m <= ENOUGH * pp + pp) return m;
+  if (vp > 1 && !V_PLACED.includes(name)) return ENOUGH * Math.floor(m / Math.floor(m / pp));
+  return ENOUGH * pp + (vp === 1 ? m % pp : 0);
+}
+
 // The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another.
 function momentsOf(layout, m, rank) {
   const {pp, vp} = layout, name = layout.schedule;
   if (pp === 1) return [[1]];
-  const few = name !== "afab" && m > ENOUGH * pp + pp ? ENOUGH * pp + (vp === 1 ? m % pp : 0) : m;
+  const few = enough(name, pp, m, vp);
   const key = `${name},${pp},${few},${vp}`;
   if (!flights.has(key)) flights.set(key, schedule(name, pp, few, vp).map(aliveIn));
   return flights.get(key)[rank];
