@@ -1,8 +1,8 @@
 """Every legal layout as a point of memory and step time, for the explorer's map: all of a small space, of a large one a
 sample and the Pareto front.
 
-The front is searched as planner/search.py searches the fastest: a family or region is left aside where some layout beats
-both the least memory and the least time that it can have (planner/bounds.py). Points are counted without playing their
+The front is searched as planner/search.py searches the fastest: a family or region is left aside where some layout
+beats both the least memory and the least time that it can have (planner/bounds.py). Points are counted without playing their
 schedules, from closed forms of what is in flight and of the bubble that are not above the truth; those of the front
 exactly.
 """

@@ -139,7 +139,7 @@ def rank_memory(
     border_bytes: float, update_bytes: float, exact: bool = True,
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output. Not `exact`: what is in flight by closed form, which is not above the peak."""
-    alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
+    alive: tuple[tuple[int, ...], ...] = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
     if exact:
         alive = moments(layout, stack, micro_batches, rank)
     costs = [stages[stage] for stage in own_stages(layout, rank)]

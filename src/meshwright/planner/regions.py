@@ -121,7 +121,9 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
     of them (spec/layout.py)."""
     sizes = {batch // cell.dp for batch in batches(plan.recipe)}
     found = {d for size in sizes for d in divisors(size)}
-    legal = (d for d in sorted(found) if all(size % min(d, size) == 0 for size in sizes))
+    legal = [d for d in sorted(found) if all(size % min(d, size) == 0 for size in sizes)]
+    if plan.recipe.noise_scale_every:  # of one device: it compares micro-batches of a step
+        legal = [d for d in legal if d < max(sizes)]
     return keep(fixed, "micro_batch", tuple(legal))
 
 
