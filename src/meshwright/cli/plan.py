@@ -9,7 +9,8 @@ import typer
 from meshwright.cli.asked import asked_plan
 
 if TYPE_CHECKING:
-    from meshwright.planner.predict import Estimator, Prediction
+    from meshwright.planner.predict import Estimator
+    from meshwright.planner.prediction import Prediction
     from meshwright.planner.search import Found
     from meshwright.spec import Plan
 

@@ -118,7 +118,7 @@ class Least:
         self.dense = of.shape.layers - of.shape.routed_layers
         self._states: dict[bool, list[Held]] = {}
         self._ranks: dict[int, list[Idle]] = {}
-        self._kept: dict[str, tuple[float, float]] = {}
+        self._kept: dict[str, tuple[float, float, float]] = {}
 
     def m(self, micro_batch: int, batch: int) -> int:
         """Micro-batches of a step."""
@@ -152,12 +152,12 @@ class Least:
         return self.states(m > 1)[0].largest
 
     def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str) -> float:
-        (dense, routed), peak = self.kept(recompute), 0.0
+        (dense, routed, inside), peak = self.kept(recompute), 0.0
         for rank in ranks:
             found = micro_batch * (rank.dense * dense + rank.routed * routed) + rank.idle_bytes
             if found > peak:
                 peak = found
-        return peak + self.of.stack.reserve_bytes
+        return peak + micro_batch * inside + self.of.stack.reserve_bytes
 
     def _idle(self, ranks: tuple[Shares, ...], m: int) -> list[Idle]:
         found = self.states(m > 1)
@@ -170,11 +170,13 @@ class Least:
         pp, vp = region.cell.pp, region.vp
         return shares(self.dense, sizes_of(self.of, pp, vp, self.base), region.schedule, pp, vp, m)
 
-    def kept(self, recompute: str) -> tuple[float, float]:
-        """Bytes of a dense and a routed layer for one sequence: more sequences keep no less each."""
+    def kept(self, recompute: str) -> tuple[float, float, float]:
+        """Bytes kept of a dense and a routed layer, and those inside one's backward pass, for one sequence: more
+        sequences need no less each."""
         if recompute not in self._kept:
             costs = self.costs(1, recompute)
-            self._kept[recompute] = costs.dense.kept_bytes, costs.routed.kept_bytes
+            inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
+            self._kept[recompute] = costs.dense.kept_bytes, costs.routed.kept_bytes, min(inside, default=0.0)
         return self._kept[recompute]
 
     def states(self, sums: bool) -> list[Held]:

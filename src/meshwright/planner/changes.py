@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from meshwright.planner.predict import Estimator, Prediction, estimator
+from meshwright.planner.predict import Estimator, estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.regions import batches
 from meshwright.planner.search import Found, search, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError

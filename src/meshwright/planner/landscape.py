@@ -2,9 +2,9 @@
 sample and the Pareto front.
 
 The front is searched as planner/search.py searches the fastest: a family or region is left aside where some layout
-beats both the least memory and the least time that it can have (planner/bounds.py). Points are counted without playing their
-schedules, from closed forms of what is in flight and of the bubble that are not above the truth; those of the front
-exactly.
+beats both the least memory and the least time that it can have (planner/bounds.py). Points are counted without playing
+their schedules, from closed forms of what is in flight and of the bubble that are not above the truth; those of the
+front exactly.
 """
 
 from bisect import bisect_left, bisect_right

@@ -50,9 +50,16 @@ def candidates(plan: Plan, fixed: Fixed) -> Iterator[Layout]:
     for pp, replicate, shard, cp, tp in islice(_degrees(plan.cluster.devices, fixed), MOST):
         schedule = free.get("schedule", "interleaved" if free.get("vp", 1) > 1 and pp > 1 else "1f1b")
         changes: dict[str, Any] = {
-            **{"sp": False, "ep": 1, "recompute": "none"},
-            **{"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp},
-            **{"vp": 2 if schedule in V_PLACED and pp > 1 else 1, "zero": 1 if shard * cp > 1 else 0},
+            "sp": False,
+            "ep": 1,
+            "recompute": "none",
+            "pp": pp,
+            "dp_replicate": replicate,
+            "dp_shard": shard,
+            "cp": cp,
+            "tp": tp,
+            "vp": 2 if schedule in V_PLACED and pp > 1 else 1,
+            "zero": 1 if shard * cp > 1 else 0,
             "stages": plan.layout.stages if pp > 1 else (),
             **free,
         }

@@ -14,7 +14,8 @@ from itertools import count
 
 from meshwright.planner.bounds import Least, Split, families
 from meshwright.planner.memory import DRIVER_BYTES, RankMemory
-from meshwright.planner.predict import Estimator, Prediction
+from meshwright.planner.predict import Estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.regions import Family, Fixed, Region
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from meshwright.planner.batch import budget, critical
 from meshwright.planner.changes import Change, fixes, longest_sequence, on_half, without
-from meshwright.planner.predict import Estimator, Prediction
+from meshwright.planner.predict import Estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.search import Found, techniques, usable_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -77,8 +78,9 @@ def summary(found: Found) -> Iterator[str]:
     for one in found.rejected[:3]:
         room = usable_bytes(best.plan)
         yield (
-            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; the nearest needs "
-            f"{gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than there is: {layout_words(one.layout)}"
+            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; one of the nearest "
+            f"needs {gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than a program can have: "
+            f"{layout_words(one.layout)}"
         )
 
 
