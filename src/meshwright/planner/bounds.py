@@ -129,15 +129,16 @@ class Least:
         """Of the cell's blocks."""
         return self.of.parts(Region(self.cell, micro_batch, "1f1b", 1, recompute).layout(base=self.base))[1]
 
-    def family_bytes(self, family: Family) -> float:
-        """No layout of the family has a lower peak."""
+    def family_bytes(self, family: Family, room: float = float("inf")) -> float:
+        """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
         m = self.m(family.micro_batch, self.largest)
         if m not in self._ranks:
             key = self.cell.pp, m, family.pipelines
             if key not in self.known.shares:
                 self.known.shares[key] = lowest([self._shares(region, m) for region in family.regions()])
             self._ranks[m] = self._idle(self.known.shares[key], m)
-        return self._bytes(self._ranks[m], family.micro_batch, family.recompute)
+        idle_bytes = max(rank.idle_bytes for rank in self._ranks[m])
+        return idle_bytes if idle_bytes > room else self._bytes(self._ranks[m], family.micro_batch, family.recompute)
 
     def region_bytes(self, region: Region) -> float:
         """No layout of the region has a lower peak."""

@@ -105,7 +105,7 @@ class _Search:
         """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
         for least, family in families(self.estimator, self.plan, self.fixed):
             self.found.legal += len(least.splits) * len(family.pipelines)
-            peak = least.family_bytes(family)
+            peak = least.family_bytes(family, self.room)
             if peak <= self.room:
                 yield least.family_s(family), next(self.numbers), least, family
                 continue
