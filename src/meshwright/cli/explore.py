@@ -24,10 +24,10 @@ def explore(
             help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", metavar="KEY=VALUE", help="sequence=8192, global_batch=1024, precision=bf16 ..."),
+        typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where the page goes.")] = Path(
         "explorer.html"

@@ -12,6 +12,7 @@ from meshwright.planner.states import States
 from meshwright.planner.timeline import actions_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
+from meshwright.spec.schedule import V_PLACED
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
@@ -43,35 +44,39 @@ def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive = [0] * len(places)
     found: set[tuple[int, ...]] = set()
+    more = False
     for action in actions:
         if action.kind == "F":
             alive[places[action.stage]] += 1
-            found.add(tuple(alive))
+            more = True
         elif action.kind in ("W", "BW"):
+            if more:
+                found.add(tuple(alive))
             alive[places[action.stage]] -= 1
+            more = False
     return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
 
 
 def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """`in_flight` for a step of so many micro-batches."""
-    return in_flight(layout.schedule, layout.pp, enough(layout, micro_batches), layout.vp, rank)
+    few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
+    return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
 
 
-def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int) -> float:
-    """Micro-batches of a whole rank in flight by closed form, for a search; each of its stages has as many.
-
-    Sources: Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 and 2024 (zero-bubble), DeepSeek-V3 (DualPipe).
-    """
+def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
+    """Micro-batches alive in each stage of a rank when its first backward pass begins, by closed form: one of the
+    moments of the schedule, so that no peak is below it. Mostly it is the fullest."""
     p, v, m = ranks, virtual, micro_batches
-    alive = {
-        "afab": m,
-        "1f1b": p - rank,
-        "interleaved": (2 * (p - rank - 1) + (v - 1) * p + 1) / v,
-        "zb-h1": p,
-        "zb-v": p,
-        "dualpipe-v": p + 1,
-    }[schedule]
-    return float(min(m, alive)) if p > 1 else 1.0
+    if p == 1:
+        return (1,)
+    if name in V_PLACED:
+        return min(m, 2 * p - rank - 1), min(m, rank + 1)
+    if name == "afab":
+        return (m,)
+    width, hop = m // max(1, m // p), 2 if name == "interleaved" else 1
+    ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
+    rounds, rest = divmod(ahead, v * width)
+    return tuple(rounds * width + min(width, max(0, rest - chunk * width)) for chunk in range(v))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +127,19 @@ def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
     border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output. Not `exact`: micro-batches in flight by closed form. `units`: of this package's
-    own engine."""
+    """`border_bytes`: a stage's output. Not `exact`: what is in flight by closed form, which is not above the peak.
+    `units`: of this package's own engine, whose moments are few and always looked at."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
-    alive: tuple[tuple[float, ...], ...] = ((),)
-    if units is not None and exact:
+    alive: tuple[tuple[int, ...], ...] = ((),)
+    if units is not None:
         one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
                    summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
         when, kinds = one.peak(peak_moments(layout, micro_batches, rank))
     else:
         when = "backward pass"
-        alive = moments(layout, micro_batches, rank) if exact else _guess(layout, micro_batches, rank)
+        alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
+        if exact:
+            alive = moments(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         gathers = layout.pp == 1 or stack.sharding == "flat"
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
@@ -145,15 +152,11 @@ def rank_memory(
     return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
 
 
-def _guess(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[float, ...], ...]:
-    return ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
-
-
-def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:
+def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
+def _backward(alive: tuple[tuple[int, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
     """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
     them, when one micro-batch's logits are gone."""
     kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
@@ -171,7 +174,7 @@ def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost], whole: Wh
     return max(found, key=lambda kinds: sum(kinds.values()))
 
 
-def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[float, ...], ...], border_bytes: float) -> float:
+def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[int, ...], ...], border_bytes: float) -> float:
     """What a pipeline receives and has yet to send."""
     if layout.pp == 1:
         return 0.0

@@ -45,18 +45,19 @@ class Units:
     """Whether any other rank has gradients to be summed with these."""
 
 
-def enough(layout: Layout, micro_batches: int) -> int:
+def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
-    width = micro_batches // max(1, micro_batches // layout.pp)
-    if layout.schedule == "afab" or micro_batches <= (ROUNDS + 1) * width:
+    width = micro_batches // max(1, micro_batches // ranks)
+    if name == "afab" or micro_batches <= (ROUNDS + 1) * width:
         return micro_batches
-    return ROUNDS * width + (micro_batches % layout.pp if layout.vp == 1 else 0)
+    return ROUNDS * width + (micro_batches % ranks if virtual == 1 else 0)
 
 
 def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """Of a pipeline rank, or of a step without a pipeline."""
     if layout.pp > 1:
-        return moments_of(layout.schedule, layout.pp, enough(layout, micro_batches), layout.vp, rank)
+        few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
+        return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
     steps = ((0,), (1,)) if micro_batches > 1 else ((0,),)
     found = [Moment("loss", 0, (1,), (0,), graded) for graded in steps]
     for graded in steps:

@@ -1,5 +1,6 @@
 """Plan -> Prediction: memory, traffic and time of one layout, by counting."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from meshwright.planner.memory import (
 )
 from meshwright.planner.peaks import Unit as Peak
 from meshwright.planner.peaks import Units
-from meshwright.planner.prediction import Prediction as Prediction
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack, eager
 from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost
@@ -24,7 +25,9 @@ from meshwright.planner.timeline import (
     UNKNOWN,
     Edges,
     StepTime,
+    least_s,
     owned,
+    pipeline_s,
     shared_links,
     step_time,
     update_seconds,
@@ -70,7 +73,11 @@ class Estimator:
         return {}
 
     @cached_property
-    def _fullest(self) -> dict[tuple[object, ...], list[int]]:
+    def _kinds(self) -> dict[tuple[object, ...], list[tuple[int, int, bool, bool]]]:
+        return {}
+
+    @cached_property
+    def _played(self) -> dict[tuple[object, ...], float]:
         return {}
 
     @cached_property
@@ -131,12 +138,26 @@ class Estimator:
             return 0
         return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
 
+    def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
+        """(dense layers, routed ones, has the embedding, has the head) of each pipeline rank."""
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
+        if key not in self._kinds:
+            split, shape = self.split(layout), self.shape
+            routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
+            self._kinds[key] = [
+                (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
+                 len(split) - 1 in own)
+                for own in owned(layout.schedule, layout.pp, layout.vp)
+            ]  # fmt: skip
+        return self._kinds[key]
+
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
-        shards = layout.dp_shard * layout.cp if layout.zero else 1
-        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
+        kind = self._ranks(layout)[rank]
+        key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
         if key not in self._counts:
-            layers, first, last = self._layers(layout, rank)
+            dense, routed, first, last = kind
+            layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
             self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         return self._counts[key]
 
@@ -166,37 +187,77 @@ class Estimator:
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
-        """Time of a step and memory of every pipeline rank; not `exact`: of both ends and of the rank that holds most
-        layers, with closed forms instead of the schedule played."""
+        """Time of a step and memory of every pipeline rank; not `exact`: of a few ranks, without playing the schedule:
+        neither is more than what is exact."""
+        ranks = range(layout.pp) if exact else self.telling(layout)
+        return self.time(layout, exact=exact), self.memory(layout, ranks, exact=exact)
+
+    def time(self, layout: Layout, *, exact: bool = True) -> StepTime:
+        """Of a step."""
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        memory, shared_s, update_s = [], Sharing(), 0.0
-        for rank in range(layout.pp) if exact else self._telling(layout):
+        shared_s, update_s = Sharing(), 0.0
+        ranks = self._ranks(layout)
+        for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
-            memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, exact)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        time = step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, exact, edges,
+        return step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, passes_s, edges,
                          self.speeds.ranks_per_core)  # fmt: skip
-        return time, tuple(memory)
 
-    def _telling(self, layout: Layout) -> list[int]:
+    def least_s(self, layout: Layout) -> float:
+        """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
+        m = layout.micro_batches(self.recipe.global_batch)
+        send_s = self._send_s(layout, self.parts(layout)[0])
+        shown = self._with_sends(layout, self.stages(layout), send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, False)
+        if layout.pp > 1:
+            passes_s /= max(1.0, self.speeds.ranks_per_core)
+        return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
+
+    def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
+        """Of all passes of a step; the last schedule played is kept, since all splits of dp have the same one."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages, layout.schedule, m, send_s)
+        if not exact or layout.pp == 1:
+            times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
+            return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
+        if key not in self._played:
+            self._played.clear()
+            self._played[key] = pipeline_s(layout, m, stages, send_s)
+        return self._played[key]
+
+    def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
+        """Of some pipeline ranks, in the largest steps of the recipe."""
+        if self.recipe.batch_ramp:
+            return self._largest.memory(layout, ranks, exact=exact)
+        recipe, stages = self.recipe, self.stages(layout)
+        m = layout.micro_batches(recipe.global_batch)
+        of, _ = self.parts(layout)
+        found = []
+        for rank in ranks:
+            count = self.held(layout, rank)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            found.append(self._memory(layout, m, stages, state, rank, of, count, exact))
+        return tuple(found)
+
+    @cached_property
+    def _largest(self) -> "Estimator":
+        recipe = self.recipe
+        batch = max(recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp))
+        return replace(self, recipe=replace(recipe, global_batch=batch, batch_ramp=()))
+
+    def telling(self, layout: Layout) -> list[int]:
         """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
         which routed ones count more."""
-        key = layout.schedule, layout.pp, layout.vp, layout.stages
-        if key not in self._fullest:
-            first = self.shape.moe.first_dense if self.shape.moe else self.shape.layers
-            sizes = [(max(0, one.stop - max(first, one.start)), len(one)) for one in self.split(layout)]
-            held = [[sizes[s] for s in own] for own in owned(layout.schedule, layout.pp, layout.vp)]
-            fullest = [(sum(routed for routed, _ in own), sum(layers for _, layers in own)) for own in held]
-            self._fullest[key] = sorted({0, fullest.index(max(fullest)), layout.pp - 1})
-        return self._fullest[key]
+        kinds = [(routed, dense + routed) for dense, routed, *_ in self._ranks(layout)]
+        return sorted({0, kinds.index(max(kinds)), layout.pp - 1})
 
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:

@@ -1,4 +1,4 @@
-"""What a plan would cost, as it is handed on."""
+"""What a plan would cost: memory, traffic and time, and the figures that follow from them."""
 
 from dataclasses import dataclass
 

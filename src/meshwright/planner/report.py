@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
-from meshwright.planner.predict import Prediction
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.search import Found
 from meshwright.planner.timeline import StepTime
 

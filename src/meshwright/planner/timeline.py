@@ -13,8 +13,7 @@ from meshwright.planner.stages import Cost
 from meshwright.planner.states import Counts
 from meshwright.planner.traffic import Sharing
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Place, needs
-from meshwright.spec.schedule import V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
+from meshwright.spec.schedule import SPLIT, Actions, last_of, schedule, stage_rank, stages_of
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -87,24 +86,38 @@ def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
     """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
     actions = actions_of(name, ranks, micro_batches, virtual)
     holders = stage_rank(name, ranks, virtual)
-    made: dict[Place, int] = {}
+    last, stages = len(holders) - 1, range(len(holders))
+    forward = [[-1] * micro_batches for _ in stages]
+    backward = [[-1] * micro_batches for _ in stages]
     found: list[tuple[int, int, int]] = []
     nexts = [0] * ranks
     waiting = deque(range(ranks))
     while waiting:
         rank = waiting.popleft()
         own = actions[rank]
-        while nexts[rank] < len(own):
-            action = own[nexts[rank]]
-            wanted = needs(action, len(holders))
-            if any(place not in made for place in wanted):
-                waiting.append(rank)
-                break
-            others = [made[place] for place in wanted if holders[place[1]] != rank]
-            if action.kind != "W":
-                made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
-            found.append((4 * action.stage + KINDS[action.kind], rank, others[0] if others else -1))
-            nexts[rank] += 1
+        place = nexts[rank]
+        while place < len(own):
+            kind, stage, i = own[place].kind, own[place].stage, own[place].micro_batch
+            other = -1
+            if kind == "F":
+                made = forward
+                if stage and (other := forward[stage - 1][i]) < 0:
+                    break
+                before = stage - 1
+            else:
+                made = backward
+                if kind != "W" and stage < last and (other := backward[stage + 1][i]) < 0:
+                    break
+                before = stage + 1
+            if other >= 0 and holders[before] == rank:
+                other = -1
+            if kind != "W":
+                made[stage][i] = len(found)
+            found.append((4 * stage + KINDS[kind], rank, other))
+            place += 1
+        nexts[rank] = place
+        if place < len(own):
+            waiting.append(rank)
     return tuple(found)
 
 
@@ -134,14 +147,13 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
-    update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
+    update_s: float, shared: float = 0.0, passes_s: float | None = None, edges: Edges = UNKNOWN,
     ranks_per_core: float = 1.0,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
-    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
-    `exact`: the bubble by closed form instead of playing the schedule. `ranks_per_core` above 1: the seconds are those
-    of ranks that take turns; while one waits the others have its turns, until the cores themselves are busy all along.
-    """
+    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much of the
+    exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. `passes_s`: of
+    all passes, where it is known already (otherwise the schedule is played). `ranks_per_core` above 1: the seconds are
+    those of ranks that take turns; while one waits the others have its turns, until the cores are busy all along."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
@@ -150,10 +162,8 @@ def step_time(
     busy = m * per_rank[busiest]
     if layout.pp == 1:
         bubble_s = 0.0
-    elif exact:
-        bubble_s = pipeline_s(layout, m, stages, send_s) - busy
     else:
-        bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
+        bubble_s = (pipeline_s(layout, m, stages, send_s) if passes_s is None else passes_s) - busy
     if ranks_per_core > 1 and layout.pp > 1:
         bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
@@ -175,13 +185,6 @@ def step_time(
     )
 
 
-def _sum(own: list[Cost]) -> Cost:
-    total = Cost()
-    for cost in own:
-        total = total.plus(cost)
-    return total
-
-
 @cache
 def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The stages of each pipeline rank."""
@@ -189,19 +192,34 @@ def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...
     return tuple(stages_of(placement, rank) for rank in range(ranks))
 
 
-def bubble_about_s(name: str, ranks: int, virtual: int, micro_batches: int, micro: Cost) -> float:
-    """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
+def least_s(
+    name: str, ranks: int, virtual: int, micro_batches: int, times: Sequence[tuple[float, float, float]], send_s: float
+) -> float:
+    """No play of the schedule takes less (`times` as there): each rank waits for the forward passes of the stages in
+    front of its first one, does all its work, and is followed by their backward passes. What a rank that splits
+    backward passes has left to do by then, it does beside them. Exact for equal stages but with DualPipe."""
+    split, m = name in SPLIT, micro_batches
+    ahead_s = behind_s = longest_s = 0.0
+    for rank, own in enumerate(owned(name, ranks, virtual)):
+        work_s = 0.0
+        for stage in own:
+            forward_s, input_s, weight_s = times[stage]
+            work_s += forward_s + input_s + weight_s
+        left_s = _left_s(name, rank, m, [times[stage][2] for stage in own]) if split else 0.0
+        took_s = ahead_s + m * work_s + (behind_s - left_s if behind_s > left_s else 0.0)
+        if took_s > longest_s:
+            longest_s = took_s
+        forward_s, input_s, weight_s = times[rank]  # its first stage, whatever the placement
+        ahead_s += forward_s + send_s
+        behind_s += input_s + send_s + (0.0 if split else weight_s)
+    return longest_s
 
-    AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
-    the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
-    """
-    if ranks == 1:
-        return 0.0
-    if name == "zb-h1":
-        return (ranks - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
-    if name in V_PLACED:
-        return max(0, 2 * ranks - 1 - micro_batches) * _both(micro)
-    return (ranks - 1) * _both(micro) / virtual
+
+def _left_s(name: str, rank: int, m: int, weights_s: list[float]) -> float:
+    """Of gradients of weights, at most so much after a rank's last B of its first stage."""
+    if name == "zb-v":
+        return sum(min(m, rank + 1 - place) * took_s for place, took_s in enumerate(weights_s))
+    return min(m * len(weights_s), rank + 1) * max(weights_s)
 
 
 def _both(cost: Cost) -> float:
