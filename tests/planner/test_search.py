@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.planner.bounds import families
-from meshwright.planner.memory import DRIVER_BYTES, enough, in_flight, leading
+from meshwright.planner.memory import DRIVER_BYTES, in_flight, leading
+from meshwright.planner.peaks import enough
 from meshwright.planner.predict import Estimator, estimator
 from meshwright.planner.search import Found, search, usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets

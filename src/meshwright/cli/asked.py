@@ -21,6 +21,7 @@ MOST_NODES = 2**17
 def asked_plan(model: str, cluster: str | None, nodes: int | None, recipe: list[str]) -> "Plan":
     """The plan that is asked about, its layout left open."""
     from meshwright import planfile
+    from meshwright.planner.clusterfile import is_file
 
     path = Path(model)
     given = path.suffix in (".yaml", ".yml")
@@ -36,7 +37,8 @@ def asked_plan(model: str, cluster: str | None, nodes: int | None, recipe: list[
         raise _no_cluster(model if given else "")
     elif nodes is not None:
         found = replace(found, cluster=replace(found.cluster, nodes=nodes))
-    _known(found)
+    if cluster is None or not is_file(cluster):  # a measured machine has curves instead
+        _known(found)
     if not given:
         found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
     _any_layout(found)

@@ -150,7 +150,7 @@ class Least:
             if key not in self.known.shares:
                 self.known.shares[key] = lowest([self._shares(region, m) for region in family.regions()])
             self._ranks[m] = self._idle(self.known.shares[key], m)
-        idle_bytes = max(rank.idle_bytes for rank in self._ranks[m])
+        idle_bytes = max(rank.idle_bytes - rank.gradient_bytes for rank in self._ranks[m])
         if idle_bytes > room:
             return idle_bytes
         names = {region.schedule for region in family.regions()}
@@ -177,9 +177,9 @@ class Least:
         (dense, routed, inside), peak = self.kept(recompute), 0.0
         stays = stays or not self.of.stack.own  # other software is counted with all gradients at every moment
         for rank in ranks:
-            found = micro_batch * (rank.dense * dense + rank.routed * routed + inside) + rank.idle_bytes
+            found = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
             if not stays:
-                found = max(found - rank.gradient_bytes, rank.idle_bytes)
+                found -= rank.gradient_bytes  # in a step of one micro-batch they are shared out as they come
             if found > peak:
                 peak = found
         return peak + self.of.stack.reserve_bytes
@@ -193,8 +193,8 @@ class Least:
         return shares(self.dense, sizes_of(self.of, pp, vp, self.base), region.schedule, pp, vp, m)
 
     def kept(self, recompute: str) -> tuple[float, float, float]:
-        """Bytes kept of a dense and a routed layer, and those inside one's backward pass, for one sequence: more
-        sequences need no less each."""
+        """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
+        one's backward pass, of which gradients of weights do not grow with them."""
         if recompute not in self._kept:
             costs = self.costs(1, recompute)
             inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
