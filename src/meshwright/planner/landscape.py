@@ -8,8 +8,9 @@ front exactly.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
@@ -75,59 +76,82 @@ def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     dice = Random(0)
     if sum(sizes) <= most:
         found = [point for least, family in every for point in look(of, least, family)]
-        near = front_of(found)
+        front = front_of(of, sorted(found, key=lambda point: point.step_s * point.peak_bytes))
     else:
-        near, looked = search_front(of, every)
+        front, looked = search_front(of, every)
         found = dice.sample(looked, min(len(looked), most // 4))
         found += drawn(of, every, sizes, most - len(found), dice)
-    exact = front_of([counted(of, point.layout) for point in near.points])
-    first = {point.layout for point in exact.points}
-    rest = {point.layout: point for point in [*near.points, *found] if point.layout not in first}
+    first = {point.layout for point in front.points}
+    rest = {point.layout: point for point in found if point.layout not in first}
     room = usable_bytes(plan)
-    fitting = [place for place, point in enumerate(exact.points) if point.peak_bytes <= room]
+    fitting = [place for place, point in enumerate(front.points) if point.peak_bytes <= room]
     return {
         "fields": FIELDS,
         "parts": PARTS,
         "legal": sum(sizes),
-        "front": len(exact.points),
-        "best": fitting[0] if fitting else max(0, len(exact.points) - 1),
-        "points": [_row(point) for point in [*exact.points, *rest.values()]],
+        "front": len(front.points),
+        "best": fitting[0] if fitting else max(0, len(front.points) - 1),
+        "points": [_row(point) for point in [*front.points, *rest.values()]],
     }
 
 
 def search_front(of: Estimator, every: list[tuple[Least, Family]]) -> tuple[Front, list[Point]]:
-    """The front of all families, and all points looked at."""
+    """The front of all families, counted exactly, and all points looked at."""
     front, looked = Front(), []
     bounds = [(least.family_s(family), least.family_bytes(family)) for least, family in every]
     for place in sorted(range(len(every)), key=lambda place: bounds[place][0] * bounds[place][1]):
         least, family = every[place]
         if front.beats(*bounds[place]):
             continue
-        for region in family.regions():
-            for point in _not_beaten(of, least, region, bounds[place][0], front):
+        for least_s, least_bytes, region in _promising(least, family, bounds[place][0], front):
+            for point in _not_beaten(of, least, region, least_s, least_bytes, front):
                 looked.append(point)
-                front.add(point)
+                add(of, front, point)
     return front, looked
 
 
-def _not_beaten(of: Estimator, least: Least, region: Region, least_s: float, front: Front) -> Iterator[Point]:
+def _promising(least: Least, family: Family, least_s: float, front: Front) -> Iterator[tuple[float, float, Region]]:
+    """A family's schedules. Of interleaved ones those with less time than all that take less memory, as far as bounds
+    can tell: they share the states in the same ways."""
+    shortest_s = inf
+    for least_bytes, region in sorted((least.region_bytes(region), region) for region in family.regions()):
+        if front.beats(least_s, least_bytes):
+            continue
+        region_s = max(least_s, least.region_s(region))
+        if region.schedule == "interleaved":
+            if region_s >= shortest_s:
+                continue
+            shortest_s = region_s
+        if not front.beats(region_s, least_bytes):
+            yield region_s, least_bytes, region
+
+
+def _not_beaten(
+    of: Estimator, least: Least, region: Region, least_s: float, least_bytes: float, front: Front
+) -> Iterator[Point]:
     """The region's layouts, for as long as the front does not beat what is left of them."""
-    least_bytes = least.region_bytes(region)
-    if front.beats(least_s, least_bytes):
-        return
-    least_s = least.region_s(region)
+    layout = region.layout(*least.splits[0], base=least.base)
+    if of.shape.moe is None:  # it shares its states most: the others hold no less, but for what is gathered for a while
+        memory = of.memory(layout, of.telling(layout), exact=False)
+        least_bytes = max(least_bytes, *(one.total_bytes - one.kinds["buffers"] for one in memory))
     for split in least.splits:
         if front.beats(least_s, least_bytes):
             return
         yield counted(of, region.layout(*split, base=least.base), exact=False)
 
 
-def front_of(points: list[Point]) -> Front:
-    """Of these points."""
+def front_of(of: Estimator, points: Iterable[Point]) -> Front:
+    """Of these points, counted exactly."""
     front = Front()
     for point in points:
-        front.add(point)
+        add(of, front, point)
     return front
+
+
+def add(of: Estimator, front: Front, point: Point) -> None:
+    """A point as closed forms count it: the truth is no less, so it is asked for only where that is not beaten."""
+    if not front.beats(point.step_s, point.peak_bytes):
+        front.add(counted(of, point.layout))
 
 
 def look(of: Estimator, least: Least, family: Family) -> Iterator[Point]:

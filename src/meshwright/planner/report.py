@@ -1,4 +1,4 @@
-"""A prediction as the shared JSON document of `plan`, `dryrun` and `profile` (docs/planner.md)."""
+"""A prediction as the shared JSON document of `plan` (docs/planner.md)."""
 
 from dataclasses import asdict, fields
 from typing import Any
