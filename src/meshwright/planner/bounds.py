@@ -5,12 +5,12 @@ activations of the first ranks when their first backward pass begins, the work o
 rank avoid. Both ask for the costs of a cell's blocks only; schedules are not made.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.memory import leading
+from meshwright.planner.memory import leading, returns
 from meshwright.planner.peaks import enough
 from meshwright.planner.predict import Estimator
 from meshwright.planner.regions import (
@@ -153,18 +153,17 @@ class Least:
         idle_bytes = max(rank.idle_bytes - rank.gradient_bytes for rank in self._ranks[m])
         if idle_bytes > room:
             return idle_bytes
-        names = {region.schedule for region in family.regions()}
-        return self._bytes(self._ranks[m], family.micro_batch, family.recompute, self._stays(names, m))
+        return self._bytes(self._ranks[m], family.micro_batch, family.recompute, self._stays(family.pipelines, m))
 
     def region_bytes(self, region: Region) -> float:
         """No layout of the region has a lower peak."""
         m = self.m(region.micro_batch, self.largest)
         ranks = self._idle(self._shares(region, m), m)
-        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays({region.schedule}, m))
+        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays([(region.schedule, region.vp)], m))
 
-    def _stays(self, names: set[str], m: int) -> bool:
+    def _stays(self, pipelines: Iterable[tuple[str, int]], m: int) -> bool:
         """Whether gradients are all there when as much is in flight as before the first backward pass."""
-        return m > self.cell.pp and (self.cell.pp == 1 or names == {"1f1b"})
+        return all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
 
     def kind(self, family: Family, peak_bytes: float) -> str:
         """What is largest where the family's least memory is `peak_bytes`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.moments import Moment
 from meshwright.planner.peaks import Rank, Units, enough
 from meshwright.planner.peaks import moments as peak_moments
 from meshwright.planner.stack import Stack
@@ -79,6 +80,27 @@ def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) 
     return tuple(rounds * width + min(width, max(0, rest - chunk * width)) for chunk in range(v))
 
 
+def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
+    """Whether all gradients are there when as much is in flight again as before a rank's first backward pass; not known
+    of schedules laid out in a V."""
+    p, v, m = ranks, virtual, micro_batches
+    if p == 1:
+        return m > 1
+    if name in ("1f1b", "zb-h1"):
+        return m > (p if name == "1f1b" else 3 * p)
+    width = m // max(1, m // p)
+    ahead = sum(leading(name, p, m, v, 0))
+    return name == "interleaved" and m * v > ahead + v * width
+
+
+def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
+    """By closed form, of a pipeline rank: a backward pass begins with as much in flight as before its first."""
+    name, p, v = layout.schedule, layout.pp, layout.vp
+    alive = leading(name, p, micro_batches, v, rank)
+    graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
+    return Moment("pass", len(alive) - 1, alive, (0,) * len(alive), graded)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
     """Bytes that data parallelism holds for a while, in a step without a pipeline, at three moments: when the loss is
@@ -134,7 +156,9 @@ def rank_memory(
     if units is not None:
         one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
                    summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
-        when, kinds = one.peak(peak_moments(layout, micro_batches, rank))
+        exact = exact or layout.pp == 1
+        found = peak_moments(layout, micro_batches, rank) if exact else (first_backward(layout, micro_batches, rank),)
+        when, kinds = one.peak(found)
     else:
         when = "backward pass"
         alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
