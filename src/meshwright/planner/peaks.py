@@ -7,6 +7,8 @@ until the next one's is there; a reduction copies a unit's gradients into one, w
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.moments import Moment, moments_of
@@ -67,6 +69,18 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     return tuple(found)
 
 
+@cache
+def grouped(found: tuple[Moment, ...], alike: bool) -> tuple[tuple[Moment, ...], ...]:
+    """Moments that differ in what is in flight only, together. `alike`: the layers of all stages need the same inside a
+    pass, so that of the stages between the ends it does not matter which."""
+    groups: dict[tuple[object, ...], list[Moment]] = {}
+    for one in found:
+        last = len(one.alive) - 1
+        where = (one.place == 0, one.place == last, one.graded[one.place], sum(one.graded)) if alike else one.graded
+        groups.setdefault((one.what, where, None if alike else one.place), []).append(one)
+    return tuple(map(tuple, groups.values()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
@@ -94,17 +108,28 @@ class Rank:
 
     def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
         """(when, bytes by kind) of the worst of these moments."""
-        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in self.costs}) == 1
+        worst = [self._fullest(some) for some in grouped(found, alike)]
+        what, best = max(((one.what, sizes) for one in worst for sizes in self.at(one)), key=lambda at: sum(at[1]))
         return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
+
+    def _fullest(self, alike: tuple[Moment, ...]) -> Moment:
+        """Of moments that differ in what is in flight only."""
+        if len(alike) == 1:
+            return alike[0]
+        kept = [one.kept_bytes + one.logits.kept for one in self.costs]
+        queued = [one.queued_bytes for one in self.costs]
+        if not any(queued):
+            return max(alike, key=lambda one: sum(map(mul, one.alive, kept)))
+        return max(alike, key=lambda one: sum(map(mul, one.alive, kept)) + sum(map(mul, one.queued, queued)))
 
     def at(self, moment: Moment) -> Iterator[Sizes]:
         """What is held at the worst places of the pass under way, instead of the state's gradients."""
         what, place, alive, queued, graded = moment
         cost, units = self.costs[place], self.units
-        kept = sum(
-            n * one.kept_bytes + q * one.queued_bytes for n, q, one in zip(alive, queued, self.costs, strict=True)
-        )
-        logits = sum(n * one.logits.kept for n, one in zip(alive, self.costs, strict=True))
+        kept = sum(n * one.kept_bytes for n, one in zip(alive, self.costs, strict=True))
+        kept += sum(n * one.queued_bytes for n, one in zip(queued, self.costs, strict=True) if n)
+        logits = alive[-1] * self.costs[-1].logits.kept  # none but a model's last stage has any
         whole, again = self.state["gradients"], bool(graded[place])
         before = whole * sum(graded) / len(graded)
         copied = units.summed and what == "sums"

@@ -38,6 +38,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import V_PLACED
 from meshwright.spec.shape import ModelShape
 
 
@@ -258,6 +259,14 @@ class Estimator:
         which routed ones count more."""
         kinds = [(routed, dense + routed) for dense, routed, *_ in self._ranks(layout)]
         return sorted({0, kinds.index(max(kinds)), layout.pp - 1})
+
+    def fullest(self, layout: Layout) -> list[int]:
+        """The ranks that no other is above: of those with equal layers the first, which has most in flight, unless the
+        stages lie in a V."""
+        if layout.schedule in V_PLACED:
+            return list(range(layout.pp))
+        kinds = self._ranks(layout)
+        return [rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]]
 
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:

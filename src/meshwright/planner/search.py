@@ -168,7 +168,7 @@ class _Search:
 def worst(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """The pipeline rank with the highest peak, or one of those likely to have it that exceeds the room."""
     likely = _fullest(of.memory(layout, of.telling(layout)))
-    return likely if likely.total_bytes > room or layout.pp <= 2 else _fullest(of.memory(layout, range(layout.pp)))
+    return likely if likely.total_bytes > room or layout.pp <= 2 else _fullest(of.memory(layout, of.fullest(layout)))
 
 
 def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
