@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.planner.known import Known
 from meshwright.planner.links import Links, links_of
 from meshwright.planner.local import SPLIT, Local, local
 from meshwright.planner.memory import (
@@ -54,36 +55,8 @@ class Estimator:
     links: Links
 
     @cached_property
-    def _parts(self) -> dict[tuple[object, ...], tuple[Local, dict[str, Costs]]]:
-        return {}
-
-    @cached_property
-    def _counts(self) -> dict[tuple[object, ...], Counts]:
-        return {}
-
-    @cached_property
-    def _sums(self) -> dict[tuple[object, ...], Sharing]:
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[tuple[int, int], Edges]:
-        return {}
-
-    @cached_property
-    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
-        return {}
-
-    @cached_property
-    def _kinds(self) -> dict[tuple[object, ...], list[tuple[int, int, bool, bool]]]:
-        return {}
-
-    @cached_property
-    def _played(self) -> dict[tuple[object, ...], float]:
-        return {}
-
-    @cached_property
-    def _splits(self) -> dict[tuple[object, ...], list[range]]:
-        return {}
+    def _known(self) -> Known:
+        return Known()
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
@@ -92,30 +65,30 @@ class Estimator:
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
         key = self._key(layout)
-        if key not in self._parts:
+        if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
             recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
             documents = recipe.document_mask
             of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
-            self._parts[key] = of, costs(of, layout, self.speeds, self.links)
-        of, found = self._parts[key]
+            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links)
+        of, found = self._known.parts[key]
         return of, found[layout.recompute]
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
         key = layout.pp, layout.vp, layout.stages
-        if key not in self._splits:
+        if key not in self._known.splits:
             by_cost = self.stack.split == "cost" and not layout.stages
             stages = layout.pp * layout.vp
-            self._splits[key] = (
+            self._known.splits[key] = (
                 split_by_cost(self.shape, stages) if by_cost else layers_of_stages(self.shape.layers, layout)
             )
-        return self._splits[key]
+        return self._known.splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
         """Cost of each pipeline stage; those of the layout asked for last are kept."""
         key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
-        if key not in self._stages:
+        if key not in self._known.stages:
             _, found = self.parts(layout)
             split = self.split(layout)
             made: dict[tuple[int, int, int, bool, bool], Cost] = {}
@@ -129,9 +102,9 @@ class Estimator:
                         len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
                     )
                 stages.append(made[kind])
-            self._stages.clear()
-            self._stages[key] = stages
-        return self._stages[key]
+            self._known.stages.clear()
+            self._known.stages[key] = stages
+        return self._known.stages[key]
 
     def _windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where the first has none."""
@@ -142,25 +115,25 @@ class Estimator:
     def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
         """(dense layers, routed ones, has the embedding, has the head) of each pipeline rank."""
         key = layout.schedule, layout.pp, layout.vp, layout.stages
-        if key not in self._kinds:
+        if key not in self._known.kinds:
             split, shape = self.split(layout), self.shape
             routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
-            self._kinds[key] = [
+            self._known.kinds[key] = [
                 (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
                  len(split) - 1 in own)
                 for own in owned(layout.schedule, layout.pp, layout.vp)
             ]  # fmt: skip
-        return self._kinds[key]
+        return self._known.kinds[key]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
         kind = self._ranks(layout)[rank]
         key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
-        if key not in self._counts:
+        if key not in self._known.counts:
             dense, routed, first, last = kind
             layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
-            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        return self._counts[key]
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        return self._known.counts[key]
 
     def _layers(self, layout: Layout, rank: int) -> Held:
         """What a pipeline rank has."""
@@ -175,11 +148,11 @@ class Estimator:
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
         routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
         key = *degrees, len(held.layers), routed, held.first, held.last, summed
-        if key not in self._sums:
-            self._sums[key] = sharing(
+        if key not in self._known.sums:
+            self._known.sums[key] = sharing(
                 self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
             )
-        return self._sums[key]
+        return self._known.sums[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
@@ -229,10 +202,10 @@ class Estimator:
         if not exact or layout.pp == 1:
             times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
             return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
-        if key not in self._played:
-            self._played.clear()
-            self._played[key] = pipeline_s(layout, m, stages, send_s)
-        return self._played[key]
+        if key not in self._known.played:
+            self._known.played.clear()
+            self._known.played[key] = pipeline_s(layout, m, stages, send_s)
+        return self._known.played[key]
 
     def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
         """Of some pipeline ranks, in the largest steps of the recipe."""
@@ -337,7 +310,7 @@ class Estimator:
         if layout.pp > 1 or layout.dp * layout.cp == 1:
             return UNKNOWN
         key = layout.tp, layout.ep
-        if key not in self._shares:
+        if key not in self._known.shares:
             plain, tied = replace(layout, zero=0), self.shape.tied
             whole, first, last = (
                 counts(self.shape, plain, layers, first=first, last=last).whole
@@ -345,16 +318,16 @@ class Estimator:
             )
             apart = self.stack.ends_apart
             ends = last if tied else first + last
-            self._shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
-        return self._shares[key]
+            self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
+        return self._known.shares[key]
 
     def _unit(
         self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
     ) -> Unit:
         key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
-        if key not in self._counts:
-            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        found = self._counts[key].gathered
+        if key not in self._known.counts:
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        found = self._known.counts[key].gathered
         return Unit(found * state.parameter_bytes, found * state.gradient_bytes)
 
 
