@@ -23,7 +23,7 @@ from meshwright.model.moe import Router
 from meshwright.observe.dryrun import DryRun, dry_run
 from meshwright.observe.program import Program
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.witness import watching
+from meshwright.observe.witness import patient, watching
 from meshwright.parallel import make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
@@ -100,7 +100,7 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
         count = plan.layout.micro_batches(plan.recipe.global_batch)
         runs = []
         for _ in range(times):
-            with watching() as witness:
+            with watching() as witness, patient():
                 sent = _run(plan, count, made)
             runs.append((witness.peak_bytes, sent))
         found.append(runs)

@@ -16,9 +16,8 @@ import platform
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from statistics import median_low
-from time import perf_counter, sleep
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,12 @@ from meshwright.observe.clock import Offset, align, clock_of
 from meshwright.observe.moments import Moment, moments
 from meshwright.observe.operations import Kernels, Operation, operations
 from meshwright.observe.program import Program
-from meshwright.observe.spans import Span, replaced, told
+from meshwright.observe.spans import Span, told
 from meshwright.observe.steps import Recorder, TimedStep
 from meshwright.observe.storages import Watch
 from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
+from meshwright.observe.witness import patient
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
@@ -45,9 +45,6 @@ FIRST = 4
 """Steps whose memory is looked at: the first may differ, the last ones are alike."""
 STEPS = 4
 """Steps that are timed, unless somebody wants more."""
-PAUSE_S = 0.001
-"""After each collective of the witnessed round: Gloo's thread lets go of its tensors some moments after the end, and
-memory that ends on another thread is not told of."""
 BLOCK_BYTES = {"cuda": 512, "cpu": 1}
 """What torch's allocators make of a request."""
 
@@ -225,8 +222,7 @@ class _Rounds:
         def span(one: Span | None) -> None:
             witness.begin(str(one) if one else part[0])
 
-        patient = replaced(dist.Work, "wait", _patient) if self.device.type == "cpu" else nullcontext()
-        with witness, told(span), patient:
+        with witness, told(span), patient() if self.device.type == "cpu" else nullcontext():
             program = self._program(begin)
             program.build()
             for number in range(1, FIRST + 1):
@@ -269,18 +265,6 @@ class _Rounds:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.pulse.step_ended(perf_counter() - started)
-
-
-def _patient(inner: Callable[..., bool]) -> Callable[..., bool]:
-    """Work.wait while this thread is not the last one that holds the work."""
-
-    @wraps(inner)
-    def wait(work: dist.Work, *given: object) -> bool:
-        done = inner(work, *given)
-        sleep(PAUSE_S)
-        return done
-
-    return wait
 
 
 def gathered(mine: RankProfile, plan: Plan) -> Profile | None:
