@@ -2,11 +2,17 @@
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DispatchMode = TorchDispatchMode
+"""What sees every operation. torch documents it and has no public name for it."""
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -63,14 +69,14 @@ def keep_freed_memory() -> bool:
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp of each row (B, H, S).
 
     The public scaled_dot_product_attention calls the same operations, but keeps the log-sum-exp to itself, and without
     it results over parts of the keys cannot be put together.
     """
-    if q.device.type == "cpu":
+    if device == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -87,12 +93,13 @@ def flash_attention_backward(
     *,
     causal: bool,
     scale: float,
+    device: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v by these keys, given the result and the log-sum-exp over all keys; see flash_attention.
 
     Without dropout the random state is never read, and without packed lengths neither are the sums of lengths.
     """
-    if q.device.type == "cpu":
+    if device == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = backward(gradient, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
@@ -103,10 +110,52 @@ def flash_attention_backward(
     return found[0], found[1], found[2]
 
 
-def has_flash_attention(device: torch.device) -> bool:
-    """Whether this torch has both of the above for a device."""
-    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device.type == "cpu" else "")
+def has_flash_attention(device: str) -> bool:
+    """Whether this torch has both of the above for a kind of device."""
+    if device not in ("cpu", "cuda"):
+        return False
+    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "")
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
+
+
+def cuda_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What scaled_dot_product_attention calls on a GPU, for fake tensors that stand in for a GPU's: it would choose
+    after the device that they say. Its flash kernel takes neither masks nor fp32 nor values of another width."""
+    if attn_mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+        return found[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Has the sizes, not the values, of torch's fused RMS norm on a GPU: keeps its input and one fp32 number a row.
+    The operation itself is composed of plain ones wherever no GPU is, which keep two fp32 copies of the input more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """What rms_norm calls on a GPU, for fake tensors that stand in for a GPU's; see cuda_attention."""
+    found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return found
 
 
 def time_limit(group: Any) -> timedelta | None:
@@ -200,3 +249,49 @@ def fsdp_post_backward(modules: list[Any]) -> None:
         state = _fsdp_state(module)
         if state._is_root:
             state._root_post_backward_final_callback()
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Inside, no mode takes part in operations, so that tensors hold numbers even where a dry run has taken them away.
+
+    torch has no public way out of a mode that somebody further up has entered.
+    """
+    return _disable_current_modes()
+
+
+@contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
+    once and leave tensors as they are.
+
+    torch keeps its fake backend with its tests.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
+    would not do: fake ones have none."""
+    return int(storage._cdata)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, tensors have sizes and no values. torch's FakeTensorMode has no public name yet (2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+def data_dependent() -> tuple[type[Exception], ...]:
+    """What torch raises where a fake tensor's value is asked for."""
+    from torch._subclasses import fake_tensor
+
+    names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
+    return tuple(getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name))

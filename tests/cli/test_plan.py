@@ -3,12 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright import planfile
+from meshwright.cli.asked import asked_plan
 from meshwright.cli.main import main
+from meshwright.planner.changes import fixes, on_half
+from meshwright.planner.predict import estimator, predict
+from meshwright.spec import Layout, presets
+from meshwright.spec.recipe import BatchStage
+from meshwright.spec.worlds import world_violation
 
 SMALL = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--recipe", "global_batch=64", "--recipe", "sequence=4096"]
 ONE = [*SMALL, "--layout", "dp=8,dp_shard=8,zero=3,tp=1,cp=1,pp=1,micro_batch=1,recompute=full"]
@@ -43,7 +51,15 @@ def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str]) ->
     assert main([*SMALL, "--tokens", "1T", "--price", "2"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[2].startswith("Fits: ") and " of 80 GiB" in said
-    for words in ("Fastest of", "MFU", "Half the devices", "Longer: ", "1T tokens", "at 2 a device hour", "Command: "):
+    for words in (
+        "Fastest of",
+        "MFU",
+        "Half the devices",
+        "Longer: ",
+        "1T tokens",
+        "at 2 a device hour",
+        "To run it: ",
+    ):
         assert words in said, words
 
 
@@ -73,8 +89,25 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--layout", "tpp=2"], "nearest: tp"),
         ([*SMALL, "--layout", "tp=0"], "whole number of 1 or more"),
         ([*SMALL, "--layout", "recompute=some"], "none or selective or full"),
-        ([*SMALL, "--tokens", "many"], "--tokens many must be a number above 0"),
+        ([*SMALL, "--tokens", "many"], "--tokens many must be a number of 1 or more"),
         ([*SMALL, "--price", "-1"], "--price -1.0 must be"),
+        ([*SMALL, "--tokens", "0.5"], "--tokens 0.5 must be a number of 1 or more"),
+        ([*SMALL, "--price", "2"], "as --tokens 15T"),
+        ([*SMALL, "--nodes", "999999999999"], "at most 131,072"),
+        ([*SMALL, "--layout", "ep=2"], "layout.ep=2 spreads experts, and the model has none: take layout.ep=1"),
+        ([*SMALL, "--layout", "tp=8,dp=1,zero=3"], "layout.zero=3 shards over dp_shard x cp, which is one rank"),
+        ([*SMALL, "--layout", "pp=2,vp=40"], "stages exceed the model's 16 layers"),
+        ([*SMALL, "--layout", "micro_batch=5"], "recipe.global_batch=64 is not micro_batch=5 x accumulation"),
+        ([*SMALL, "--layout", "sp=true,tp=1"], "take layout.sp=false or a larger tp"),
+        ([*SMALL, "--layout", "zero=5"], "zero takes 0 or 1 or 2 or 3"),
+        ([*SMALL, "--layout", "dp_replicate=16"], "16 does not divide the 8 devices"),
+        ([*SMALL, "--layout", "dp=4,dp_shard=8"], "8 does not divide it"),
+        ([*SMALL, "--layout", "tp=8,tp=4"], "--layout has tp=8 and tp=4"),
+        ([*SMALL, "--layout", "tp=8", "--layout", "tp=4"], "--layout has tp=8 and tp=4"),
+        ([*SMALL, "--layout", "pp=1,schedule=zb-v"], "the order of a pipeline, and pp=1"),
+        ([*SMALL, "--recipe", "noise_scale_every=10"], "compares micro-batches on one device"),
+        (["plan", "llama-3.2-1b", "--cluster", "local"], "lacks memory_bytes, memory_bytes_per_s, bf16_flop_per_s"),
+        (["plan", "llama-3.2-1b", "--cluster", "rtx4090x2", "--nodes", "2"], "lacks network_bytes_per_s"),
         (["plan", "./no/such/folder", "--cluster", "h100x8"], "there is no such folder"),
     ],
 )
@@ -82,6 +115,132 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def predicted(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("pp=2,dp_shard=4,tp=1,cp=1,zero=3", {"zero": 3, "pp": 2, "dp_shard": 4}),
+        ("dp_shard=8,zero=0,micro_batch=1,recompute=full", {"zero": 0, "dp_shard": 8}),
+        ("pp=2,schedule=zb-h1,vp=2,micro_batch=1", {"schedule": "zb-h1", "vp": 2}),
+        ("dp=1,tp=8,micro_batch=99,recompute=full", {"micro_batch": 99, "tp": 8}),
+        ("dp=2x4 zero=3 micro_batch=1", {"dp_replicate": 2, "dp_shard": 4}),
+        ("dp=1 tp=4 sp pp=2 interleaved vp=4 micro_batch=1", {"sp": True, "schedule": "interleaved", "vp": 4}),
+    ],
+)
+def test_every_legal_layout_has_its_ledger(
+    layout: str, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the search leaves out is answered where it is asked for, and what `plan` prints can be asked for."""
+    found = predicted([*SMALL, "--layout", layout], capsys)["plan"]["layout"]
+    assert {name: found[name] for name in fields} == fields
+
+
+def test_a_huge_batch_does_not_hang(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", "global_batch=1000000000,sequence=8192", "--layout", "dp=8,micro_batch=1,zero=3"]
+    assert predicted(["plan", "llama-3.2-1b", "--cluster", "h100x8", *words], capsys)["layouts"]
+
+
+def test_without_a_batch_a_step_has_about_four_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    for nodes in (1, 3, 2048):
+        words = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--nodes", str(nodes)]
+        asked = asked_plan(words[1], words[3], nodes, [])
+        assert 2.8e6 < asked.recipe.global_batch * asked.recipe.sequence < 5.7e6
+    assert predicted(["plan", "llama-3.1-405b", *words[2:], "--layout", "tp=8,pp=16,cp=1"], capsys)["layouts"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "command"),
+    [
+        ("h100x8", "torchrun --nproc_per_node 8 -m"),
+        ("h100x4 --nodes 2", "torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint HOST:29400"),
+        ("h100x16", "torchrun --nproc_per_node 16 -m"),
+        ("h100", "Command: meshwright train"),
+    ],
+)
+def test_the_command_starts_all_processes(
+    cluster: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    words = ["plan", "llama-3.2-1b", "--cluster", *cluster.split(), "--recipe", "global_batch=64,sequence=4096"]
+    assert main([*words, "--layout", "micro_batch=1,tp=1,cp=1,pp=1", "--save", str(file)]) == 0
+    assert command in capsys.readouterr().out
+    saved = planfile.read(file)
+    assert world_violation(saved, saved.cluster.devices) is None
+
+
+def test_the_saved_plan_has_the_steps_of_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.yaml"
+    assert main([*ONE, "--tokens", "1B", "--save", str(file)]) == 0
+    assert planfile.read(file).recipe.steps == -(-(10**9) // (64 * 4096))
+    assert planfile.read(file, ["recipe.steps=2"]).recipe.warmup_steps == 0  # it follows
+    assert "3,815 steps" in capsys.readouterr().out
+
+
+def test_a_ramp_is_planned_for_all_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, file, saved = predicted(SMALL, capsys)["plan"], tmp_path / "ramp.yaml", tmp_path / "saved.yaml"
+    made["recipe"]["batch_ramp"] = [{"tokens": 10**6, "global_batch": 96}]
+    made["layout"] |= {"context": "all-gather", "compile": "off", "kernels": "reference"}
+    file.write_text(json.dumps(made))
+    assert main(["plan", str(file), "--save", str(saved)]) == 0
+    capsys.readouterr()
+    found = planfile.read(saved)
+    assert found.violations() == []
+    assert (found.layout.context, found.layout.compile, found.layout.kernels) == ("all-gather", "off", "reference")
+    assert main(["plan", str(file), "--save", str(file)]) == 2
+    nodes = predicted(["plan", str(saved), "--nodes", "2"], capsys)
+    assert nodes["plan"]["cluster"]["nodes"] == 2
+    same = predicted(["plan", str(saved), "--layout", "plan"], capsys)
+    assert same["legal"] == 1 and same["plan"]["layout"] == json.loads(json.dumps(asdict(found.layout)))
+
+
+def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
+    asked = asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=8", "sequence=4096"])
+    layout = Layout(dp_shard=1, pp=8, schedule="afab", micro_batch=1)
+    small = replace(asked, layout=layout)
+    ramp = replace(small, recipe=replace(small.recipe, batch_ramp=(BatchStage(tokens=1, global_batch=32),)))
+    large = replace(small, recipe=replace(small.recipe, global_batch=32))
+    assert predict(ramp).peak_bytes == predict(large).peak_bytes > predict(small).peak_bytes
+
+
+def test_fixes_are_the_layouts_that_were_measured() -> None:
+    asked = asked_plan("llama-3.1-8b", "h100x8", None, ["global_batch=512", "sequence=8192"])
+    given = replace(asked, layout=Layout(dp_replicate=8, micro_batch=1))
+    found = fixes(estimator(given), given, 20)
+    assert found
+    for change in found:
+        words = dict(word.removeprefix("layout.").split("=") for word in change.what.split())
+        changed = {k: {"true": True, "false": False}.get(v, int(v) if v.isdecimal() else v) for k, v in words.items()}
+        assert replace(given.layout, **changed) == change.prediction.plan.layout
+        assert change.prediction.plan.layout.world == 8
+
+
+def test_odd_machines_have_no_half() -> None:
+    for devices, nodes, half in ((8, 3, False), (3, 1, False), (8, 2, True), (4, 1, True), (1, 1, False)):
+        cluster = presets.cluster(f"h100x{devices}", nodes)
+        asked = replace(asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=48"]), cluster=cluster)
+        found = on_half(estimator(asked), asked)
+        assert (found is not None) is half
+        if found and found.best:
+            assert 2 * found.best[0].plan.layout.world == cluster.devices
+
+
+def test_an_example_of_what_is_too_large_can_be_any_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout that closed forms let pass and the played schedule does not."""
+    made = predicted(["plan", "llama-3.1-8b", "--cluster", "h100x4", "--recipe", "global_batch=6,sequence=4096",
+                      "--layout", "pp=1,recompute=full"], capsys)["plan"]  # fmt: skip
+    made["cluster"]["device"]["memory_bytes"] = 64 * 10**9
+    file = tmp_path / "key.yaml"
+    file.write_text(json.dumps(made))
+    layout = "pp=4,vp=2,schedule=interleaved,micro_batch=1,recompute=none"
+    assert main(["plan", str(file), "--layout", layout]) in (0, 3)
+    assert "KeyError" not in capsys.readouterr().err
 
 
 def test_nothing_fits_is_exit_code_3_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

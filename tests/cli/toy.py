@@ -35,7 +35,7 @@ def write_texts(folder: Path, lines: int = 400) -> Path:
 
 def train(texts: Path, run: Path, *changes: str) -> list[str]:
     """Words of a training that takes a second."""
-    return ["train", *SHAPE, *RECIPE, f"data={texts}", f"run={run}", *changes]
+    return ["train", "--no-dry-run", *SHAPE, *RECIPE, f"data={texts}", f"run={run}", *changes]
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:

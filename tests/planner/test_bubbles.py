@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from meshwright.planner.stages import Cost
-from meshwright.planner.timeline import bubble_about_s, in_order, pipeline_s, play
+from meshwright.planner.timeline import in_order, least_s, pipeline_s, play
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Times, replay
-from meshwright.spec.schedule import schedule
+from meshwright.spec.schedule import refusal, schedule
 
 EVERY = [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
 
@@ -68,9 +68,24 @@ def test_a_long_step_is_its_beginning_and_the_steady_state(name: str, v: int) ->
 
 
 @pytest.mark.parametrize(("name", "v"), EVERY[:5])
-def test_the_closed_form_of_the_search_is_the_play_of_equal_stages(name: str, v: int) -> None:
+def test_the_least_time_is_that_of_equal_stages(name: str, v: int) -> None:
     p, m = 4, 16
     stage = Cost(forward_s=1.0, input_s=1.0, weight_s=1.0)
-    rank = Cost().plus(stage, v)
     total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
-    assert total - m * 3 * v == pytest.approx(bubble_about_s(name, p, v, m, rank))
+    assert total == pytest.approx(least_s(name, p, v, m, [(1.0, 1.0, 1.0)] * (p * v), 0.0))
+
+
+@pytest.mark.parametrize(("name", "v"), [*EVERY, ("zb-h1", 3)])
+def test_no_play_takes_less_than_the_least_time(name: str, v: int) -> None:
+    random = Random(3)
+    for p in (2, 3, 4, 7):
+        for m in (1, 2, p, 2 * p - 2, 2 * p, 3 * p + 1, 5 * p):
+            if m < 1 or refusal(name, p, m, v):
+                continue
+            times = [tuple(random.choice((0.1, 1.0, 3.0)) for _ in range(3)) for _ in range(p * v)]
+            send_s = random.choice((0.0, 0.3))
+            layout = Layout(pp=p, vp=v, schedule=name)  # type: ignore[arg-type]
+            stages = [Cost(forward_s=f, input_s=b, weight_s=w) for f, b, w in times]
+            least = least_s(name, p, v, m, times, send_s)
+            assert least <= play(in_order(name, p, m, v), p, times, send_s) * (1 + 1e-12), (p, m)
+            assert least <= pipeline_s(layout, m, stages, send_s) * (1 + 1e-12), (p, m)

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.planner.block import Block, embedding, head, layer
 from meshwright.planner.local import local
-from meshwright.planner.memory import about, moments
+from meshwright.planner.memory import leading, moments
 from meshwright.planner.predict import estimator
 from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stacks import MEGATRON_2022
@@ -77,12 +77,12 @@ def test_in_flight() -> None:
     for p in (2, 4, 8):
         for rank in range(p):
             layout = Layout(pp=p)
-            assert moments(layout, MESHWRIGHT, 64, rank) == ((p - rank,),)
-            assert moments(replace(layout, schedule="afab"), MESHWRIGHT, 24, rank) == ((24,),)
+            assert moments(layout, 64, rank) == ((p - rank,),)
+            assert moments(replace(layout, schedule="afab"), 24, rank) == ((24,),)
         for v in (2, 3):
             layout = Layout(pp=p, vp=v, schedule="interleaved")
-            most = max(map(sum, moments(layout, MESHWRIGHT, 8 * p, 0)))
-            assert most / v == p * (1 + (p - 1) / (p * v)) == about("interleaved", p, v, 8 * p, 0)
+            most = max(map(sum, moments(layout, 8 * p, 0)))
+            assert most / v == p * (1 + (p - 1) / (p * v)) == sum(leading("interleaved", p, 8 * p, v, 0)) / v
 
 
 def paper(params: tuple[int, int, int, int], pp: int, vp: int, batch: int, micro: int, **layout: Any) -> Plan:

@@ -20,7 +20,7 @@ from meshwright.spec.schedule import NAMES, refusal, schedule, stage_layers
 from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")
-FORMULAS = ("schedule.js", "legal.js", "memory.js")
+FORMULAS = ("schedule.js", "legal.js", "memory.js", "peaks.js")
 MODELS = (
     ("llama-3.1-8b", "h100x8", 8, "bf16"),
     ("llama-3.2-1b", "a100-40x8", 4, "fp32"),

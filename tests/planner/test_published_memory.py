@@ -13,7 +13,8 @@ from statistics import mean
 
 import pytest
 
-from meshwright.planner.predict import Prediction, estimator
+from meshwright.planner.predict import estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.published import Row, read
 from meshwright.planner.stacks import MEGATRON_2022
 from meshwright.spec.plan import Plan

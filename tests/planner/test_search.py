@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
+from typing import Any
 
 import pytest
 
+from meshwright.planner.bounds import families
+from meshwright.planner.memory import DRIVER_BYTES, in_flight, leading
+from meshwright.planner.peaks import enough
 from meshwright.planner.predict import Estimator, estimator
-from meshwright.planner.regions import cells, pipelines, splits
 from meshwright.planner.search import Found, search, usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.schedule import NAMES
-
-DENSE = replace(presets.model("llama-3.2-1b"), layers=6, tied=False)
-ROUTED = replace(presets.model("mixtral-8x7b"), layers=4, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=2048)
+from meshwright.spec.schedule import NAMES, V_PLACED, refusal
+from meshwright.spec.shape import MoEShape
 
 
 def plan(shape: ModelShape, devices: int, gib: float, batch: int = 16) -> Plan:
@@ -22,31 +24,30 @@ def plan(shape: ModelShape, devices: int, gib: float, batch: int = 16) -> Plan:
     return Plan(model=shape, recipe=Recipe(sequence=2048, global_batch=batch, precision="bf16"), cluster=cluster)
 
 
-def every_layout(of: Plan) -> list[Layout]:
-    """All legal ones: no shortcut, but those that the search leaves out on purpose (said in regions.py)."""
+def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
+    """All legal ones: no shortcut, but ZeRO 2 and 3 under a pipeline and shards that nothing is sharded over, which the
+    search leaves out on purpose."""
     devices, batch, shape = of.cluster.devices, of.recipe.global_batch, of.model
     degrees = [d for d in range(1, devices + 1) if devices % d == 0]
-    experts = [e for e in range(1, shape.moe.experts + 1)] if shape.moe else [1]
     found = []
-    for tp, cp, pp, shard in product(degrees, repeat=4):
-        if devices % (tp * cp * pp * shard):
+    for tp, cp, pp, shard, sp in product(degrees, degrees, degrees, degrees, (False, True)):
+        if devices % (tp * cp * pp * shard) or (sp and tp == 1) or pp > shape.layers:
             continue
         replicate = devices // (tp * cp * pp * shard)
-        for sp, zero, ep, name, vp, micro, recompute in product(
-            (False, True), range(4), experts, NAMES, range(1, shape.layers + 1), range(1, batch + 1),
+        if batch % (replicate * shard):
+            continue
+        experts = range(1, shape.moe.experts + 1) if shape.moe else [1]
+        for zero, ep, (name, vp), micro, recompute in product(
+            range(2 if pp > 1 else 4), experts, deals(shape, pp), range(1, batch // (replicate * shard) + 1),
             ("none", "selective", "full"),
         ):  # fmt: skip
-            if (pp == 1 and (name != "1f1b" or vp > 1)) or (pp > 1 and zero > 1) or (zero == 0 and shard > 1):
-                continue
-            if name == "interleaved" and any(deepest(shape, pp, v) == deepest(shape, pp, vp) for v in range(2, vp)):
-                continue
-            if (name == "interleaved" and vp == 1) or (name == "zb-h1" and vp > 1) or pp * vp > shape.layers:
+            if (zero == 0 and shard > 1) or batch // (replicate * shard) % micro:
                 continue
             layout = Layout(
                 dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, sp=sp, zero=zero, ep=ep, schedule=name,
                 vp=vp, micro_batch=micro, recompute=recompute,
             )  # type: ignore[arg-type]  # fmt: skip
-            if batch % layout.dp or batch // layout.dp % micro:
+            if any(getattr(layout, name) not in values for name, values in fixed.items()):
                 continue
             try:
                 if not replace(of, layout=layout).violations():
@@ -56,39 +57,116 @@ def every_layout(of: Plan) -> list[Layout]:
     return found
 
 
-def deepest(shape: ModelShape, pp: int, vp: int) -> int:
-    """Layers of the largest stage, an end counted as one."""
-    return -(-(shape.layers + 2) // (pp * vp))
+def deals(shape: ModelShape, pp: int) -> list[tuple[str, int]]:
+    """(schedule, stages of a rank)."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    found = [(name, 2 if name in V_PLACED else 1) for name in NAMES if name != "interleaved"]
+    return [(n, v) for n, v in [*found, *(("interleaved", v) for v in range(2, shape.layers + 1))]
+            if pp * v <= shape.layers]  # fmt: skip
 
 
-def brute(of: Estimator, asked: Plan, layouts: list[Layout]) -> list[float]:
-    """Seconds of those that fit, ascending."""
-    made = (of.predict(replace(asked, layout=layout)) for layout in layouts)
-    return sorted(one.step_s for one in made if one.peak_bytes <= usable_bytes(asked))
+def random_plan(dice: Random) -> tuple[Plan, dict[str, tuple[Any, ...]]]:
+    """A small model whose ends weigh much or little, on a few devices, with some of the layout fixed."""
+    heads, layers = dice.choice([4, 8]), dice.choice([3, 4, 6, 8, 9])
+    hidden = heads * dice.choice([32, 64, 128])
+    moe = None
+    if dice.random() < 0.3:
+        moe = MoEShape(experts=4, top_k=2, ffn=hidden, first_dense=dice.choice([0, 1, layers // 2]))
+    shape = ModelShape(
+        name="random", vocab=dice.choice([64, 4096, 65536]), layers=layers, hidden=hidden, heads=heads,
+        kv_heads=dice.choice([heads, heads // 4]), ffn=hidden * dice.choice([2, 4]), max_positions=4096,
+        tied=dice.random() < 0.3, moe=moe,
+    )  # fmt: skip
+    recipe = Recipe(
+        sequence=dice.choice([128, 1024, 2048]), global_batch=dice.choice([4, 6, 8]),
+        precision=dice.choice(["bf16", "bf16", "fp32"]), reduce_dtype=dice.choice(["fp32", "model"]),
+    )  # type: ignore[arg-type]  # fmt: skip
+    per_node, nodes = dice.choice([(2, 1), (4, 1), (4, 1), (2, 2), (3, 1), (4, 2)])
+    cluster = Cluster(device=presets.device(dice.choice(["h100", "a100-40"])), devices_per_node=per_node, nodes=nodes)
+    fixed: dict[str, tuple[Any, ...]] = {"cp": (1,)} if dice.random() < 0.9 else {}
+    if dice.random() < 0.9:
+        fixed["recompute"] = (dice.choice(["none", "selective", "full"]),)
+    if dice.random() < 0.6:
+        fixed["pp"] = (2, 3, 4, 8)
+    if dice.random() < 0.4:
+        fixed["tp"] = (dice.choice([1, 2]),)
+    return Plan(model=shape, recipe=recipe, cluster=cluster), fixed
 
 
-@pytest.mark.parametrize(("shape", "devices", "gib"), [(DENSE, 4, 80.0), (DENSE, 8, 5.0), (ROUTED, 4, 12.0)])
-def test_search_finds_what_looking_at_every_layout_finds(shape: ModelShape, devices: int, gib: float) -> None:
-    asked = plan(shape, devices, gib, batch=8)
+def counted(of: Estimator, asked: Plan, layouts: list[Layout]) -> list[tuple[float, float]]:
+    """(seconds, bytes) of each."""
+    made = [of.predict(replace(asked, layout=layout)) for layout in layouts]
+    return [(one.step_s, one.peak_bytes) for one in made]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_search_lists_what_looking_at_every_layout_lists(seed: int) -> None:
+    """Ten models of each seed; of each, devices whose memory is enough for some of the layouts, or for all."""
+    dice = Random(seed)
+    for _ in range(10):
+        asked, fixed = random_plan(dice)
+        every = every_layout(asked, fixed)
+        truth = counted(estimator(asked), asked, every)
+        if not truth:
+            assert search(estimator(asked), asked, fixed=fixed).legal == 0
+            continue
+        peaks = sorted(peak for _, peak in truth)
+        room = peaks[int(dice.random() ** 2 * len(peaks))] * dice.choice([1.0, 0.999999])
+        device = replace(asked.cluster.device, memory_bytes=int(room + DRIVER_BYTES) + 1)
+        asked = replace(asked, cluster=replace(asked.cluster, device=device))
+        listed = dice.choice([1, 5, 20])
+        found = search(estimator(asked), asked, fixed=fixed, listed=listed)
+        fitting = sorted(step_s for step_s, peak in truth if peak <= usable_bytes(asked))
+        assert sorted(one.step_s for one in found.best) == pytest.approx(fitting[:listed], rel=1e-9), (asked, fixed)
+        assert found.legal == len(every) == found.too_large + found.slower + len(found.best)
+        if not fitting:
+            assert found.nearest is not None and found.nearest.peak_bytes == pytest.approx(peaks[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_layout_is_below_the_least_of_its_kind(seed: int) -> None:
+    dice = Random(100 + seed)
+    asked, fixed = random_plan(dice)
     of = estimator(asked)
-    found = search(of, asked, listed=5)
-    every = every_layout(asked)
-    assert found.legal == len(every) == legal(asked)
-    expected = brute(of, asked, every)
-    assert bool(found.best) == bool(expected)
-    if expected:
-        assert found.best[0].step_s == pytest.approx(expected[0], rel=2e-3)
-        assert len(found.best) == min(5, len(expected))
+    for least, family in families(of, asked, fixed):
+        family_s, family_bytes = least.family_s(family), least.family_bytes(family)
+        for region in family.regions():
+            region_s, region_bytes = least.region_s(region), least.region_bytes(region)
+            assert family_s <= region_s * (1 + 1e-9) and family_bytes <= region_bytes
+            for split in least.splits[:: max(1, len(least.splits) - 1)]:
+                one = of.predict(replace(asked, layout=region.layout(*split)))
+                assert region_s <= one.step_s * (1 + 1e-9), one.plan.layout
+                assert region_bytes <= one.peak_bytes, one.plan.layout
 
 
-def legal(of: Plan) -> int:
-    """Counted region by region."""
-    number = 0
-    for cell in cells(of, of.cluster.devices, {}):
-        per_rank = of.recipe.global_batch // cell.dp
-        for micro in (d for d in range(1, per_rank + 1) if per_rank % d == 0):
-            number += 3 * len(pipelines(of.model, cell, per_rank // micro, {})) * len(splits(cell, {}))
-    return number
+@pytest.mark.parametrize("name", NAMES)
+def test_what_leads_is_a_moment_of_the_schedule(name: str) -> None:
+    for p, m, v in product((2, 3, 4, 8), (1, 2, 3, 4, 6, 8, 11, 16, 17, 32), (1, 2, 3, 5)):
+        if refusal(name, p, m, v):
+            continue
+        for rank in range(p):
+            alive = leading(name, p, m, v, rank)
+            assert any(
+                all(x <= y for x, y in zip(alive, moment, strict=True)) for moment in in_flight(name, p, m, v, rank)
+            ), (p, m, v, rank)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(8, 4, 63), (16, 2, 95), (8, 3, 36), (4, 5, 64), (4, 5, 84)])
+def test_a_short_step_has_as_much_in_flight_as_a_long_one(p: int, v: int, m: int) -> None:
+    few = enough("interleaved", p, m, v)
+    most = [max(map(sum, in_flight("interleaved", p, n, v, 0))) for n in (few, m)]
+    assert most[0] == most[1]
+
+
+def test_interleaved_stages_of_every_number_are_looked_at() -> None:
+    """Of a step of as many micro-batches as ranks, the most virtual stages that divide the layers wait least."""
+    asked = replace(plan(presets.model("llama-3.1-8b"), 4, 200.0, batch=4), cluster=presets.cluster("h100x4", 1))
+    fixed = {"pp": (4,), "schedule": ("interleaved",), "micro_batch": (1,), "recompute": ("full",)}
+    asked = replace(asked, cluster=replace(asked.cluster, device=replace(asked.cluster.device, memory_bytes=2**40)))
+    best = search(estimator(asked), asked, fixed=fixed)
+    assert {one.plan.layout.vp for one in best.best} == set(range(2, 9))
+    assert min(best.best, key=lambda one: one.step_s).plan.layout.vp > 5
 
 
 def test_every_listed_layout_is_legal_and_fits() -> None:

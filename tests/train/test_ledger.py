@@ -39,6 +39,10 @@ def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
     found = on_ranks(layout.world, _train, str(texts), str(tmp_path / "run"), layout)[0]
     assert {key: found[key] for key in ("source", "rank", "step")} == {"source": "measured", "rank": 0, "step": 2}
     assert {row["kind"]: row["bytes"] for row in found["memory"]} == held(layout)
+    assert [one["rank"] for one in found["ranks"]] == [0]
+    assert all(found["ranks"][0][key] == found[key] for key in ("traffic", "memory"))
+    assert found["device"] == "cpu" and "peaks" not in found  # resident memory is no peak of tensors
+    assert found["environment"]["processes"] == layout.world
     sent = {(row["axis"], row["collective"]): (row["calls"], row["bytes"]) for row in found["traffic"]}
     if layout.world == 1:
         assert sent == {}
@@ -53,3 +57,14 @@ def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
         ("shard", "all_gather"),
         ("shard", "reduce_scatter"),
     }
+
+
+def test_one_rank_of_each_pipeline_place_is_told(tmp_path: Path) -> None:
+    texts, layout = running.write_texts(tmp_path / "texts"), Layout(pp=2, tp=2, micro_batch=2, compile="off")
+    found = on_ranks(layout.world, _train, str(texts), str(tmp_path / "run"), layout)[0]
+    assert [one["rank"] for one in found["ranks"]] == [0, 2]
+    first, last = ({(row["axis"], row["collective"]): row["calls"] for row in one["traffic"]} for one in found["ranks"])
+    assert first["pp", "send"] == last["pp", "send"] > 0
+    weights = [row["bytes"] for one in found["ranks"] for row in one["memory"] if row["kind"] == "parameters"]
+    counted = [memory(SHAPE, layout, "fp32", rank).only(phase="update").by("what") for rank in (0, 2)]
+    assert weights == [kinds["parameters",] for kinds in counted]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.asked import asked_plan
+from meshwright.cli.asked import asked_estimator, asked_plan
 
 
 def explore(
@@ -18,12 +18,16 @@ def explore(
     ],
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE.toml",
+            help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", metavar="KEY=VALUE", help="sequence=8192, global_batch=1024, precision=bf16 ..."),
+        typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where the page goes.")] = Path(
         "explorer.html"
@@ -34,7 +38,7 @@ def explore(
 
     asked = asked_plan(model, cluster, nodes, recipe or [])
     _writable(out)
-    _write(page(asked), out)
+    _write(page(asked, asked_estimator(asked, cluster)), out)
     print(f"{out}: {asked.model.name} on {asked.cluster.devices} {asked.cluster.device.name}; open it in a browser")
 
 

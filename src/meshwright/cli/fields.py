@@ -35,7 +35,7 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
         ("batch", info.batch_equation),
         ("run", f"{plan.run}, {_steps(info)} of {plan.recipe.sequence} tokens a sequence"),
     ]
-    return rows + [("note", note) for note in info.notes]
+    return [*rows, *info.foreseen, *(("note", note) for note in info.notes)]
 
 
 def layout_line(layout: Layout) -> str:

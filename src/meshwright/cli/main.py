@@ -11,6 +11,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
 from meshwright.cli.accuracy import accuracy
+from meshwright.cli.calibrate import calibrate
+from meshwright.cli.compare import compare
+from meshwright.cli.dryrun import dryrun
 from meshwright.cli.eval import evaluate
 from meshwright.cli.explore import explore
 from meshwright.cli.export import export
@@ -20,7 +23,9 @@ from meshwright.cli.import_ import import_
 from meshwright.cli.init import init
 from meshwright.cli.launch import fail, processes, rank
 from meshwright.cli.plan import plan
+from meshwright.cli.profile import profile
 from meshwright.cli.quickstart import quickstart
+from meshwright.cli.report import report
 from meshwright.cli.schema import schema
 from meshwright.cli.train import Words, sort_words, train
 from meshwright.cli.verify import verify
@@ -67,8 +72,13 @@ app = typer.Typer(
 app.command(cls=Verb, name="quickstart", short_help="Train a first model, here and now.")(quickstart)
 app.command(cls=Verb, name="init", short_help="Print a commented plan.")(init)
 app.command(cls=Verb, name="plan", short_help="Rank the layouts of a model on a cluster.")(plan)
+app.command(cls=Verb, name="calibrate", short_help="Measure this machine for plan.")(calibrate)
 app.command(cls=Verb, name="explore", short_help="Write a page of all layouts.")(explore)
+app.command(cls=Verb, name="dryrun", short_help="Peak memory and traffic of a plan, without its hardware.")(dryrun)
+app.command(cls=Verb, name="profile", short_help="Measure a few real steps of a plan.")(profile)
 app.command(cls=Verb, name="train", short_help="Train a plan.")(train)
+app.command(cls=Verb, name="compare", short_help="Planned, dry run and measured, row by row.")(compare)
+app.command(cls=Verb, name="report", short_help="Write a page of one or several runs.")(report)
 app.command(cls=Verb, name="generate", short_help="Continue a prompt.")(generate)
 app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evaluate)
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)

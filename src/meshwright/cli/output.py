@@ -26,17 +26,18 @@ def console(*, json: bool = False) -> "Console":
 
 def print_json(document: Any) -> None:
     """One JSON document and a newline on stdout; a dataclass is its fields, a number that is none becomes null."""
-    json.dump(_plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
+    json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON can hold: a dataclass is its fields, a number that is none becomes null."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):

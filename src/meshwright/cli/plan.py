@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.asked import asked_plan
+from meshwright.cli.asked import asked_estimator, asked_plan
 
 if TYPE_CHECKING:
-    from meshwright.planner.predict import Estimator, Prediction
+    from meshwright.planner.predict import Estimator
+    from meshwright.planner.prediction import Prediction
     from meshwright.planner.search import Found
     from meshwright.spec import Plan
 
@@ -25,20 +26,24 @@ def plan(
     ],
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="Device and how many of it a node has: h100x8, a100-40x8."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE.toml",
+            help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.")] = 1,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")] = None,
     layout: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--layout",
             metavar="KEY=N,...",
-            help="Fix some degrees: dp=8,tp=2,zero=3,recompute=full; the rest is searched.",
+            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml.",
         ),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", metavar="KEY=VALUE", help="sequence=8192, global_batch=1024, precision=bf16 ..."),
+        typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
@@ -50,69 +55,81 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
-    from meshwright.planner.predict import estimator
-    from meshwright.planner.search import search, usable_bytes
-    from meshwright.planner.words import failure, unfit
-    from meshwright.spec.errors import DoesNotFit
+    from meshwright.cli.fixed import fixed_layout
+    from meshwright.planner.refused import answered
+    from meshwright.planner.search import search
 
+    if save is not None and save == Path(model):
+        _refuse(f"--save {save} is the plan that was read: name another file")
     asked, budget = asked_plan(model, cluster, nodes, recipe or []), _tokens(tokens)
-    _positive(price)
-    fixed = _fixed(asked, layout)
-    of = estimator(asked)
+    _positive(price, budget)
+    fixed = fixed_layout(asked, layout or [])
+    of = asked_estimator(asked, cluster)
     found = search(of, asked, fixed=fixed)
+    if not found.legal:
+        found = answered(of, asked, fixed)
     if not found.best:
-        one = found.nearest
-        raise DoesNotFit(
-            unfit(of, one) if one and found.legal == 1 and one.peak_bytes > usable_bytes(asked) else failure(of, found)
-        )
+        _nothing(of, found, free=not fixed, json=json)
     if save:
-        from meshwright import planfile
-
-        planfile.write(found.best[0].plan, save)
+        _save(found.best[0].plan, budget, save)
     if json:
         from meshwright.cli.output import print_json
         from meshwright.planner.report import document, ranked
 
-        print_json({**document(found.best[0]), **ranked(found)})
+        print_json({**document(found.best[0]), **ranked(found), **_bill(found.best[0], budget, price)})
     else:
         _print(of, found, budget, price, save)
 
 
-def _fixed(asked: "Plan", layout: str | None) -> dict[str, tuple[Any, ...]]:
-    """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}."""
-    from difflib import get_close_matches
+def _nothing(of: "Estimator", found: "Found", *, free: bool, json: bool) -> None:
+    """Raise DoesNotFit with the nearest layout; with --json the document is that one's."""
+    from meshwright.planner.changes import enough_nodes
+    from meshwright.planner.words import failure, unfit
+    from meshwright.spec.errors import DoesNotFit
 
-    from meshwright.spec.errors import PlanError
-    from meshwright.spec.schedule import NAMES
+    one = found.nearest
+    assert one is not None
+    if json:
+        from meshwright.cli.output import print_json
+        from meshwright.planner.report import document, ranked
 
-    degrees = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
-    words = {"recompute": ("none", "selective", "full"), "schedule": NAMES, "sp": ("true", "false")}
-    found: dict[str, tuple[Any, ...]] = {}
-    for part in (layout or "").replace(" ", ",").split(","):
-        if not part:
-            continue
-        key, _, value = part.partition("=")
-        key = key.strip().removeprefix("layout.")
-        if key in degrees and value.strip().isdecimal() and (int(value) > 0 or key == "zero"):
-            found[key] = (int(value),)
-        elif key in words and value in words[key]:
-            found[key] = (value == "true",) if key == "sp" else (value,)
-        elif key in degrees or key in words:
-            legal = " or ".join(words[key]) if key in words else "a whole number of 1 or more"
-            raise PlanError(f"--layout {part!r}: {key} takes {legal}")
-        else:
-            near = get_close_matches(key, [*degrees, *words], 1, 0.0)
-            raise PlanError(f"--layout {part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
-    product = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        product *= found.get(axis, (1,))[0]
-    devices = asked.cluster.devices
-    if devices % product:
-        raise PlanError(
-            f"--layout {layout}: {product} does not divide the {devices} devices of the cluster "
-            f"({asked.cluster.nodes} x {asked.cluster.devices_per_node}): take degrees whose product does"
+        print_json({**document(one), **ranked(found)})
+    raise DoesNotFit(unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0))
+
+
+def _save(best: "Plan", tokens: float, file: Path) -> None:
+    """The plan as `train` runs it, with as many steps as the token budget gives."""
+    from dataclasses import replace
+
+    from meshwright import planfile
+
+    recipe = best.recipe
+    if tokens and not recipe.batch_ramp:
+        steps = -(-int(tokens) // (recipe.global_batch * recipe.sequence))
+        follows = recipe == replace(recipe, warmup_steps=-1)
+        if steps >= 2**31:
+            _refuse(f"--tokens {tokens:g} are {steps:,} steps, more than a recipe can have: take a larger global_batch")
+        best = replace(
+            best, recipe=replace(recipe, steps=steps, warmup_steps=-1 if follows else min(recipe.warmup_steps, steps))
         )
-    return found
+    best.check()
+    planfile.write(best, file, open_warmup=True)
+
+
+def _refuse(sentence: str) -> None:
+    from meshwright.spec.errors import PlanError
+
+    raise PlanError(sentence)
+
+
+def _bill(best: "Prediction", tokens: float, price: float) -> dict[str, Any]:
+    if not tokens:
+        return {}
+    from dataclasses import asdict
+
+    from meshwright.planner.batch import budget
+
+    return {"budget": asdict(budget(tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, price))}
 
 
 def _tokens(text: str | None) -> float:
@@ -125,20 +142,20 @@ def _tokens(text: str | None) -> float:
         number = float(text[:-1] if scale > 1 else text) * scale
     except ValueError:
         number = -1.0
-    if not 0 < number < 1e18:
-        raise PlanError(f"--tokens {text} must be a number above 0, as 15T or 300B")
+    if not 1 <= number < 1e18:
+        raise PlanError(f"--tokens {text} must be a number of 1 or more and below 10**18, as 15T or 300B")
     return number
 
 
-def _positive(price: float) -> None:
-    from meshwright.spec.errors import PlanError
-
+def _positive(price: float, tokens: float) -> None:
     if not 0 <= price < float("inf"):
-        raise PlanError(f"--price {price} must be a number of 0 (none) or more")
+        _refuse(f"--price {price} must be a number of 0 (none) or more")
+    if price and not tokens:
+        _refuse(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")
 
 
 def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: Path | None) -> None:
-    from meshwright.planner.words import outlook, overrides, reasons, summary
+    from meshwright.planner.words import outlook, reasons, summary
 
     best, asked = found.best[0], found.best[0].plan
     print(
@@ -160,21 +177,43 @@ def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: P
         print(line)
     print()
     if save:
-        print(f"Command: torchrun --nproc_per_node {min(8, asked.layout.world)} -m meshwright train {save}")
+        for line in _command(asked, save):
+            print(line)
     else:
-        print(f"Command: meshwright train PLAN.yaml {overrides(asked.layout)}   (--save FILE writes the plan)")
+        print("To run it: --save FILE writes the plan, and says the command.")
+
+
+def _command(best: "Plan", file: Path) -> Iterator[str]:
+    """How the saved plan is run, and what of it nobody has chosen."""
+    cluster, recipe = best.cluster, best.recipe
+    yield f"Written to {file}; data ({best.data.path}) and learning rate ({recipe.learning_rate:g}) are as in the plan."
+    if cluster.devices == 1:
+        yield f"Command: meshwright train {file}"
+    elif cluster.nodes == 1:
+        yield f"Command: torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright train {file}"
+    else:
+        yield (
+            f"Command, on each of the {cluster.nodes} nodes, HOST being one of them: torchrun --nnodes {cluster.nodes} "
+            f"--nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d --rdzv_endpoint HOST:29400 "
+            f"--rdzv_id {file.stem} -m meshwright train {file}"
+        )
 
 
 def _table(best: "list[Prediction]") -> Iterator[str]:
     from meshwright.planner.words import layout_words
-    from meshwright.spec.units import count, duration
+    from meshwright.spec.units import count
 
     yield f"{'step':>8} {'tok/s/dev':>9} {'MFU':>6} {'GiB':>6} {'bubble':>6}  layout"
     for one in best:
         yield (
-            f"{duration(one.step_s):>8} {count(one.tokens_per_s_per_device):>9} {one.mfu(causal=False):6.1%} "
-            f"{one.peak_bytes / 2**30:6.1f} {one.bubble_fraction:6.1%}  {layout_words(one.plan.layout)}"
+            f"{_step(one.step_s):>8} {count(one.tokens_per_s_per_device):>9} {one.mfu(causal=False):6.1%} "
+            f"{one.peak_bytes / 2**30:6.1f} {one.time.bubble_s / one.step_s:6.1%}  {layout_words(one.plan.layout)}"
         )
+
+
+def _step(seconds: float) -> str:
+    """Three digits and more, since neighbours differ by a hundredth."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
 
 
 def _ledger(best: "Prediction") -> Iterator[str]:

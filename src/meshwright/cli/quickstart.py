@@ -84,6 +84,7 @@ def run(plan: "Plan", people: "Console") -> Outcome | None:
     """Encode, sample, train, sample, export; None = interrupted, and saved."""
     from meshwright.cli.display import choose
     from meshwright.cli.export import write_directory
+    from meshwright.cli.foresight import foresee
     from meshwright.cli.opened import Opened, open_model
     from meshwright.data import prepare
     from meshwright.model import build
@@ -96,7 +97,7 @@ def run(plan: "Plan", people: "Console") -> Outcome | None:
         fresh = Opened(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
         before = sample(fresh)
         show(people, "Before training", before, 6)
-        summary = loop.run(plan, watchers=[display])
+        summary = loop.run(plan, watchers=[display], foresee=foresee)
     if summary.stopped != "done":
         return None
     opened = open_model(Path(plan.run), None)
@@ -146,6 +147,10 @@ def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) 
     people.print(f"\n{plan.run} holds:", markup=False)
     for name, what in LEFT.items():
         people.print(f"  {name:<14} [dim]{what}[/dim]")
+    from meshwright.cli.foresight import hindsight
+
+    for line in hindsight(Path(plan.run)):
+        people.print(line, markup=False, soft_wrap=True)
     people.print("\nGo on:")
     for line, what in commands(plan):
         people.print(f"  [dim]# {what}[/dim]")

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,12 @@ def train(
             show_default=False,
         ),
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")
+    ] = False,
+    foresight: Annotated[
+        bool, typer.Option("--dry-run/--no-dry-run", help="Plan and dry run before the first step.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
@@ -45,7 +52,7 @@ def train(
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=_shape_from_folder, notes=notes, processes=processes())
+    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
     violation = world_violation(plan, processes())
     if violation:
         raise IllegalLayout(violation)
@@ -56,23 +63,32 @@ def train(
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.display import choose
+    from meshwright.cli.foresight import foresee, hindsight
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
+    look_ahead = partial(foresee, anyway=anyway) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            loop.run(plan, resume=resume, pulse=pulse)
+            loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
             return
         services = _services(tensorboard, wandb)
         with choose(console(json=json)) as display:
             summary = loop.run(
-                plan, watchers=[display, *services], resume=resume, progress=display.encoding, pulse=pulse
+                plan,
+                watchers=[display, *services],
+                resume=resume,
+                progress=display.encoding,
+                pulse=pulse,
+                foresee=look_ahead,
             )
         # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
         if json:
             print_json(summary)
         elif summary.stopped != "done":
             print(f"go on with: {again(words or ())}", flush=True)
+        elif look_ahead is not None:
+            print("\n".join(("", *hindsight(Path(plan.run)))), flush=True)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
@@ -101,7 +117,8 @@ def again(words: Sequence[str]) -> str:
     return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))
 
 
-def _shape_from_folder(folder: Path) -> "ModelShape":
+def shape_from_folder(folder: Path) -> "ModelShape":
+    """Of a Hugging Face directory."""
     from meshwright.model.hub import import_folder
 
     return import_folder(folder).shape

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels.blockwise import blockwise_attention
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import acts, kind
 
 LONG = 256 * 64
 """Positions times dims of a head (64 at most) from which on blocks of queries pay."""
@@ -64,7 +66,7 @@ def prefers_blockwise(q: Tensor) -> bool:
     """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of
     64 dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which
     was written for them, and so is compiled code: the compiler sees through it."""
-    if q.device.type != "cpu" or torch.compiler.is_compiling() or q.shape[1] * min(q.shape[3], 64) < LONG:
+    if kind(q) != "cpu" or torch.compiler.is_compiling() or q.shape[1] * min(q.shape[3], 64) < LONG:
         return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
 
@@ -83,11 +85,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
-    if grouped and q.device.type == "cuda" and mask.allowed is not None:
+    if grouped and kind(q) == "cuda" and mask.allowed is not None:
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
-    if q.device.type == "cpu" and width < q.shape[-1]:
+    if kind(q) == "cpu" and width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
-    out = F.scaled_dot_product_attention(
+    fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
+    out: Tensor = fused(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import kind
 
 IGNORED = -100
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
@@ -58,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.x_gradient = torch.empty_like(x) if want_x else None
         ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), len(weight), x.device.type)
+        rows = chunk_rows(len(x), len(weight), kind(x))
         for start in range(0, len(x), rows):
             part = x[start : start + rows].to(weights.dtype)
             logits = F.linear(part, weights).float()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
+from meshwright.kernels.target import acts, kind
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""
@@ -44,10 +45,10 @@ def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
 
     Before compute capability 9 torch itself falls back to a loop that waits for the counts.
     """
-    if not (hasattr(F, "grouped_mm") and rows.is_cuda and rows.dtype == weights.dtype == torch.bfloat16):
+    if not (hasattr(F, "grouped_mm") and kind(rows) == "cuda" and rows.dtype == weights.dtype == torch.bfloat16):
         return False
     aligned = weights.shape[-1] % 8 == 0 and weights.shape[-2] % 8 == 0
-    return aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return aligned and (bool(acts()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
 
 
 def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.target import kind
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +30,7 @@ def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
 
 def needs_wide(x: Tensor) -> bool:
     """Whether 16-bit products on this tensor's device are emulated element by element."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
+    return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import compat
+from meshwright.kernels.target import acts, kind
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; inside in fp32. x (..., D), weight (D,)."""
@@ -41,7 +44,9 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As the reference; only x and one number a row are saved."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+    if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return result
+    if acts() == "cuda":
+        return compat.fused_rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)

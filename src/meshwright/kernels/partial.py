@@ -17,11 +17,14 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import acts, kind
 
 ROWS = 64
 """Queries of a tile of the plain form; see kernels/blockwise.py."""
 COLUMNS = 2048
 """Keys of a tile of the plain form: bounds its memory; between 256 and all keys the time is the same within noise."""
+WIDEST = 256
+"""Head that fused GPU kernels take."""
 LOWEST = -1e30
 """Stands for the maximum of a row that sees nothing: exp(-inf - LOWEST) is 0 where exp(-inf + inf) is not a number."""
 
@@ -43,10 +46,12 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
     On a CPU it takes 3 to 30 % less time than the plain form (AVX2, 64 to 8192 positions); on a GPU it wants 16-bit
     tensors and heads of up to 256.
     """
-    if not compat.has_flash_attention(q.device) or q.device.type not in ("cpu", "cuda"):
+    if not compat.has_flash_attention(kind(q)):
         return False
-    if q.device.type == "cpu":
+    if kind(q) == "cpu":
         return True
+    if acts():
+        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
     q, k = (_padded(x.detach().transpose(1, 2), _fused_width(x.shape[-1])) for x in (q, k))
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1])
     return torch.backends.cuda.can_use_flash_attention(params)
@@ -69,7 +74,9 @@ class PartialAttention:
             keys, values = k[:, :, tile.keys], v[:, :, tile.keys]
             q, out, lse = self.q[:, :, tile.queries], self.out[:, :, tile.queries], self.lse[:, :, tile.queries]
             if self.fused:
-                part, own = compat.flash_attention(q, keys, values, causal=tile.causal, scale=self.scale)
+                part, own = compat.flash_attention(
+                    q, keys, values, causal=tile.causal, scale=self.scale, device=kind(q)
+                )
                 _merge(out, lse, part[..., : self.value_width], own, own)
             else:
                 _merge(out, lse, *_part(q, keys, values, tile))
@@ -107,7 +114,9 @@ class PartialGradients:
     def _fused_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
         q, out, gradient = (x[:, :, tile.queries] for x in (self.q, self.out, self.gradient))
         lse = self.lse[:, :, tile.queries].contiguous()
-        found = compat.flash_attention_backward(gradient, q, k, v, out, lse, causal=tile.causal, scale=self.scale)
+        found = compat.flash_attention_backward(
+            gradient, q, k, v, out, lse, causal=tile.causal, scale=self.scale, device=kind(q)
+        )
         self.q_gradient[:, :, tile.queries] += found[0]
         k_gradient[:, :, tile.keys] += found[1][..., : k_gradient.shape[-1]]
         v_gradient[:, :, tile.keys] += found[2][..., : v_gradient.shape[-1]]

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
@@ -60,10 +61,11 @@ def build_engine(
     held = boxes(shape, mesh)
     sizes = {name: box.sizes for name, box in held.items()}
     stages = []
-    for number in own_stages(layout, mesh["pp"].index):
-        stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
-        shrink(stage, dtype, sizes)
-        stages.append(stage)
+    with compat.real_tensors():  # a dry run's begin where memory does
+        for number in own_stages(layout, mesh["pp"].index):
+            stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
+            shrink(stage, dtype, sizes)
+            stages.append(stage)
     engine = parallelize(stages, mesh, held, device, None if reduce_dtype == dtype else reduce_dtype, micro_batches)
     if initialize:
         initialize_boxes(engine, seed)
@@ -97,7 +99,8 @@ def parallelize(
     """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh. Skeletons are
     given memory, for what stays here."""
     for stage in stages:
-        apply(stage, mesh, device, reduce_dtype)
+        with compat.real_tensors():
+            apply(stage, mesh, device, reduce_dtype)
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
         if reduce_dtype and adds_gradients(mesh.layout, micro_batches):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box
-from meshwright.parallel.context import local_positions
+from meshwright.parallel.context import places
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
@@ -70,7 +70,8 @@ class Engine:
         cp = self.mesh["cp"]
         if cp.size == 1:
             return None
-        return tuple(local_positions(sequence, cp.size, cp.index, self.mesh.layout.zigzag).tolist())
+        mine = places(sequence, cp.size, cp.index, self.mesh.layout.zigzag)
+        return tuple(start + at for start in mine.starts for at in range(mine.length))
 
     def total(self, number: int, device: torch.device) -> Tensor:
         """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""

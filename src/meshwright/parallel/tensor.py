@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import kind
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel.boxes import share
@@ -192,7 +193,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx.x_gradient = torch.empty_like(x) if want_x else None
         ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), head.most, x.device.type)  # equally many chunks on every rank
+        rows = chunk_rows(len(x), head.most, kind(x))  # equally many chunks on every rank
         for start in range(0, len(x), rows):
             part = x[start : start + rows].to(weights.dtype)
             logits = torch.mm(part, weights.t()).float()

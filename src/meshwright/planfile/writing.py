@@ -7,7 +7,7 @@ import ast
 import inspect
 import os
 import textwrap
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -37,10 +37,17 @@ def dump(plan: Plan) -> dict[str, Any]:
     return {key: _plain(value) for key, value in asdict(plan).items()}
 
 
-def write(plan: Plan, path: Path | str) -> None:
-    """Put the plan into a file, whole or not at all; `read` gives the same plan back. PlanError where it cannot be."""
+def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
+    """Put the plan into a file, whole or not at all; `read` gives the same plan back. PlanError where it cannot be.
+
+    `open_warmup`: a number of warm-up steps that follows from the number of steps is written as -1, so that it still
+    does where that is changed.
+    """
     path = Path(path)
-    text = yaml.safe_dump(dump(plan), sort_keys=False, width=WIDTH)
+    content = dump(plan)
+    if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
+        content["recipe"]["warmup_steps"] = -1
+    text = yaml.safe_dump(content, sort_keys=False, width=WIDTH)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:

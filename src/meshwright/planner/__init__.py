@@ -5,6 +5,7 @@
     stages     the sums of a pipeline stage                states  parameters, gradients, optimizer states
     timeline   the schedule played with those seconds      memory  the schedule played with those bytes
     predict    all of it as one Prediction                 search  every legal layout, ranked
+    curves     rates that were measured, in place of a device's figures; clusterfile reads them
     stack      what other training software does otherwise; the published measurements were made with it
 
 Data flow: Plan -> predict -> Prediction -> words, tables, JSON; Plan without layout -> search -> [Prediction].

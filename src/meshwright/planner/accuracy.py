@@ -10,7 +10,8 @@ from pathlib import Path
 from meshwright.planner.choice import choices
 from meshwright.planner.fit import Calibration
 from meshwright.planner.links import links_of
-from meshwright.planner.predict import Estimator, Prediction
+from meshwright.planner.predict import Estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.published import Row, Unreadable, duplicate_of, read
 from meshwright.planner.speeds import speeds_of
 from meshwright.spec.errors import MeshwrightError

@@ -10,6 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
+from meshwright.planner.attends import core
+from meshwright.planner.backward import NONE as NOTHING
+from meshwright.planner.backward import Backward, backward
+from meshwright.planner.exchanges import Exchanges
+from meshwright.planner.exchanges import balance as exchange_balance
+from meshwright.planner.exchanges import enter as exchange_enter
+from meshwright.planner.exchanges import leave as exchange_leave
+from meshwright.planner.exchanges import ring as exchange_ring
 from meshwright.planner.kept import (
     NONE,
     Logits,
@@ -30,13 +38,14 @@ class Block:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
     `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
-    pass. `logits`: what head and loss keep.
+    pass; `backward`: the same of this package's engine, place by place. `logits`: what head and loss keep.
     """
 
     operations: tuple[Operation, ...]
     kept: tuple[Kept, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
+    backward: Backward = NOTHING
     logits: Logits = NONE
 
     def kept_bytes(self, recompute: str) -> float:
@@ -45,9 +54,20 @@ class Block:
             return self.boundary_bytes
         return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
 
+    def made_again_bytes(self, recompute: str) -> float:
+        """What recomputation brings back for a layer's backward pass, beside what was kept."""
+        if recompute == "selective":
+            return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
+        return max(0.0, self.kept_bytes("none") - self.boundary_bytes) if recompute == "full" else 0.0
+
+
+COLUMNS = ("qkv", "q", "q_down", "kv_down")
+"""Products that read what enters attention."""
+
 
 def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
     """A transformer block."""
+    of = replace(of, window=window)
     attention = list(_attention(of, window))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
@@ -57,13 +77,14 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
         kept=layer_kept(of, _widths(of), sizes),
         boundary_bytes=of.between_bytes,
         transient_bytes=layer_transient(of, sizes),
+        backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
     )
 
 
 def embedding(of: Local) -> Block:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
-    out = _leave(of, 1.0)
+    out = exchange_leave(of, 1.0)
     return Block(
         operations=(
             Operation(
@@ -81,8 +102,8 @@ def head(of: Local) -> Block:
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter = _enter(of, alone=bool(stack.head_chunk_bytes))
-    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes, 4)
+    enter = exchange_enter(of, alone=bool(stack.head_chunk_bytes))
+    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
         gather = Pass(chunks * vocab * shape.hidden * 8)
@@ -102,33 +123,11 @@ def head(of: Local) -> Block:
     return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
-def _enter(of: Local, inputs: int = 1, *, alone: bool = False) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
-    where f and g stand `alone`, in front of something else that reads it too."""
-    if of.tp == 1:
-        return (), ()
-    if not of.sp:
-        return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs),)
-    again = (Exchange("tp", "all-gather", of.hidden_bytes),) if of.stack.regather and not alone else ()
-    return (Exchange("tp", "all-gather", of.hidden_bytes),), (
-        Exchange("tp", "reduce-scatter", of.hidden_bytes),
-        *again,
-    )
-
-
-def _leave(of: Local, share: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """f* or g* behind row-split matrices."""
-    if of.tp == 1:
-        return (), ()
-    size = of.hidden_bytes * share
-    if not of.sp:
-        return (Exchange("tp", "all-reduce", size),), ()
-    return (Exchange("tp", "reduce-scatter", size),), (Exchange("tp", "all-gather", size),)
-
-
 def _norm(of: Local, name: str) -> Operation:
     passes = of.stack.norm_passes
-    moved, launches = of.between_bytes * passes, 1.0 if passes == 1 else 6.0
+    if of.shape.norm == "layernorm" and of.stack.layer_norm_passes:
+        passes = of.stack.layer_norm_passes
+    moved, launches = of.between_bytes * passes, 1.0 if passes < 2 else 6.0
     return Operation(
         name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
     )
@@ -182,15 +181,18 @@ def _widths(of: Local) -> Widths:
 def _attention(of: Local, window: int) -> Iterator[Operation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
-    enter, leave = _enter(of, of.stack.column_inputs[0]), _leave(of, 1.0)
-    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     if shape.mla:
-        yield from _latent(of, queries, keys_values)
+        made = list(_latent(of, queries, keys_values))
     else:
-        yield _linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)
+        made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
+    made = [replace(op, uncompiled=of.tp > 1) if op.name in COLUMNS else op for op in made]
+    readers = [op for op in made if op.name in COLUMNS]
+    enter, leave = exchange_enter(of, of.stack.column_inputs[0], readers=readers), exchange_leave(of, 1.0)
+    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
-        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes == 1 else 10.0
+        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
         yield Operation(
             name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
         )
@@ -218,7 +220,13 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     shape, sequence = of.shape, of.sequence
     heads = shape.heads / of.tp
     value = keys_values - queries if shape.mla else queries
-    exchanges = _ring(of, keys_values)
+    exchanges = exchange_ring(of, keys_values)
+    if of.stack.own:
+        found = core(of, queries, keys_values, value)
+        return Operation(
+            name="attention", again=True, forward=found.forward, inputs=found.backward,
+            forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
+        )  # fmt: skip
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
@@ -246,37 +254,39 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     )  # fmt: skip
 
 
-def _ring(of: Local, keys_values: float) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
-    """Context parallelism: all keys and values pass by; backward also their gradients, in fp32."""
-    if of.cp == 1:
-        return (), ()
-    size = of.batch * of.sequence * keys_values * of.width
-    if not of.ring:
-        return (Exchange("cp", "all-gather", size),), (
-            Exchange("cp", "all-gather", size),
-            Exchange("cp", "reduce-scatter", size * 4 / of.width),
-        )
-    return (Exchange("cp", "ring", size),), (
-        Exchange("cp", "ring", size),
-        Exchange("cp", "ring", size * 4 / of.width),
-    )
-
-
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
     shape = of.shape
-    enter, leave = (_enter(of, of.stack.column_inputs[1]), _leave(of, 1.0)) if exchange else (((), ()), ((), ()))
-    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     gates = 2 if shape.mlp == "swiglu" else 1
-    yield _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
-    moved = tokens * ffn * of.width
+    up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
+    enter: Exchanges = ((), ())
+    leave: Exchanges = ((), ())
+    if exchange:
+        enter, leave = exchange_enter(of, of.stack.column_inputs[1], readers=(up,)), exchange_leave(of, 1.0)
+    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield replace(up, uncompiled=of.tp > 1)
+    moved = tokens * ffn * of.width * _activation_passes(of)
     yield Operation(
         name=f"{name} activation",
-        forward=(Pass((gates + 1) * moved * of.stack.passes),),
-        inputs=(Pass((2 * gates + 1) * moved * of.stack.passes),),
+        forward=(Pass((gates + 1) * moved),),
+        inputs=(Pass((2 * gates + 1) * moved),),
         again=True,
     )
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
     yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+
+
+def _wide(op: Operation) -> Operation:
+    """Its products in fp32."""
+
+    def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
+
+    return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
+
+
+def _activation_passes(of: Local) -> float:
+    stack = of.stack
+    return stack.passes * (stack.swiglu_passes if of.shape.mlp == "swiglu" else stack.gelu_passes)
 
 
 def _routed(of: Local) -> Routed:
@@ -292,9 +302,12 @@ def _experts(of: Local) -> Iterator[Operation]:
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
-    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (_enter(of, alone=True), _leave(of, 1.0))
+    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (exchange_enter(of, alone=True), exchange_leave(of, 1.0))
     yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
-    yield replace(_linear(of, "router", own, shape.hidden, moe.experts), forward_exchanges=_balance(of))
+    router = _linear(of, "router", own, shape.hidden, moe.experts)
+    if of.stack.own:
+        router = _wide(router)
+    yield replace(router, forward_exchanges=exchange_balance(of))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
     tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
@@ -310,8 +323,9 @@ def _experts(of: Local) -> Iterator[Operation]:
             forward=(Product(each, into, out, experts),),
             inputs=(Product(each, out, into, experts),),
             weights=(Product(into, each, out, experts),),
+            uncompiled=True,
         )
-    inner = copies * ffn * of.width * of.stack.passes
+    inner = copies * ffn * of.width * _activation_passes(of)
     yield Operation(
         name="experts activation",
         forward=(Pass((gates + 1) * inner),),
@@ -325,11 +339,3 @@ def _experts(of: Local) -> Iterator[Operation]:
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
     yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
-
-
-def _balance(of: Local) -> tuple[Exchange, ...]:
-    """Shares and probabilities of the experts in each sequence, where ranks see a part of it."""
-    assert of.shape.moe is not None
-    size = 2.0 * of.batch * of.shape.moe.experts * 4
-    axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
-    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]

@@ -3,15 +3,21 @@ sequence or half the machine would do."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
-from meshwright.planner.predict import Estimator, Prediction, estimator
+from meshwright.planner.predict import Estimator, estimator
+from meshwright.planner.prediction import Prediction
+from meshwright.planner.regions import batches
 from meshwright.planner.search import Found, search, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.worlds import differences
 
 AXES = ("tp", "cp", "pp", "ep")
+DOUBLINGS = 5
+"""Of nodes, where none of the layouts of a cluster fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,7 @@ def _less(layout: Layout, axis: str) -> Layout | None:
 
 def _with_batch(layout: Layout, plan: Plan) -> Layout:
     """A micro-batch that the ranks' share still divides into."""
-    per_rank = plan.recipe.global_batch // layout.dp
+    per_rank = gcd(*batches(plan.recipe)) // layout.dp
     micro = min(layout.micro_batch or per_rank, max(1, per_rank))
     while micro > 1 and per_rank % micro:
         micro -= 1
@@ -89,30 +95,28 @@ def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[Change]:
 
 
 def _tries(of: Estimator, plan: Plan) -> Iterator[Change]:
+    """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
-    tries: list[tuple[str, Layout]] = []
+    tries: list[Layout] = []
     policies: tuple[Literal["selective", "full"], ...] = ("selective", "full")
     for recompute in policies:
         if recompute != layout.recompute and layout.recompute != "full":
-            tries.append((f"layout.recompute={recompute}", replace(layout, recompute=recompute)))
+            tries.append(replace(layout, recompute=recompute))
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
     while half:
-        tries.append((f"layout.micro_batch={half}", replace(layout, micro_batch=half)))
+        tries.append(replace(layout, micro_batch=half))
         half //= 2
     stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
     for zero in stages:
         if zero > layout.zero and layout.dp * layout.cp > 1 and (layout.pp == 1 or zero == 1):
-            sharded = replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1)
-            tries.append((f"layout.zero={zero} layout.dp_shard={layout.dp}", sharded))
+            tries.append(replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1))
     for axis in ("tp", "cp", "pp"):
         for factor in (2, 4, 8):
             more = _more(layout, axis, factor)
             if more:
-                dp = "dp_shard" if layout.zero else "dp_replicate"
-                what = f"layout.{axis}={getattr(more, axis)} layout.{dp}={getattr(more, dp)}"
-                tries.append((what, _with_batch(more, plan)))
-    for what, changed in tries:
-        found = predicted(of, plan, changed, what)
+                tries.append(_with_batch(more, plan))
+    for changed in tries:
+        found = predicted(of, plan, changed, differences(layout, changed))
         if found:
             yield found
 
@@ -124,6 +128,8 @@ def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
     changes: dict[str, object] = {axis: getattr(layout, axis) * factor, name: getattr(layout, name) // factor}
     if axis == "tp":
         changes["sp"] = True
+    if axis == "pp" and layout.zero > 1:
+        changes["zero"] = 1
     return replace(layout, **changes)  # type: ignore[arg-type]
 
 
@@ -142,10 +148,17 @@ def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:
     return fits, None
 
 
-def on_half(of: Estimator, plan: Plan) -> Found | None:
-    """The best layouts with half the nodes (or half the devices of one)."""
+def odd(plan: Plan) -> bool:
+    """Whether there is no half of the devices to look at."""
     cluster = plan.cluster
-    if cluster.devices == 1:
+    return cluster.devices == 1 or bool((cluster.nodes if cluster.nodes > 1 else cluster.devices_per_node) % 2)
+
+
+def on_half(of: Estimator, plan: Plan) -> Found | None:
+    """The best layouts, freely chosen, with half the nodes (or half the devices of one); None where that is no whole
+    number."""
+    cluster = plan.cluster
+    if odd(plan):
         return None
     if cluster.nodes > 1:
         smaller = replace(cluster, nodes=cluster.nodes // 2)
@@ -153,3 +166,14 @@ def on_half(of: Estimator, plan: Plan) -> Found | None:
         smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
     half = replace(plan, cluster=smaller)
     return search(estimator(half, of.stack, of.speeds, of.links), half, listed=1)
+
+
+def enough_nodes(of: Estimator, plan: Plan) -> int:
+    """Nodes by doubling on which some layout fits; 0 where none of few doublings is enough, or the batch has no share
+    for each."""
+    cluster = plan.cluster
+    for doubling in range(1, DOUBLINGS + 1):
+        larger = replace(plan, layout=Layout(), cluster=replace(cluster, nodes=cluster.nodes * 2**doubling))
+        if search(estimator(larger, of.stack, of.speeds), larger, listed=1).best:
+            return larger.cluster.nodes
+    return 0

@@ -1,8 +1,9 @@
 """What the explorer's page needs to count memory by itself: what is linear in tokens or in elements, as numbers.
 
-Bytes that a part of the model keeps are linear in the tokens of a rank, but for the head's: those are the lower of two
-lines, since it runs chunk by chunk. Bytes of states are linear in a rank's elements. All else (padding of shards,
-micro-batches in flight, gathered layers, the worst moment) the page counts by itself: explorer/memory.js.
+Bytes that a part of the model keeps are linear in the tokens of a rank, masks of documents also in the positions of a
+sequence; those of the head are the lower of two lines, since it runs chunk by chunk. Bytes of states are linear in a
+rank's elements. All else (padding of shards, micro-batches in flight, gathered layers, the worst moment) the page
+counts by itself: explorer/memory.js and explorer/peaks.js.
 """
 
 from collections import Counter
@@ -22,10 +23,13 @@ FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
 SIZES: dict[str, Callable[[Cost], float]] = {
     "kept": lambda cost: cost.kept_bytes,
-    "transient": lambda cost: cost.transient_bytes,
+    "queued": lambda cost: cost.queued_bytes,
+    "mlp": lambda cost: cost.mlp_bytes - cost.new_bytes,
+    "attention": lambda cost: cost.attention_bytes,
     "logits_kept": lambda cost: cost.logits.kept,
     "logits_held": lambda cost: cost.logits.held,
-    "logits_transient": lambda cost: cost.logits.transient,
+    "logits_chunk": lambda cost: cost.logits.chunk,
+    "logits_matrix": lambda cost: cost.logits.matrix,
 }
 """Bytes of a part."""
 PARTS = ("embedding", "dense", "routed", "head")
@@ -39,11 +43,12 @@ class Degrees:
     tp: int
     sp: bool
     ep: int
+    cp: int = 1
 
     @property
     def key(self) -> str:
-        """As the page writes it; of ep it matters to a layer's tensors only whether there is any."""
-        return f"{self.tp}{'s' if self.sp else ''}{'e' if self.ep > 1 else ''}"
+        """As the page writes it; of ep and cp it matters to a layer's tensors only whether there is any."""
+        return f"{self.tp}{'s' if self.sp else ''}{'e' if self.ep > 1 else ''}{'c' if self.cp > 1 else ''}"
 
 
 def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     degrees = list(_degrees(of, devices))
     return {
         "sizes": list(SIZES),
-        "kept": {one.key: _parts(of, one) for one in degrees},
+        "kept": {one.key: _parts(of, one) for each in degrees for one in (each, replace(each, cp=2))},
         "elements": ELEMENTS,
         "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
         "states": [[[_states(of, zero, pp, sums) for sums in (False, True)] for pp in (1, 2)] for zero in range(4)],
@@ -71,10 +76,11 @@ def _degrees(of: Estimator, devices: int) -> list[Degrees]:
 
 
 def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]]]:
-    """recompute -> part -> for each of SIZES a line (bytes, bytes a token), or two of which the lower holds."""
+    """recompute -> part -> for each of SIZES (bytes, bytes a token, bytes a token and position of its sequence), or two
+    lines (bytes, bytes a token) of which the lower holds."""
     found: dict[str, dict[str, list[list[float]]]] = {}
     for recompute in RECOMPUTE:
-        at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, MANY, 2 * MANY)}
+        at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, 3 * FEW, MANY, 2 * MANY)}
         found[recompute] = {
             part: [_lines([(tokens, size(getattr(costs, part))) for tokens, costs in at.items()])
                    for size in SIZES.values()]
@@ -84,18 +90,24 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
 
 
 def _costs(of: Estimator, one: Degrees, recompute: str, tokens: int) -> Any:
-    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, micro_batch=1, recompute=recompute)  # type: ignore[arg-type]
-    alone = replace(of, recipe=replace(of.recipe, sequence=tokens, global_batch=layout.dp, batch_ramp=()))
+    layout = Layout(
+        dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1, recompute=recompute,  # type: ignore[arg-type]
+    )  # fmt: skip
+    recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
+    alone = replace(of, recipe=recipe)
     return alone.parts(layout)[1]
 
 
 def _lines(points: list[tuple[int, float]]) -> list[float]:
-    (n0, y0), (n1, y1), (n2, y2), (n3, y3) = points
+    """The first three lie FEW apart."""
+    (n0, y0), (n1, y1), (_, y), (n2, y2), (n3, y3) = points
+    bend = (y - 2 * y1 + y0) / (2 * FEW**2)
+    slope = (y1 - y0) / FEW - bend * (n0 + n1)
+    first = [y0 - slope * n0 - bend * n0**2, slope, bend]
+    if isclose(first[0] + slope * n3 + bend * n3**2, y3, rel_tol=1e-9, abs_tol=1e-6):
+        return first if any((y0, y1)) else [0.0, 0.0, 0.0]
     slope, far = (y1 - y0) / (n1 - n0), (y3 - y2) / (n3 - n2)
-    first = [y0 - slope * n0, slope]
-    if isclose(first[0] + slope * n3, y3, rel_tol=1e-12, abs_tol=1e-6):
-        return first if any((y0, y1)) else [0.0, 0.0]
-    return [*first, y2 - far * n2, far]
+    return [y0 - slope * n0, slope, y2 - far * n2, far]
 
 
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:

@@ -18,20 +18,20 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
-SCRIPTS = ("schedule.js", "legal.js", "memory.js", "words.js", "controls.js", "bars.js", "map.js", "timeline.js",
-           "page.js")  # fmt: skip
+SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "words.js", "controls.js", "bars.js",
+           "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 
-def page(plan: Plan) -> str:
-    """The HTML page for a plan's model, recipe and cluster; its layout does not matter."""
-    return _assemble(data(plan))
+def page(plan: Plan, of: Estimator | None = None) -> str:
+    """The HTML page for a plan's model, recipe and cluster; its layout does not matter. `of`: of a measured machine."""
+    return _assemble(data(plan, of))
 
 
-def data(plan: Plan) -> dict[str, Any]:
+def data(plan: Plan, of: Estimator | None = None) -> dict[str, Any]:
     """All numbers of the page. A batch ramp is left aside: a step has the recipe's global batch."""
     plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
-    of = estimator(plan)
+    of = of or estimator(plan)
     return {**facts(of, usable_bytes(plan)), "landscape": landscape(of, plan)}
 
 
@@ -87,6 +87,10 @@ def source(*names: str) -> str:
 def _assemble(content: dict[str, Any]) -> str:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = source("page.html")
-    for mark, part in (("/*STYLE*/", source("page.css")), ("/*SCRIPT*/", source(*SCRIPTS)), ("/*DATA*/", text)):
+    for mark, part in (
+        ("/*STYLE*/", source("colours.css", "page.css")),
+        ("/*SCRIPT*/", source(*SCRIPTS)),
+        ("/*DATA*/", text),
+    ):
         found = found.replace(mark, part, 1)
     return found

@@ -219,16 +219,21 @@ def _predicted_s(row: Row, changes: Mapping[str, Change]) -> float:
 
 
 def minimum(
-    residuals: Callable[[Sequence[float]], list[float]], count: int, shares: Sequence[float], rounds: int = 8
+    residuals: Callable[[Sequence[float]], list[float]],
+    count: int,
+    shares: Sequence[float],
+    rounds: int = 8,
+    trust: float | None = None,
 ) -> list[float]:
     """x that minimises sum(share huber(r / NOISE)) + sum(x^2) / trust^2: damped Gauss-Newton, finite differences.
 
-    `trust` is how far the priors are believed to reach: of TRUSTS the one that predicts left-out rows best.
+    `trust` is how far the priors are believed to reach; None = of TRUSTS what predicts left-out rows best.
     """
     x = [0.0] * count
     found = residuals(x)
     columns = slopes(residuals, x, found)
-    trust = min(TRUSTS, key=lambda one: left_out(found, columns, shares, one))
+    if trust is None:
+        trust = min(TRUSTS, key=lambda one: left_out(found, columns, shares, one))
     if not trust:
         return x
     pull, damping = 1 / trust**2, 0.1

@@ -50,18 +50,25 @@ def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept
 
 class Logits(NamedTuple):
     """Bytes that head, loss and the norm in front of them keep until their backward pass, those of them that stay until
-    the last layer's, and bytes more at the worst moment of the head. A dropout mask of the embedding stays too."""
+    the last layer's, and bytes more at the worst moments of the head: in a chunk of logits, and where the matrix's
+    gradient is made. A dropout mask of the embedding stays too."""
 
     kept: float
     held: float
-    transient: float
+    chunk: float
+    matrix: float = 0.0
+
+    @property
+    def transient(self) -> float:
+        """The worse of the two."""
+        return max(self.chunk, self.matrix)
 
     def plus(self, other: "Logits", times: float) -> "Logits":
         """Both kept, one moment at a time."""
         if not times:
             return self
         kept, held = self.kept + times * other.kept, self.held + times * other.held
-        return Logits(kept, held, max(self.transient, other.transient))
+        return Logits(kept, held, max(self.chunk, other.chunk), max(self.matrix, other.matrix))
 
 
 NONE = Logits(0.0, 0.0, 0.0)
@@ -81,12 +88,23 @@ def logits(of: "Local") -> Logits:
     vocab = shape.vocab / ranks
     stream, normed = (kept.none for kept in _norm_kept(of, "head"))
     if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
-        made = of.tokens * shape.hidden * of.width + shape.vocab / of.tp * shape.hidden * 4
-        return Logits(stream + made, 0.0, head_rows(of) * vocab * (4 + of.width))
+        matrix = shape.vocab / of.tp * shape.hidden
+        made = of.tokens * shape.hidden * of.width + matrix * 4
+        return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
     count = of.tokens * vocab
     peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
     kept = stream + normed + count * stack.logit_kept
     return Logits(kept, count * stack.logit_held, count * (peak - stack.logit_kept))
+
+
+def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
+    """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
+    that is not added inside the product (fp32 on one tp rank)."""
+    if not of.stack.own:
+        return logits * (of.width + 4), 0.0
+    if of.width == 4:
+        return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
+    return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
 
 
 def head_rows(of: "Local") -> float:
@@ -150,6 +168,11 @@ def _heads_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
     """Queries, keys and values as the core takes them. torchtitan's policy keeps every other product: q and v."""
     word = of.tokens * of.width
     whole = word * (widths.queries + widths.keys_values)
+    if of.masked and of.cp == 1:  # a mask wants keys and values for each head; it is made anew for each layer
+        repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
+        yield Kept("queries, keys and values of all heads", repeated, whole)
+        yield Kept("mask", of.batch * of.sequence**2 * of.width, 0.0)
+        return
     half = word * (widths.queries + widths.keys_values / 2)
     yield Kept("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)
     if of.shape.qk_norm:
@@ -195,6 +218,9 @@ def _experts_kept(of: "Local", routed: Routed) -> Iterator[Kept]:
     core = of.stack.selective == "core"
     scores = routed.tokens * moe.experts * 4
     yield Kept("router", 2 * scores, 2 * scores if core else scores)
+    if of.stack.own:
+        wide = routed.tokens * shape.hidden * 4 if of.width < 4 else 0.0
+        yield Kept("router input in fp32", wide, 0.0)
     order = routed.copies * (2 * INDEX_BYTES + 4)
     yield Kept("order", order, order if core else 0.0)
     sent = routed.copies * shape.hidden * of.width

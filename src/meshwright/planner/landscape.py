@@ -1,20 +1,23 @@
 """Every legal layout as a point of memory and step time, for the explorer's map: all of a small space, of a large one a
 sample and the Pareto front.
 
-The front is searched as planner/search.py searches the fastest: a region is left aside where some layout beats both the
-least memory and the least time that it can have. Points are counted as the search counts them, with closed forms for
-what is in flight and for the bubble; those of the front exactly, with the schedule played.
+The front is searched as planner/search.py searches the fastest: a family or region is left aside where some layout
+beats both the least memory and the least time that it can have (planner/bounds.py). Points are counted without playing
+their schedules, from closed forms of what is in flight and of the bubble that are not above the truth; those of the
+front exactly.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
+from meshwright.planner.bounds import Least, families
 from meshwright.planner.predict import Estimator
-from meshwright.planner.regions import Region, splits
-from meshwright.planner.search import bounded, sharing, usable_bytes
+from meshwright.planner.regions import Family, Region
+from meshwright.planner.search import usable_bytes
 from meshwright.planner.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -62,77 +65,113 @@ class Front:
 
 def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
-    every = [(least.seconds(region, m), least.peak(region, m)[0], region)
-             for least, region, m, _ in bounded(of, plan, {})]  # fmt: skip
+    every = [(least, family) for least, family in families(of, plan, {})]
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(
             f"no layout of {plan.cluster.devices} devices is legal with recipe.global_batch={recipe.global_batch} and "
             f"recipe.sequence={recipe.sequence}: take a global_batch that the number of devices divides"
         )
-    sizes = [len(splits(region.cell, {})) for *_, region in every]
+    sizes = [len(least.splits) * len(family.pipelines) for least, family in every]
     dice = Random(0)
     if sum(sizes) <= most:
-        found = [point for *_, region in every for point in look(of, region)]
-        near = front_of(found)
+        found = [point for least, family in every for point in look(of, least, family)]
+        front = front_of(of, sorted(found, key=lambda point: point.step_s * point.peak_bytes))
     else:
-        near, looked = search_front(of, every)
+        front, looked = search_front(of, every)
         found = dice.sample(looked, min(len(looked), most // 4))
-        found += drawn(of, [region for *_, region in every], sizes, most - len(found), dice)
-    exact = front_of([counted(of, point.layout) for point in near.points])
-    first = {point.layout for point in exact.points}
-    rest = {point.layout: point for point in [*near.points, *found] if point.layout not in first}
+        found += drawn(of, every, sizes, most - len(found), dice)
+    first = {point.layout for point in front.points}
+    rest = {point.layout: point for point in found if point.layout not in first}
     room = usable_bytes(plan)
-    fitting = [place for place, point in enumerate(exact.points) if point.peak_bytes <= room]
+    fitting = [place for place, point in enumerate(front.points) if point.peak_bytes <= room]
     return {
         "fields": FIELDS,
         "parts": PARTS,
         "legal": sum(sizes),
-        "front": len(exact.points),
-        "best": fitting[0] if fitting else max(0, len(exact.points) - 1),
-        "points": [_row(point) for point in [*exact.points, *rest.values()]],
+        "front": len(front.points),
+        "best": fitting[0] if fitting else max(0, len(front.points) - 1),
+        "points": [_row(point) for point in [*front.points, *rest.values()]],
     }
 
 
-def search_front(of: Estimator, every: list[tuple[float, float, Region]]) -> tuple[Front, list[Point]]:
-    """The front of all regions, given as (least seconds, least bytes, region), and all points looked at."""
+def search_front(of: Estimator, every: list[tuple[Least, Family]]) -> tuple[Front, list[Point]]:
+    """The front of all families, counted exactly, and all points looked at."""
     front, looked = Front(), []
-    for least_s, least_bytes, region in sorted(every, key=lambda one: one[0] * one[1]):
-        ordered = sorted(splits(region.cell, {}), key=sharing, reverse=True)
-        for split in ordered:
-            if front.beats(least_s, least_bytes):
-                break
-            point = counted(of, region.layout(*split), exact=False)
-            looked.append(point)
-            front.add(point)
-            if split is ordered[0]:  # it shares its states most: the others are not smaller
-                least_bytes = point.peak_bytes
+    bounds = [(least.family_s(family), least.family_bytes(family)) for least, family in every]
+    for place in sorted(range(len(every)), key=lambda place: bounds[place][0] * bounds[place][1]):
+        least, family = every[place]
+        if front.beats(*bounds[place]):
+            continue
+        for least_s, least_bytes, region in _promising(least, family, bounds[place][0], front):
+            for point in _not_beaten(of, least, region, least_s, least_bytes, front):
+                looked.append(point)
+                add(of, front, point)
     return front, looked
 
 
-def front_of(points: list[Point]) -> Front:
-    """Of these points."""
+def _promising(least: Least, family: Family, least_s: float, front: Front) -> Iterator[tuple[float, float, Region]]:
+    """A family's schedules. Of interleaved ones those with less time than all that take less memory, as far as bounds
+    can tell: they share the states in the same ways."""
+    shortest_s = inf
+    for least_bytes, region in sorted((least.region_bytes(region), region) for region in family.regions()):
+        if front.beats(least_s, least_bytes):
+            continue
+        region_s = max(least_s, least.region_s(region))
+        if region.schedule == "interleaved":
+            if region_s >= shortest_s:
+                continue
+            shortest_s = region_s
+        if not front.beats(region_s, least_bytes):
+            yield region_s, least_bytes, region
+
+
+def _not_beaten(
+    of: Estimator, least: Least, region: Region, least_s: float, least_bytes: float, front: Front
+) -> Iterator[Point]:
+    """The region's layouts, for as long as the front does not beat what is left of them."""
+    layout = region.layout(*least.splits[0], base=least.base)
+    if of.shape.moe is None:  # it shares its states most: the others hold no less, but for what is gathered for a while
+        memory = of.memory(layout, of.telling(layout), exact=False)
+        least_bytes = max(least_bytes, *(one.total_bytes - one.kinds["buffers"] for one in memory))
+    for split in least.splits:
+        if front.beats(least_s, least_bytes):
+            return
+        yield counted(of, region.layout(*split, base=least.base), exact=False)
+
+
+def front_of(of: Estimator, points: Iterable[Point]) -> Front:
+    """Of these points, counted exactly."""
     front = Front()
     for point in points:
-        front.add(point)
+        add(of, front, point)
     return front
 
 
-def look(of: Estimator, region: Region) -> Iterator[Point]:
-    """The region's layouts, by closed forms."""
-    for split in splits(region.cell, {}):
-        yield counted(of, region.layout(*split), exact=False)
+def add(of: Estimator, front: Front, point: Point) -> None:
+    """A point as closed forms count it: the truth is no less, so it is asked for only where that is not beaten."""
+    if not front.beats(point.step_s, point.peak_bytes):
+        front.add(counted(of, point.layout))
 
 
-def drawn(of: Estimator, regions: list[Region], sizes: list[int], number: int, dice: Random) -> list[Point]:
+def look(of: Estimator, least: Least, family: Family) -> Iterator[Point]:
+    """The family's layouts, by closed forms."""
+    for region in family.regions():
+        for split in least.splits:
+            yield counted(of, region.layout(*split, base=least.base), exact=False)
+
+
+def drawn(of: Estimator, every: list[tuple[Least, Family]], sizes: list[int], number: int, dice: Random) -> list[Point]:
     """So many layouts, each as likely as any other."""
     ends = list(accumulate(sizes))
     found = []
     for place in sorted(dice.sample(range(ends[-1]), number)):
         index = bisect_right(ends, place)
-        region = regions[index]
-        split = splits(region.cell, {})[place - (ends[index] - sizes[index])]
-        found.append(counted(of, region.layout(*split), exact=False))
+        least, family = every[index]
+        pipeline, split = divmod(place - (ends[index] - sizes[index]), len(least.splits))
+        name, vp = family.pipelines[pipeline]
+        region = Region(family.cell, family.micro_batch, name, vp, family.recompute)
+        found.append(counted(of, region.layout(*least.splits[split], base=least.base), exact=False))
     return found
 
 

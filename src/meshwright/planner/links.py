@@ -11,6 +11,7 @@ Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-test
 from dataclasses import dataclass
 from math import log2
 
+from meshwright.planner.curves import LinkCurves
 from meshwright.spec.cluster import Cluster
 
 
@@ -38,6 +39,9 @@ class Links:
     """Bytes of the tensor a second that such an all-reduce takes, of the datasheet's one-direction figure."""
     crowding: float = 0.0
     """Loss of bandwidth for each doubling of nodes beyond one."""
+    curves: LinkCurves | None = None
+    """Measured inside this very node: they stand in place of latency and bandwidth there, divided by curve_share."""
+    curve_share: float = 1.0
 
     def seconds(self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0) -> float:
         """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange.
@@ -45,6 +49,10 @@ class Links:
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
+        if nodes == 1 and self.curves:
+            measured = self.curves.exchange_s(collective, size_bytes, ranks)
+            if measured is not None:
+                return measured / self.curve_share
         bandwidth = self.bandwidth(inside, nodes)
         if collective == "all-to-all" and nodes > 1:
             once = min(1.0, nodes / routes) if routes else 1.0
@@ -81,9 +89,13 @@ class Links:
         network = inside * self.network_bytes_per_s * self.network_share
         return min(link, network) / (1 + self.crowding * log2(nodes))
 
-    def send_seconds(self, size_bytes: float, stride: int) -> float:
-        """Of one transfer to a rank `stride` away."""
-        near = stride < self.per_node
+    def send_seconds(self, size_bytes: float, stride: int, ranks: int = 2) -> float:
+        """Of one transfer to the next of `ranks` that lie `stride` apart: of the slowest of them, where any border lies
+        between nodes."""
+        near = stride * ranks <= self.per_node
+        measured = self.curves.exchange_s("send", size_bytes, 2) if near and self.curves else None
+        if measured is not None:
+            return measured / self.curve_share
         rate = self.link_bytes_per_s * self.link_share if near else self.network_bytes_per_s * self.network_share
         return self.base_s / 2 + size_bytes / rate
 

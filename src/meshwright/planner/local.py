@@ -6,6 +6,9 @@ from meshwright.planner.stack import Stack
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
+SPLIT = ("zb-h1", "zb-v")
+"""Schedules that split every backward pass; dualpipe-v splits those at both ends only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
@@ -27,6 +30,19 @@ class Local:
     product_width: float = 2.0
     """Bytes of an operand of the layers' products."""
     dropout: bool = False
+    documents: bool = False
+    """Attention has a mask of documents."""
+    window: int = 0
+    """Sliding window of the layer that is counted."""
+    splits: bool = False
+    """The schedule splits backward passes: gradients of weights come later."""
+    compiled: bool = False
+    """Blocks are compiled: a split backward pass leaves what the compiler leaves alone, and nothing else."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention reads a mask that is a tensor: for documents, or for a window where heads are whole."""
+        return self.stack.own and (self.documents or 0 < self.window < self.sequence)
 
     @property
     def tokens(self) -> float:
@@ -50,8 +66,9 @@ class Local:
 
 
 def local(
-    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0
-) -> Local:
+    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
+    documents: bool = False,
+) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     return Local(
         shape=shape,
@@ -66,4 +83,7 @@ def local(
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
         dropout=stack.dropout or dropout > 0,
+        documents=documents and stack.own,
+        splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
+        compiled=stack.own and layout.compile != "off",
     )

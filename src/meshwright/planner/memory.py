@@ -4,15 +4,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.moments import Moment
+from meshwright.planner.peaks import Rank, Units, enough
+from meshwright.planner.peaks import moments as peak_moments
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
 from meshwright.planner.states import States
 from meshwright.planner.timeline import actions_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
+from meshwright.spec.schedule import V_PLACED
 
-ENOUGH = 3
-"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
@@ -43,40 +45,60 @@ def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive = [0] * len(places)
     found: set[tuple[int, ...]] = set()
+    more = False
     for action in actions:
         if action.kind == "F":
             alive[places[action.stage]] += 1
-            found.add(tuple(alive))
+            more = True
         elif action.kind in ("W", "BW"):
+            if more:
+                found.add(tuple(alive))
             alive[places[action.stage]] -= 1
+            more = False
     return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
 
 
-def moments(layout: Layout, stack: Stack, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """`in_flight` for a step of so many micro-batches."""
-    if stack.pipeline_kept == "all" and layout.pp > 1:
-        return ((micro_batches,) * layout.vp,)
-    few = micro_batches
-    if layout.schedule != "afab" and micro_batches > ENOUGH * layout.pp + layout.pp:
-        few = ENOUGH * layout.pp + (micro_batches % layout.pp if layout.vp == 1 else 0)
+    few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
     return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
 
 
-def about(schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int) -> float:
-    """Micro-batches of a whole rank in flight by closed form, for a search; each of its stages has as many.
-
-    Sources: Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 and 2024 (zero-bubble), DeepSeek-V3 (DualPipe).
-    """
+def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
+    """Micro-batches alive in each stage of a rank when its first backward pass begins, by closed form: one of the
+    moments of the schedule, so that no peak is below it. Mostly it is the fullest."""
     p, v, m = ranks, virtual, micro_batches
-    alive = {
-        "afab": m,
-        "1f1b": p - rank,
-        "interleaved": (2 * (p - rank - 1) + (v - 1) * p + 1) / v,
-        "zb-h1": p,
-        "zb-v": p,
-        "dualpipe-v": p + 1,
-    }[schedule]
-    return float(min(m, alive)) if p > 1 else 1.0
+    if p == 1:
+        return (1,)
+    if name in V_PLACED:
+        return min(m, 2 * p - rank - 1), min(m, rank + 1)
+    if name == "afab":
+        return (m,)
+    width, hop = m // max(1, m // p), 2 if name == "interleaved" else 1
+    ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
+    rounds, rest = divmod(ahead, v * width)
+    return tuple(rounds * width + min(width, max(0, rest - chunk * width)) for chunk in range(v))
+
+
+def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
+    """Whether all gradients are there when as much is in flight again as before a rank's first backward pass; not known
+    of schedules laid out in a V."""
+    p, v, m = ranks, virtual, micro_batches
+    if p == 1:
+        return m > 1
+    if name in ("1f1b", "zb-h1"):
+        return m > (p if name == "1f1b" else 3 * p)
+    width = m // max(1, m // p)
+    ahead = sum(leading(name, p, m, v, 0))
+    return name == "interleaved" and m * v > ahead + v * width
+
+
+def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
+    """By closed form, of a pipeline rank: a backward pass begins with as much in flight as before its first."""
+    name, p, v = layout.schedule, layout.pp, layout.vp
+    alive = leading(name, p, micro_batches, v, rank)
+    graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
+    return Moment("pass", len(alive) - 1, alive, (0,) * len(alive), graded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,21 +147,28 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
 
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
-    border_bytes: float, update_bytes: float, exact: bool = True,
+    border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output. Not `exact`: micro-batches in flight by closed form."""
-    alive: tuple[tuple[float, ...], ...] = ((),)
-    if exact:
-        alive = moments(layout, stack, micro_batches, rank)
-    else:
-        alive = ((about(layout.schedule, layout.pp, layout.vp, micro_batches, rank),) * layout.vp,)
+    """`border_bytes`: a stage's output. Not `exact`: what is in flight by closed form, which is not above the peak.
+    `units`: of this package's own engine, whose moments are few and always looked at."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
-    activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
-    gathers = layout.pp == 1 or stack.sharding == "flat"
-    kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
+    alive: tuple[tuple[int, ...], ...] = ((),)
+    if units is not None:
+        one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
+                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
+        exact = exact or layout.pp == 1
+        found = peak_moments(layout, micro_batches, rank) if exact else (first_backward(layout, micro_batches, rank),)
+        when, kinds = one.peak(found)
+    else:
+        when = "backward pass"
+        alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
+        if exact:
+            alive = moments(layout, micro_batches, rank)
+        activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
+        gathers = layout.pp == 1 or stack.sharding == "flat"
+        kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
     update = {**state.update, "temporaries": update_bytes}
-    when = "backward pass"
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, "optimizer step"
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
@@ -147,11 +176,11 @@ def rank_memory(
     return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
 
 
-def _sum(counts: tuple[float, ...], sizes: list[float]) -> float:
+def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
+def _backward(alive: tuple[tuple[int, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
     """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
     them, when one micro-batch's logits are gone."""
     kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
@@ -169,7 +198,7 @@ def _backward(alive: tuple[tuple[float, ...], ...], costs: list[Cost], whole: Wh
     return max(found, key=lambda kinds: sum(kinds.values()))
 
 
-def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[float, ...], ...], border_bytes: float) -> float:
+def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[int, ...], ...], border_bytes: float) -> float:
     """What a pipeline receives and has yet to send."""
     if layout.pp == 1:
         return 0.0

@@ -1,12 +1,13 @@
 """Plan -> Prediction: memory, traffic and time of one layout, by counting."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.planner.known import Known
 from meshwright.planner.links import Links, links_of
-from meshwright.planner.local import Local, local
+from meshwright.planner.local import SPLIT, Local, local
 from meshwright.planner.memory import (
-    DRIVER_BYTES,
     RankMemory,
     Unit,
     Whole,
@@ -14,106 +15,32 @@ from meshwright.planner.memory import (
     whole_apart,
     whole_together,
 )
+from meshwright.planner.peaks import Unit as Peak
+from meshwright.planner.peaks import Units
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.speeds import Speeds, speeds_of
-from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stack import MESHWRIGHT, Stack, eager
 from meshwright.planner.stages import Cost, Costs, costs, ranks_of, split_by_cost
 from meshwright.planner.states import Counts, States, counts, states
 from meshwright.planner.timeline import (
     UNKNOWN,
     Edges,
     StepTime,
-    data_parallel_seconds,
+    least_s,
     owned,
+    pipeline_s,
     shared_links,
     step_time,
     update_seconds,
 )
-from meshwright.planner.traffic import Sent, traffic
+from meshwright.planner.traffic import Held, Sharing, sharing
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import V_PLACED
 from meshwright.spec.shape import ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a plan would cost. Seconds of a step, bytes at the peak of each pipeline rank."""
-
-    plan: Plan
-    stack: Stack
-    time: StepTime
-    memory: tuple[RankMemory, ...]
-    """Of each pipeline rank."""
-    peak_flop_per_s: float
-    """Of a device, the datasheet's."""
-
-    @property
-    def worst(self) -> RankMemory:
-        """The pipeline rank with the highest peak."""
-        return max(self.memory, key=lambda one: one.total_bytes)
-
-    @property
-    def peak_bytes(self) -> float:
-        """Its peak."""
-        return self.worst.total_bytes
-
-    @property
-    def reported_bytes(self) -> float:
-        """The peak as the software itself would report it: some print that of their first rank, and none more than a
-        device has."""
-        one = self.memory[0] if self.stack.reports == "first" else self.worst
-        return min(one.total_bytes, self.limit_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank's device has room, what the allocator holds for later left aside."""
-        later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
-        return self.peak_bytes - later <= self.limit_bytes
-
-    @property
-    def limit_bytes(self) -> float:
-        """What a device leaves to the allocator; infinite where its memory is not known."""
-        memory = self.plan.cluster.device.memory_bytes
-        return memory - DRIVER_BYTES if memory else float("inf")
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.time.total_s
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all ranks."""
-        return self.plan.recipe.global_batch * self.plan.recipe.sequence
-
-    @property
-    def tokens_per_s_per_device(self) -> float:
-        """The figure to compare with others."""
-        return self.tokens_per_step / self.step_s / self.plan.layout.world
-
-    def mfu(self, *, causal: bool) -> float:
-        """Model FLOP utilization of the datasheet's peak."""
-        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal).training
-        return flop * self.tokens_per_s_per_device / self.peak_flop_per_s
-
-    @property
-    def hfu(self) -> float:
-        """As mfu (causal), with what recomputation repeats."""
-        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
-        return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
-
-    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
-        """What a rank of a pipeline rank sends in a step, by axis and collective."""
-        return traffic(self.plan, pp_rank, self.stack)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """(pipeline - work of the busiest rank) / that work."""
-        busy = self.time.compute_s + self.time.exchange_s
-        return self.time.bubble_s / busy if busy else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,82 +55,104 @@ class Estimator:
     links: Links
 
     @cached_property
-    def _parts(self) -> dict[tuple[object, ...], tuple[Local, dict[str, Costs]]]:
-        return {}
+    def _known(self) -> Known:
+        return Known()
 
-    @cached_property
-    def _counts(self) -> dict[tuple[object, ...], Counts]:
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[tuple[int, int], Edges]:
-        return {}
-
-    @cached_property
-    def _stages(self) -> dict[tuple[object, ...], list[Cost]]:
-        return {}
-
-    @cached_property
-    def _fullest(self) -> dict[tuple[object, ...], list[int]]:
-        return {}
-
-    @cached_property
-    def _splits(self) -> dict[tuple[object, ...], list[range]]:
-        return {}
-
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, int]:
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, batch
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
+        batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, splits, layout.compile == "off", batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
         key = self._key(layout)
-        if key not in self._parts:
+        if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            of = local(self.shape, self.stack, layout, self.recipe.sequence, key[-1], width, self.recipe.dropout)
-            self._parts[key] = of, costs(of, layout, self.speeds, self.links)
-        of, found = self._parts[key]
+            recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
+            documents = recipe.document_mask
+            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
+            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links)
+        of, found = self._known.parts[key]
         return of, found[layout.recompute]
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
         key = layout.pp, layout.vp, layout.stages
-        if key not in self._splits:
+        if key not in self._known.splits:
             by_cost = self.stack.split == "cost" and not layout.stages
             stages = layout.pp * layout.vp
-            self._splits[key] = (
+            self._known.splits[key] = (
                 split_by_cost(self.shape, stages) if by_cost else layers_of_stages(self.shape.layers, layout)
             )
-        return self._splits[key]
+        return self._known.splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
         """Cost of each pipeline stage; those of the layout asked for last are kept."""
         key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
-        if key not in self._stages:
+        if key not in self._known.stages:
             _, found = self.parts(layout)
             split = self.split(layout)
-            made: dict[tuple[int, int, bool, bool], Cost] = {}
+            made: dict[tuple[int, int, int, bool, bool], Cost] = {}
             stages = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                kind = len(layers), routed, s == 0, s == len(split) - 1
+                windowed = self._windowed(layers)
+                kind = len(layers), routed, windowed, s == 0, s == len(split) - 1
                 if kind not in made:
-                    made[kind] = found.stage(len(layers) - routed, routed, first=kind[2], last=kind[3])
+                    made[kind] = found.stage(
+                        len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
+                    )
                 stages.append(made[kind])
-            self._stages.clear()
-            self._stages[key] = stages
-        return self._stages[key]
+            self._known.stages.clear()
+            self._known.stages[key] = stages
+        return self._known.stages[key]
+
+    def _windowed(self, layers: range) -> int:
+        """Dense layers of these that have a window, where the first has none."""
+        if not (self.shape.window and self.shape.window_from_layer):
+            return 0
+        return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
+
+    def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
+        """(dense layers, routed ones, has the embedding, has the head) of each pipeline rank."""
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
+        if key not in self._known.kinds:
+            split, shape = self.split(layout), self.shape
+            routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
+            self._known.kinds[key] = [
+                (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
+                 len(split) - 1 in own)
+                for own in owned(layout.schedule, layout.pp, layout.vp)
+            ]  # fmt: skip
+        return self._known.kinds[key]
 
     def held(self, layout: Layout, rank: int) -> Counts:
         """Elements that a pipeline rank holds."""
-        shards = layout.dp_shard * layout.cp if layout.zero else 1
-        key = (layout.tp, layout.ep, layout.pp, layout.vp, layout.stages, layout.schedule, shards, rank)
-        if key not in self._counts:
-            split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
-            layers = tuple(layer for stage in own for layer in split[stage])
-            first, last = 0 in own, len(split) - 1 in own
-            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        return self._counts[key]
+        kind = self._ranks(layout)[rank]
+        key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
+        if key not in self._known.counts:
+            dense, routed, first, last = kind
+            layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        return self._known.counts[key]
+
+    def _layers(self, layout: Layout, rank: int) -> Held:
+        """What a pipeline rank has."""
+        split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+        layers = tuple(layer for stage in own for layer in split[stage])
+        return Held(layers, 0 in own, len(split) - 1 in own)
+
+    def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
+        """Seconds of data parallelism of a pipeline rank."""
+        held = self._layers(layout, rank)
+        degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
+        summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
+        routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
+        key = *degrees, len(held.layers), routed, held.first, held.last, summed
+        if key not in self._known.sums:
+            self._known.sums[key] = sharing(
+                self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
+            )
+        return self._known.sums[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
@@ -212,42 +161,90 @@ class Estimator:
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
-        """Time of a step and memory of every pipeline rank; not `exact`: of both ends and of the rank that holds most
-        layers, with closed forms instead of the schedule played."""
+        """Time of a step and memory of every pipeline rank; not `exact`: of a few ranks, without playing the schedule:
+        neither is more than what is exact."""
+        ranks = range(layout.pp) if exact else self.telling(layout)
+        return self.time(layout, exact=exact), self.memory(layout, ranks, exact=exact)
+
+    def time(self, layout: Layout, *, exact: bool = True) -> StepTime:
+        """Of a step."""
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        memory, reduce_s, gather_s, update_s = [], 0.0, 0.0, 0.0
-        for rank in range(layout.pp) if exact else self._telling(layout):
+        shared_s, update_s = Sharing(), 0.0
+        ranks = self._ranks(layout)
+        for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
-            memory.append(self._memory(layout, m, stages, state, rank, of, count, exact))
-            reduced, gathered = data_parallel_seconds(layout, self.stack, self.links, count, state)
-            reduce_s, gather_s = max(reduce_s, reduced), max(gather_s, gathered)
+            shared_s = shared_s.worst(self._sharing(layout, state, rank))
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, exact)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        time = step_time(layout, self.stack, m, shown, send_s, reduce_s, gather_s, update_s, shared, exact, edges)
-        return time, tuple(memory)
+        return step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, passes_s, edges,
+                         self.speeds.ranks_per_core)  # fmt: skip
 
-    def _telling(self, layout: Layout) -> list[int]:
+    def least_s(self, layout: Layout) -> float:
+        """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
+        m = layout.micro_batches(self.recipe.global_batch)
+        send_s = self._send_s(layout, self.parts(layout)[0])
+        shown = self._with_sends(layout, self.stages(layout), send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, False)
+        if layout.pp > 1:
+            passes_s /= max(1.0, self.speeds.ranks_per_core)
+        return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
+
+    def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
+        """Of all passes of a step; the last schedule played is kept, since all splits of dp have the same one."""
+        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages, layout.schedule, m, send_s)
+        if not exact or layout.pp == 1:
+            times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
+            return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
+        if key not in self._known.played:
+            self._known.played.clear()
+            self._known.played[key] = pipeline_s(layout, m, stages, send_s)
+        return self._known.played[key]
+
+    def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
+        """Of some pipeline ranks, in the largest steps of the recipe."""
+        if self.recipe.batch_ramp:
+            return self._largest.memory(layout, ranks, exact=exact)
+        recipe, stages = self.recipe, self.stages(layout)
+        m = layout.micro_batches(recipe.global_batch)
+        of, _ = self.parts(layout)
+        found = []
+        for rank in ranks:
+            count = self.held(layout, rank)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            found.append(self._memory(layout, m, stages, state, rank, of, count, exact))
+        return tuple(found)
+
+    @cached_property
+    def _largest(self) -> "Estimator":
+        recipe = self.recipe
+        batch = max(recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp))
+        return replace(self, recipe=replace(recipe, global_batch=batch, batch_ramp=()))
+
+    def telling(self, layout: Layout) -> list[int]:
         """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
         which routed ones count more."""
-        key = layout.schedule, layout.pp, layout.vp, layout.stages
-        if key not in self._fullest:
-            first = self.shape.moe.first_dense if self.shape.moe else self.shape.layers
-            sizes = [(max(0, one.stop - max(first, one.start)), len(one)) for one in self.split(layout)]
-            held = [[sizes[s] for s in own] for own in owned(layout.schedule, layout.pp, layout.vp)]
-            fullest = [(sum(routed for routed, _ in own), sum(layers for _, layers in own)) for own in held]
-            self._fullest[key] = sorted({0, fullest.index(max(fullest)), layout.pp - 1})
-        return self._fullest[key]
+        kinds = [(routed, dense + routed) for dense, routed, *_ in self._ranks(layout)]
+        return sorted({0, kinds.index(max(kinds)), layout.pp - 1})
+
+    def fullest(self, layout: Layout) -> list[int]:
+        """The ranks that no other is above: of those with equal layers the first, which has most in flight, unless the
+        stages lie in a V."""
+        if layout.schedule in V_PLACED:
+            return list(range(layout.pp))
+        kinds = self._ranks(layout)
+        return [rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]]
 
     def _send_s(self, layout: Layout, of: Local) -> float:
         if layout.pp == 1:
             return 0.0
-        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1])
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
 
     def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
         """What of the transfers no computation hides stands in both neighbours' time."""
@@ -272,6 +269,7 @@ class Estimator:
             border_bytes=of.between_bytes,
             update_bytes=self._update_bytes(count),
             exact=exact,
+            units=self._units(layout, state) if self.stack.own else None,
         )  # fmt: skip
 
     def _update_bytes(self, count: Counts) -> float:
@@ -290,12 +288,29 @@ class Estimator:
             return whole_together(block, self._unit(layout, state, (), first=True, last=True))
         return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
 
+    def _units(self, layout: Layout, state: States) -> Units:
+        """Of this package's engine: what is gathered, made and reduced together."""
+        tied, summed = self.shape.tied, layout.dp * layout.cp > 1
+        layers = self.shape.layers
+        made = state.parameter_bytes / state.gradient_bytes
+
+        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Peak:
+            found = self._unit(layout, state, layers, first=first, last=last)
+            return Peak(found.parameters, found.gradients, found.gradients * made)
+
+        return Units(
+            first=unit((), first=True, last=tied),
+            block=unit((layers - 1,)),
+            last=unit((), first=tied, last=True),
+            summed=summed,
+        )
+
     def _edges(self, layout: Layout) -> Edges:
         """Of the embedding's unit and of what stays whole, without a pipeline."""
         if layout.pp > 1 or layout.dp * layout.cp == 1:
             return UNKNOWN
         key = layout.tp, layout.ep
-        if key not in self._shares:
+        if key not in self._known.shares:
             plain, tied = replace(layout, zero=0), self.shape.tied
             whole, first, last = (
                 counts(self.shape, plain, layers, first=first, last=last).whole
@@ -303,16 +318,16 @@ class Estimator:
             )
             apart = self.stack.ends_apart
             ends = last if tied else first + last
-            self._shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
-        return self._shares[key]
+            self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
+        return self._known.shares[key]
 
     def _unit(
         self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
     ) -> Unit:
         key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
-        if key not in self._counts:
-            self._counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        found = self._counts[key].gathered
+        if key not in self._known.counts:
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        found = self._known.counts[key].gathered
         return Unit(found * state.parameter_bytes, found * state.gradient_bytes)
 
 

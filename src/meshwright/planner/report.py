@@ -1,9 +1,9 @@
-"""A prediction as the shared JSON document of `plan`, `dryrun` and `profile` (docs/planner.md)."""
+"""A prediction as the shared JSON document of `plan` (docs/planner.md)."""
 
 from dataclasses import asdict, fields
 from typing import Any
 
-from meshwright.planner.predict import Prediction
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.search import Found
 from meshwright.planner.timeline import StepTime
 

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, inf
 
-from meshwright.planner.work import Attention, Product, Work
+from meshwright.planner.curves import DeviceCurves
+from meshwright.planner.host import Host
+from meshwright.planner.work import Attention, Pass, Product, Work
 from meshwright.spec.cluster import Device
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """(rows, columns, share of the ceiling a full wave reaches): the shapes cuBLAS chooses from."""
+WIDE = 16
+"""Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
 SPLITS = (1, 2, 4)
 """Parts of the inner dim that processors share (split-K), where tiles are few."""
 
@@ -32,6 +36,8 @@ class Speeds:
     """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
     lowest_flop_per_s: float = 0.0
     """Best fp4 matrix product; 0 = as fp8."""
+    wide_flop_per_s: float = 0.0
+    """fp32 products as torch makes them unless told otherwise: not in TF32; 0 = a WIDE-th of the data sheet's peak."""
     product_share: float = 0.95
     """Of the best product, in a training run: clocks, power, layouts."""
     inner_half: float = 256.0
@@ -43,24 +49,52 @@ class Speeds:
     attention_forward: float = 0.64
     """Of the data sheet's peak that the attention kernel reaches with long sequences and heads of 128."""
     attention_backward: float = 0.58
+    attention_masked: tuple[float, float] = (0.35, 0.32)
+    """Forward and backward under a mask that is a tensor: the memory-efficient kernel, which is as fast as the first
+    generation of the other."""
     attention_half: tuple[float, float] = (400.0, 900.0)
     """Sequence length at which it reaches half of that, forward and backward."""
     memory_share: float = 0.80
     launch_s: float = 2.0e-6
     """Of a kernel on the device, however little it does."""
+    ranks_per_core: float = 1.0
+    """Above 1: ranks take turns on the cores of a CPU; one that waits leaves its turns to the others."""
+    host: Host | None = None
+    """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
+    host_share: float = 1.0
+    """Of that, in a training run."""
+    curves: DeviceCurves | None = None
+    """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
 
     def seconds(self, work: Work) -> float:
         """Of one operation, alone on the device."""
+        if self.curves:
+            return self._measured(self.curves, work)
         if isinstance(work, Product):
             return self._product(work)
         if isinstance(work, Attention):
-            return work.flop / (self.peak_flop_per_s * self._attention(work)) + self.launch_s
+            peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
+            return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
+
+    def update_seconds(self, moved_bytes: float) -> float:
+        """Of the optimizer, which moves so many bytes."""
+        if self.curves:
+            return moved_bytes / self.curves.update.at(moved_bytes)
+        return self.seconds(Pass(moved_bytes, 4))
+
+    def _measured(self, curves: DeviceCurves, work: Work) -> float:
+        if isinstance(work, Product):
+            return curves.product_s(work) / self.product_share + work.batch * self.launch_s
+        if isinstance(work, Attention):
+            share = self.attention_backward if work.backward else self.attention_forward
+            return curves.attention_s(work) / share + self.launch_s
+        return curves.pass_s(work) / self.memory_share + work.launches * self.launch_s
 
     def rate(self, width: float) -> float:
         """FLOP a second of the best product with operands of so many bytes."""
         if width >= 4:
-            return self.matmul_flop_per_s / 2
+            return self.wide_flop_per_s or self.peak_flop_per_s / WIDE
         if width >= 2 or not self.low_flop_per_s:
             return self.matmul_flop_per_s
         return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
@@ -69,6 +103,8 @@ class Speeds:
         share, half = self.attention_forward, self.attention_half[0]
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
+        if work.masked or work.width >= 4:
+            share = self.attention_masked[work.backward]
         return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
 
     @lru_cache(maxsize=65536)  # noqa: B019  frozen, and few: a device's, and a calibration's
@@ -100,17 +136,17 @@ class Speeds:
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {
-    "A100": {"processors": 108},
-    "H100": {"processors": 132, "product_share": 0.83},
-    "H200": {"processors": 132, "product_share": 0.83},
-    "H800": {"processors": 132, "product_share": 0.83},
-    "GH200": {"processors": 132, "product_share": 0.86},
-    "B200": {"processors": 148, "product_share": 0.85},
-    "GB200": {"processors": 152, "product_share": 0.85},
+    "A100": {"processors": 108, "wide_flop_per_s": 19.5e12},
+    "H100": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H200": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H800": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "GH200": {"processors": 132, "product_share": 0.86, "wide_flop_per_s": 67e12},
+    "B200": {"processors": 148, "product_share": 0.85, "wide_flop_per_s": 75e12},
+    "GB200": {"processors": 152, "product_share": 0.85, "wide_flop_per_s": 80e12},
     "B300": {"processors": 148, "product_share": 0.85},
     "GB300": {"processors": 152, "product_share": 0.85},
 }
-"""Since Hopper, power and not the tensor cores bound long runs of products."""
+"""Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets, CUDA cores."""
 HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
 BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
 FLASH: dict[str, dict[int, tuple[float, float]]] = {
@@ -153,6 +189,7 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
         attention_forward=forward * slow,
         attention_backward=backward * slow,
+        attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
         **known,  # type: ignore[arg-type]
     )
     return replace(base, **changes)  # type: ignore[arg-type]

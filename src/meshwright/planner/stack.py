@@ -4,7 +4,7 @@ The planner counts the same operations for all of them. Meshwright's own is what
 published measurements were made with them. Every field says what it counts; sources stand with each stack.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -14,6 +14,9 @@ class Stack:
 
     name: str
     """What accuracy tables call it."""
+    own: bool = False
+    """This package's engine, of which more is known than of the others: each moment of its schedules, widths of its
+    gradients, what its masks and its split backward passes cost."""
     attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
     flash: Literal[1, 2, 3] = 2
@@ -77,8 +80,6 @@ class Stack:
     """Of a parameter of a rank's shard under ZeRO-3; 0 = as the parameter. 4 = the shard is the master."""
     reports: Literal["worst", "first"] = "worst"
     """Which pipeline rank's peak its log prints."""
-    pipeline_kept: Literal["schedule", "all"] = "schedule"
-    """Micro-batches in flight as the schedule says, or all of them (AFAB)."""
     split: Literal["even", "cost"] = "even"
     """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
     outputs_kept: bool = False
@@ -97,6 +98,14 @@ class Stack:
     """How often elementwise operations move their data, over a fused kernel: bias, activation, residual, loss."""
     norm_passes: float = 1.0
     """The same for norms. In eager RMSNorm 32-bit copies, squares and products pass by: 20 x 2 bytes forward."""
+    layer_norm_passes: float = 0.0
+    """The same where a norm is LayerNorm; 0 = as norm_passes."""
+    swiglu_passes: float = 1.0
+    """Of that activation, times passes: what a CPU computes, not what it moves."""
+    gelu_passes: float = 1.0
+    """Of a GELU, likewise."""
+    loss_passes: float = 1.0
+    """Of softmax and loss, likewise."""
     rope_passes: float = 1.0
     """The same for the rotation of queries and keys. Eager: two products, a concatenation, a sum, each a kernel."""
     turns: float = 0.0
@@ -117,6 +126,9 @@ class Stack:
     """Share of the backward pass behind which reductions of gradients run."""
     hides_weights: float = 1.0
     """Share of the computation behind which ZeRO-3's gathers run."""
+    hides_beside: float = 1.0
+    """Share of the computation made to run beside an exchange that hides it: an attention core while the next keys
+    travel, gradients of weights while those of inputs are summed."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False
@@ -131,8 +143,16 @@ class Stack:
     """Where the figures stand or how they were found."""
 
 
+def eager(stack: Stack) -> Stack:
+    """This package's engine with blocks that are not compiled: activation, residual and rotation are kernels of their
+    own, each with its results in memory (kernels/swiglu.py, kernels/rope.py). A measured machine's were timed so."""
+    known = stack.passes == stack.rope_passes == 1.0
+    return replace(stack, passes=1.67, rope_passes=5.0) if stack.own and known else stack
+
+
 MESHWRIGHT = Stack(
     name="meshwright",
+    own=True,
     activation_kept=0.0,
     selective="products",
     logit_kept=0.0,

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.host import NOTHING, Triple
 from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
 from meshwright.planner.local import Local
 from meshwright.planner.speeds import Speeds
-from meshwright.planner.work import Attention, Exchange, Operation, Pass, Work
+from meshwright.planner.work import Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
@@ -24,9 +25,24 @@ class Cost:
     again_s: float = 0.0
     """Of input_s: repeated forward passes."""
     kept_bytes: float = 0.0
-    transient_bytes: float = 0.0
-    """Largest moment of a layer's backward pass, beyond what is kept."""
+    mlp_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
+    attention_bytes: float = 0.0
+    """The same of this package's engine in attention."""
+    queued_bytes: float = 0.0
+    """Kept from a split backward pass to the gradients of weights."""
+    split_bytes: float = 0.0
+    """Largest moment of a split pass in its last layer, beyond what it leaves."""
+    weights: float = 0.0
+    """Elements of the largest weight."""
+    new_bytes: float = 0.0
+    """Its gradient as it is made, part of mlp_bytes."""
     logits: Logits = NONE
+
+    @property
+    def transient_bytes(self) -> float:
+        """Largest moment of a layer's backward pass."""
+        return max(self.mlp_bytes, self.attention_bytes)
 
     @property
     def backward_s(self) -> float:
@@ -42,7 +58,12 @@ class Cost:
             exchange_s=self.exchange_s + times * other.exchange_s,
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
-            transient_bytes=max(self.transient_bytes, other.transient_bytes if times else 0.0),
+            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes if times else 0.0),
+            attention_bytes=max(self.attention_bytes, other.attention_bytes if times else 0.0),
+            queued_bytes=self.queued_bytes + times * other.queued_bytes,
+            split_bytes=max(self.split_bytes, other.split_bytes if times else 0.0),
+            weights=max(self.weights, other.weights if times else 0.0),
+            new_bytes=max(self.new_bytes, other.new_bytes if times else 0.0),
             logits=self.logits.plus(other.logits, times),
         )
 
@@ -69,21 +90,41 @@ class BlockTime:
     inputs: tuple[float, float]
     weights_s: float
     again: tuple[float, float]
+    within_s: float = 0.0
+    """Of weights_s: what no split pass leaves for later."""
 
 
 def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
     passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
     again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    called = _host(block, of, speeds)
     if of.stack.selective_repeats:
         rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
         again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
+    forward, inputs = (passes.of_pass(block.operations, side) for side in ("forward", "inputs"))
+    within = 0.0
+    if of.compiled:
+        inside = tuple(op for op in block.operations if not op.uncompiled)
+        within = passes.of_pass(inside, "weights")[0] if block.boundary_bytes else 0.0
     return BlockTime(
-        forward=passes.of_pass(block.operations, "forward"),
-        inputs=passes.of_pass(block.operations, "inputs"),
+        within_s=within,
+        forward=(forward[0] + called[0], forward[1]),
+        inputs=(inputs[0] + called[1], inputs[1]),
         weights_s=passes.of_pass(block.operations, "weights")[0],
-        again=again,
+        again=(again[0] + called[2], again[1]),
     )
+
+
+def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
+    """What a layer takes beside its kernels; ranks that share a core take turns with it."""
+    if not speeds.host or not block.boundary_bytes:
+        return NOTHING
+    routed = any(op.name == "dispatch" for op in block.operations)
+    experts = of.shape.moe.experts / of.ep if of.shape.moe else 0.0
+    times = speeds.host_share * speeds.ranks_per_core
+    a, b, c = (times * one for one in speeds.host.layer(of.shape, routed=routed, experts=experts))
+    return a, b, c
 
 
 def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
@@ -92,15 +133,25 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         recompute = "none"
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     kept = block.kept_bytes(recompute)
+    own = of.stack.own
+    repeated = max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0
+    if own:
+        repeated = block.made_again_bytes(recompute)
+    mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
+    attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
     return Cost(
         forward_s=time.forward[0],
-        input_s=time.inputs[0] + again[0],
-        weight_s=time.weights_s,
+        input_s=time.inputs[0] + again[0] + time.within_s,
+        weight_s=time.weights_s - time.within_s,
         exchange_s=time.forward[1] + time.inputs[1] + again[1],
         again_s=again[0],
         kept_bytes=kept,
-        transient_bytes=block.transient_bytes
-        + (max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0),
+        mlp_bytes=mlp,
+        attention_bytes=attention,
+        queued_bytes=block.backward.queued,
+        split_bytes=max(0.0, kept + max(mlp, attention) - block.backward.queued),
+        weights=block.backward.weights,
+        new_bytes=block.backward.weights * of.width,
         logits=block.logits,
     )
 
@@ -134,13 +185,14 @@ class Passes:
 
     def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
         ranks, stride = ranks_of(self.layout, exchange.axis)
-        kind = "all-gather" if exchange.collective == "ring" else exchange.collective
+        beside = self.of.stack.hides_beside
+        if exchange.collective == "ring":
+            hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
+            return (ranks - 1) * max(0.0, hop - beside * sum(map(self.speeds.seconds, works)) / ranks)
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
-        took = exchange.times * self.links.seconds(kind, exchange.size_bytes, ranks, stride, routes)
-        if exchange.collective == "ring":
-            core = sum(self.speeds.seconds(work) for work in works if isinstance(work, Attention))
-            return max(0.0, took - core * (ranks - 1) / ranks)
+        took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
+        took = max(0.0, took - beside * sum(map(self.speeds.seconds, exchange.beside)))
         return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
@@ -154,12 +206,14 @@ class Costs:
 
     embedding: Cost
     dense: Cost
+    windowed: Cost
     routed: Cost
     head: Cost
 
-    def stage(self, dense: int, routed: int, *, first: bool, last: bool) -> Cost:
-        """A pipeline stage with so many dense and routed layers."""
-        total = Cost().plus(self.dense, dense).plus(self.routed, routed)
+    def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> Cost:
+        """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
+        that the first layer has not."""
+        total = Cost().plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
         if first:
             total = total.plus(self.embedding)
         return total.plus(self.head) if last else total
@@ -170,7 +224,8 @@ def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, 
     shape, none = of.shape, Block(operations=())
     blocks = {
         "embedding": embedding(of),
-        "dense": layer(of, window=shape.window) if shape.routed_layers < shape.layers else none,
+        "dense": layer(of, window=shape.window_of(0)) if shape.routed_layers < shape.layers else none,
+        "windowed": layer(of, window=shape.window) if shape.window and shape.window_from_layer else none,
         "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
         "head": head(of),
     }

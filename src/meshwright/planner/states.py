@@ -53,6 +53,13 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
     )
 
 
+@cache
+def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
+    """Elements of the largest tensor of a layer on a rank."""
+    found = pieces(shape, tp, ep)
+    return max(prod(sizes) for sizes, _ in (found.routed if routed else found.dense))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`."""
@@ -114,7 +121,7 @@ def states(
     width = WIDTHS[precision]
     sixteen = precision != "fp32"
     gradient = stack.gradient_bytes if sixteen else width.gradient
-    if stack.name == "meshwright":
+    if stack.own:
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     master = stack.master_bytes if sixteen else width.master
     shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0

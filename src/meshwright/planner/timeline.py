@@ -9,12 +9,11 @@ from typing import NamedTuple
 from meshwright.planner.links import Links
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import Stack
-from meshwright.planner.stages import Cost, ranks_of
-from meshwright.planner.states import Counts, States
-from meshwright.planner.work import Pass
+from meshwright.planner.stages import Cost
+from meshwright.planner.states import Counts
+from meshwright.planner.traffic import Sharing
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Place, needs
-from meshwright.spec.schedule import V_PLACED, Actions, schedule, stage_rank, stages_of
+from meshwright.spec.schedule import SPLIT, Actions, last_of, schedule, stage_rank, stages_of
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -46,7 +45,7 @@ class StepTime:
     exchange_s: float
     """Exposed exchanges of tensor, context and expert parallelism inside them."""
     bubble_s: float
-    """Waiting in the pipeline."""
+    """Waiting in the pipeline. Below 0 where ranks share cores: the others wait, and the busiest has their turns."""
     weights_s: float
     """Exposed gathers of ZeRO-3."""
     gradients_s: float
@@ -87,24 +86,38 @@ def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
     """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
     actions = actions_of(name, ranks, micro_batches, virtual)
     holders = stage_rank(name, ranks, virtual)
-    made: dict[Place, int] = {}
+    last, stages = len(holders) - 1, range(len(holders))
+    forward = [[-1] * micro_batches for _ in stages]
+    backward = [[-1] * micro_batches for _ in stages]
     found: list[tuple[int, int, int]] = []
     nexts = [0] * ranks
     waiting = deque(range(ranks))
     while waiting:
         rank = waiting.popleft()
         own = actions[rank]
-        while nexts[rank] < len(own):
-            action = own[nexts[rank]]
-            wanted = needs(action, len(holders))
-            if any(place not in made for place in wanted):
-                waiting.append(rank)
-                break
-            others = [made[place] for place in wanted if holders[place[1]] != rank]
-            if action.kind != "W":
-                made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
-            found.append((4 * action.stage + KINDS[action.kind], rank, others[0] if others else -1))
-            nexts[rank] += 1
+        place = nexts[rank]
+        while place < len(own):
+            kind, stage, i = own[place].kind, own[place].stage, own[place].micro_batch
+            other = -1
+            if kind == "F":
+                made = forward
+                if stage and (other := forward[stage - 1][i]) < 0:
+                    break
+                before = stage - 1
+            else:
+                made = backward
+                if kind != "W" and stage < last and (other := backward[stage + 1][i]) < 0:
+                    break
+                before = stage + 1
+            if other >= 0 and holders[before] == rank:
+                other = -1
+            if kind != "W":
+                made[stage][i] = len(found)
+            found.append((4 * stage + KINDS[kind], rank, other))
+            place += 1
+        nexts[rank] = place
+        if place < len(own):
+            waiting.append(rank)
     return tuple(found)
 
 
@@ -133,12 +146,14 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: f
 
 
 def step_time(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, reduce_s: float,
-    gather_s: float, update_s: float, shared: float = 0.0, exact: bool = True, edges: Edges = UNKNOWN,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
+    update_s: float, shared: float = 0.0, passes_s: float | None = None, edges: Edges = UNKNOWN,
+    ranks_per_core: float = 1.0,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `reduce_s`, `gather_s`: of all gradients once, of all parameters once (ZeRO). `shared`: so much
-    of the exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. Not
-    `exact`: the bubble by closed form instead of playing the schedule."""
+    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much of the
+    exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. `passes_s`: of
+    all passes, where it is known already (otherwise the schedule is played). `ranks_per_core` above 1: the seconds are
+    those of ranks that take turns; while one waits the others have its turns, until the cores are busy all along."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
@@ -147,13 +162,17 @@ def step_time(
     busy = m * per_rank[busiest]
     if layout.pp == 1:
         bubble_s = 0.0
-    elif exact:
-        bubble_s = pipeline_s(layout, m, stages, send_s) - busy
     else:
-        bubble_s = bubble_about_s(layout.schedule, layout.pp, layout.vp, m, _sum(own))
+        bubble_s = (pipeline_s(layout, m, stages, send_s) if passes_s is None else passes_s) - busy
+    if ranks_per_core > 1 and layout.pp > 1:
+        bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
-    weights, gradients = _data_parallel(layout, stack, m, own, reduce_s, gather_s, behind, edges)
-    whole_s = _data_parallel_s(layout, m, reduce_s, gather_s, edges)
+    if stack.own and layout.pp > 1:
+        behind *= 1 - _after_passes(
+            layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
+        )
+    weights, gradients = _data_parallel(layout, stack, m, own, sharing, behind, edges)
+    whole_s = _data_parallel_s(layout, m, sharing, edges)
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange + slowed,
@@ -166,13 +185,6 @@ def step_time(
     )
 
 
-def _sum(own: list[Cost]) -> Cost:
-    total = Cost()
-    for cost in own:
-        total = total.plus(cost)
-    return total
-
-
 @cache
 def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """The stages of each pipeline rank."""
@@ -180,19 +192,34 @@ def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...
     return tuple(stages_of(placement, rank) for rank in range(ranks))
 
 
-def bubble_about_s(name: str, ranks: int, virtual: int, micro_batches: int, micro: Cost) -> float:
-    """Waiting in a pipeline of equal ranks, as the closed forms have it; `micro`: a rank's share of one micro-batch.
+def least_s(
+    name: str, ranks: int, virtual: int, micro_batches: int, times: Sequence[tuple[float, float, float]], send_s: float
+) -> float:
+    """No play of the schedule takes less (`times` as there): each rank waits for the forward passes of the stages in
+    front of its first one, does all its work, and is followed by their backward passes. What a rank that splits
+    backward passes has left to do by then, it does beside them. Exact for equal stages but with DualPipe."""
+    split, m = name in SPLIT, micro_batches
+    ahead_s = behind_s = longest_s = 0.0
+    for rank, own in enumerate(owned(name, ranks, virtual)):
+        work_s = 0.0
+        for stage in own:
+            forward_s, input_s, weight_s = times[stage]
+            work_s += forward_s + input_s + weight_s
+        left_s = _left_s(name, rank, m, [times[stage][2] for stage in own]) if split else 0.0
+        took_s = ahead_s + m * work_s + (behind_s - left_s if behind_s > left_s else 0.0)
+        if took_s > longest_s:
+            longest_s = took_s
+        forward_s, input_s, weight_s = times[rank]  # its first stage, whatever the placement
+        ahead_s += forward_s + send_s
+        behind_s += input_s + send_s + (0.0 if split else weight_s)
+    return longest_s
 
-    AFAB, 1F1B: (p - 1)(F + B + W); interleaved: a v-th of it; ZB-H1: (p - 1)(F + B - W) (Qi et al. 2023, table 2). With
-    the V-placed ones there is none from 2p - 1 micro-batches on; fewer take as long as that many (spec/schedule.py).
-    """
-    if ranks == 1:
-        return 0.0
-    if name == "zb-h1":
-        return (ranks - 1) * max(0.0, micro.forward_s + micro.input_s - micro.weight_s)
-    if name in V_PLACED:
-        return max(0, 2 * ranks - 1 - micro_batches) * _both(micro)
-    return (ranks - 1) * _both(micro) / virtual
+
+def _left_s(name: str, rank: int, m: int, weights_s: list[float]) -> float:
+    """Of gradients of weights, at most so much after a rank's last B of its first stage."""
+    if name == "zb-v":
+        return sum(min(m, rank + 1 - place) * took_s for place, took_s in enumerate(weights_s))
+    return min(m * len(weights_s), rank + 1) * max(weights_s)
 
 
 def _both(cost: Cost) -> float:
@@ -203,35 +230,47 @@ def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return owned(layout.schedule, layout.pp, layout.vp)
 
 
+@cache
+def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> float:
+    """Share of the first rank's stages whose gradients are whole only after gradients of weights that were left for
+    later: their reductions begin then, behind nothing."""
+    last = last_of(actions_of(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
+    return sum(action.kind == "W" for action in last.values()) / len(last)
+
+
 def _data_parallel(
-    layout: Layout, stack: Stack, m: int, own: list[Cost], reduce_s: float, gather_s: float, behind: float, edges: Edges
+    layout: Layout, stack: Stack, m: int, own: list[Cost], sharing: Sharing, behind: float, edges: Edges
 ) -> tuple[float, float]:
-    """(exposed gathers, exposed reductions) of a step."""
+    """(exposed gathers, exposed reductions) of a step. Replicas are summed in its last micro-batch."""
+    reduce_s, gather_s, copies_s = sharing
+    final_s = reduce_s + copies_s
     forward = stack.hides_weights * sum(cost.forward_s for cost in own)
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in own)
-        first, last = (edges.first or 1 / 50) * gather_s, (edges.first or 1 / 50) * reduce_s
+        share = edges.first or 1 / 50
         again_s = gather_s * (1 - edges.kept)
-        weights = m * (max(first, gather_s - forward) + max(0.0, again_s + reduce_s - backward))
-        return weights, last
-    last = (edges.first or 1 / 20) * reduce_s if stack.hides_gradients else reduce_s
+        weights = m * max(share * gather_s, gather_s - forward)
+        weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
+        return weights, share * final_s
+    share = (edges.first or 1 / 20) if stack.hides_gradients else 1.0
     times = m if layout.zero == 2 and layout.pp == 1 else 1
-    gradients = times * max(last, reduce_s - behind)
+    gradients = (times - 1) * max(share * reduce_s, reduce_s - behind) + max(share * final_s, final_s - behind)
     weights = max(0.0, gather_s - forward) if layout.zero else 0.0
     return weights, gradients
 
 
-def _data_parallel_s(layout: Layout, m: int, reduce_s: float, gather_s: float, edges: Edges) -> float:
+def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
     """Of all gathers and reductions of a step, hidden ones too."""
+    reduce_s, gather_s, copies_s = sharing
     if layout.zero == 3 and layout.pp == 1:
-        return m * ((2 - edges.kept) * gather_s + reduce_s)
-    return (m if layout.zero == 2 and layout.pp == 1 else 1) * reduce_s + (gather_s if layout.zero else 0.0)
+        return m * ((2 - edges.kept) * gather_s + reduce_s) + copies_s
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
 
 
 def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
     """The optimizer over a rank's own elements, and the norm of its gradients."""
-    moved = count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES)
-    return speeds.seconds(Pass(moved, 4))
+    return speeds.update_seconds(count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES))
 
 
 BACKWARD_EXCHANGES = 0.5
@@ -244,20 +283,3 @@ def shared_links(layout: Layout, links: Links) -> float:
     inside, _ = links.span(ranks, stride)
     across = layout.tp > links.per_node
     return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0
-
-
-def data_parallel_seconds(
-    layout: Layout, stack: Stack, links: Links, count: Counts, state: States
-) -> tuple[float, float]:
-    """(reducing all gradients of a rank once, gathering all its parameters once)."""
-    width = stack.gradient_exchange_bytes or state.gradient_bytes
-    shards, stride = layout.dp_shard * layout.cp, ranks_of(layout, "cp")[1]
-    copies, apart = ranks_of(layout, "dp_replicate")
-    reduce_s = gather_s = 0.0
-    if layout.zero:
-        reduce_s = links.seconds("reduce-scatter", count.whole * width, shards, stride)
-        gather_s = links.seconds("all-gather", count.whole * state.parameter_bytes, shards, stride)
-        reduce_s += links.seconds("all-reduce", count.shard * width, copies, apart)
-    else:
-        reduce_s = links.seconds("all-reduce", count.whole * width, shards * copies, stride)
-    return reduce_s, gather_s

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.planner.block import Block, embedding, head, layer
+from meshwright.planner.links import Links
 from meshwright.planner.local import Local, local
 from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stages import ranks_of
@@ -34,6 +35,14 @@ class Sent(NamedTuple):
     collective: str
     calls: int
     sent_bytes: int
+
+
+class Held(NamedTuple):
+    """Layers of a pipeline rank, and whether it has the embedding and the head."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
 
 
 Calls = Iterator[tuple[str, str, int, float]]
@@ -67,7 +76,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
-    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout)
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     held = Held(
@@ -84,12 +93,56 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     yield from _of_numbers(layout)
 
 
-class Held(NamedTuple):
-    """Layers of a pipeline rank, and whether it has the embedding and the head."""
+class Sharing(NamedTuple):
+    """Seconds of data parallelism, each collective by itself: reducing all gradients once, gathering all parameters
+    once, and summing gradients over replicas that hold the same shards, once a step."""
 
-    layers: tuple[int, ...]
-    first: bool
-    last: bool
+    reduce_s: float = 0.0
+    gather_s: float = 0.0
+    copies_s: float = 0.0
+
+    def worst(self, other: "Sharing") -> "Sharing":
+        """Of two ranks."""
+        return Sharing(*map(max, self, other))
+
+
+def sharing(shape: ModelShape, layout: Layout, held: Held, links: Links, word: float, summed: float,
+            lump: bool) -> Sharing:  # fmt: skip
+    """Of the calls of the ledger. `word`, `summed`: bytes of a parameter and of a gradient as they travel. `lump`: a
+    collective takes all it can at once, not unit by unit."""
+    plain = replace(layout, pp=1) if layout.pp > 1 else layout
+    units = _units(shape, layout, held)
+    calls = _of_shards(plain, 1, units, word, summed) if layout.zero else _of_replicas(layout, units, summed)
+    found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
+    sizes: dict[tuple[str, str], float] = {}
+    for axis, collective, times, sent in calls:
+        if collective == "all_gather":
+            times = max(1, times // 2) if layout.zero == 3 else times
+        size = sent / (2 if collective == "all_reduce" else 1)
+        if lump:
+            sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
+        else:
+            found[_part(axis, collective)] += times * _seconds(layout, links, axis, collective, size)
+    for (axis, collective), size in sizes.items():
+        found[_part(axis, collective)] += _seconds(layout, links, axis, collective, size)
+    return Sharing(found["reduce"], found["gather"], found["copies"])
+
+
+def _part(axis: str, collective: str) -> str:
+    return "copies" if axis == "replicate" else "gather" if collective == "all_gather" else "reduce"
+
+
+def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: float) -> float:
+    """Of one call whose rounds each send so many bytes."""
+    holders = _holders(layout)
+    ranks, stride = {
+        "shard": (layout.dp_shard * layout.cp, layout.tp),
+        "data": (layout.dp * layout.cp, layout.tp),
+        "expert_shard": (holders, layout.ep),
+        "expert_data": (layout.dp_replicate * holders, layout.ep),
+        "replicate": ranks_of(layout, "dp_replicate"),
+    }[axis]
+    return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
 def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
@@ -139,6 +192,8 @@ class Unit(NamedTuple):
     """Experts that lie on the ranks of ep."""
     kept: bool = False
     """Whole from the forward to the backward pass, under ZeRO-3 too."""
+    times: int = 1
+    """So many of them."""
 
 
 def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
@@ -146,11 +201,11 @@ def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
     makes the ends one unit under ZeRO."""
     found = pieces(shape, layout.tp, layout.ep)
     (layers, first, last), apart = held, layout.ep > 1
-    units = []
-    for number in layers:
-        block = found.routed if shape.is_moe_layer(number) else found.dense
-        units.append(Unit(tuple(size for size in block if not (apart and size[1]))))
-        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True))
+    routed = sum(map(shape.is_moe_layer, layers)) if shape.moe else 0
+    units: list[Unit] = []
+    for block, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
+        units.append(Unit(tuple(size for size in block if not (apart and size[1])), times=times))
+        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
     front, behind = found.embedding if first else (), found.norm if last else ()
     if shape.tied:
         front = (*front, *(found.head if last and not first else ()))
@@ -159,7 +214,7 @@ def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
     ends = (
         [Unit((*front, *behind), kept=True)] if shape.tied and layout.zero else [Unit(front), Unit(behind, kept=True)]
     )
-    return (unit for unit in (*units, *ends) if unit.sizes)
+    return (unit for unit in (*units, *ends) if unit.sizes and unit.times)
 
 
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
@@ -179,7 +234,7 @@ def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
         n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
         if n > 1:
             axis = "expert_data" if unit.spread else "data"
-            yield axis, "all_reduce", 1, 2 * (n - 1) * _numel(unit.sizes) * summed // n
+            yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(unit.sizes) * summed // n
 
 
 def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summed: float) -> Calls:
@@ -191,10 +246,10 @@ def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summe
         shard = _numel(unit.sizes, n)
         gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1:
-            yield axis, "all_gather", gathers, (n - 1) * shard * word
-            yield axis, "reduce_scatter", each if layout.zero >= 2 else 1, (n - 1) * shard * summed
+            yield axis, "all_gather", unit.times * gathers, (n - 1) * shard * word
+            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * shard * summed
         if r > 1:
-            yield "replicate", "all_reduce", 1, 2 * (r - 1) * shard * summed // r
+            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * shard * summed // r
 
 
 @cache

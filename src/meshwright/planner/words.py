@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from meshwright.planner.batch import budget, critical
 from meshwright.planner.changes import Change, fixes, longest_sequence, on_half, without
-from meshwright.planner.predict import Estimator, Prediction
+from meshwright.planner.predict import Estimator
+from meshwright.planner.prediction import Prediction
 from meshwright.planner.search import Found, techniques, usable_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -12,6 +13,8 @@ from meshwright.spec.units import GIB, count, duration, gib
 
 TIE = 0.02
 """Step times nearer than this are no choice of the planner's."""
+TIGHT = 0.93
+"""Of the memory a program can have: beyond it a few percent of error are too much."""
 COLLAPSED = 0.25
 """MFU below which a warning is due, where fewer devices would use each better by as much as WORTH."""
 WORTH = 1.25
@@ -39,27 +42,6 @@ def layout_words(layout: Layout) -> str:
     if layout.recompute != "none":
         words.append(f"recompute={layout.recompute}")
     return " ".join(words)
-
-
-def overrides(layout: Layout) -> str:
-    """The layout as `key=value` words for the command line."""
-    fields = (
-        "dp_replicate",
-        "dp_shard",
-        "zero",
-        "tp",
-        "sp",
-        "cp",
-        "pp",
-        "vp",
-        "schedule",
-        "ep",
-        "micro_batch",
-        "recompute",
-    )
-    default = Layout()
-    changed = [(name, getattr(layout, name)) for name in fields if getattr(layout, name) != getattr(default, name)]
-    return " ".join(f"layout.{name}={str(value).lower()}" for name, value in changed)
 
 
 def fits(found: Prediction) -> str:
@@ -90,14 +72,29 @@ def summary(found: Found) -> Iterator[str]:
         yield f"{fits(best)} {layout_words(best.plan.layout)}: {speed(best)}."
         return
     yield f"{fits(best)} Fastest of {found.legal:,} legal layouts: {layout_words(best.plan.layout)}: {speed(best)}."
+    yield from _tight(found)
     yield from _others(found)
     yield f"Of the others {found.too_large:,} do not fit and {found.slower:,} cannot be faster than those listed."
     for one in found.rejected[:3]:
         room = usable_bytes(best.plan)
         yield (
-            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; the nearest needs "
-            f"{gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than there is: {layout_words(one.layout)}"
+            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; one of the nearest "
+            f"needs {gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than a program can have: "
+            f"{layout_words(one.layout)}"
         )
+
+
+def _tight(found: Found) -> Iterator[str]:
+    """Where little memory is left: the one that needs least among those that are nearly as fast."""
+    best, room = found.best[0], usable_bytes(found.best[0].plan)
+    if best.peak_bytes < TIGHT * room:
+        return
+    least = min(found.best, key=lambda one: one.peak_bytes)
+    said = f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, and the planner errs by several percent"
+    if least.peak_bytes < TIGHT * room:
+        slower = least.step_s / best.step_s - 1
+        said += f"; {gib(least.peak_bytes)} with {slower:.1%} more time: {layout_words(least.plan.layout)}"
+    yield said + "."
 
 
 def _others(found: Found) -> Iterator[str]:
@@ -145,14 +142,17 @@ def outlook(of: Estimator, best: Prediction, tokens: float, price: float) -> Ite
     half = on_half(of, plan)
     if half and half.best:
         ratio = half.best[0].step_s / best.step_s
-        yield f"Half the devices: {ratio:.2f}x as long a step, MFU {half.best[0].mfu(causal=False):.1%}."
+        yield (
+            f"Half the devices ({plan.cluster.devices // 2}): {ratio:.2f}x as long a step, MFU "
+            f"{half.best[0].mfu(causal=False):.1%}, with {layout_words(half.best[0].plan.layout)}."
+        )
         if best.mfu(causal=False) < COLLAPSED and ratio < 2 / WORTH:
             yield (
                 f"Warning: {plan.cluster.devices} devices are too many for this model and batch: MFU is "
                 f"{best.mfu(causal=False):.1%}, half of them would do {2 / ratio:.2f}x the work per device."
             )
     elif half:
-        yield "Half the devices: nothing fits."
+        yield f"Half the devices ({plan.cluster.devices // 2}): nothing fits."
     yield from _batch_words(plan, best, tokens)
     if tokens:
         bill = budget(tokens, best.tokens_per_step, best.step_s, plan.layout.world, price)
@@ -173,17 +173,18 @@ def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
         )
 
 
-def failure(of: Estimator, found: Found) -> str:
-    """Where nothing fits: the nearest layout, the term that overflows, and that more devices are needed."""
+def failure(found: Found, nodes: int = 0) -> str:
+    """Where nothing fits: the nearest layout, the term that overflows, and that more devices are needed. `nodes`: so
+    many are enough."""
     nearest = found.nearest
-    if nearest is None:
-        return "no layout is legal for these degrees: leave some of --layout free"
+    assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)
     kind, size = max(worst.kinds.items(), key=lambda item: item[1])
     return (
         f"none of {found.legal:,} legal layouts fits: the nearest needs {gib(worst.total_bytes)} of {gib(room)} a "
-        f"device, {NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; take more nodes, a "
-        "shorter sequence or another device"
+        f"device, {NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; "
+        + (f"{nodes} nodes are enough: take more nodes" if nodes else "take more nodes, a shorter sequence")
+        + " or another device"
     )
 
 

@@ -27,6 +27,10 @@ class Attention(NamedTuple):
     backward: bool = False
     sequence: float = 1e9
     dim: float = 128.0
+    masked: bool = False
+    """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
+    width: float = 2.0
+    """Bytes of an operand."""
 
 
 class Pass(NamedTuple):
@@ -46,6 +50,8 @@ class Exchange(NamedTuple):
     collective: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
     size_bytes: float
     times: float = 1.0
+    beside: tuple[Work, ...] = ()
+    """Work that runs while it is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class Operation:
     """One operation of the forward pass and what the backward pass makes of it.
 
     `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
+    `uncompiled`: the compiler leaves it alone, so that a split backward pass can leave its weights for later.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Operation:
     forward_exchanges: tuple[Exchange, ...] = ()
     backward_exchanges: tuple[Exchange, ...] = ()
     again: bool = False
+    uncompiled: bool = False
 
 
 class Kept(NamedTuple):

@@ -24,7 +24,8 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
 
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`; of two equally near ones the smaller."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = small + [number // d for d in small]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 

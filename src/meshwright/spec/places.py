@@ -26,6 +26,11 @@ def rank_of(layout: Layout, place: dict[str, int]) -> int:
     return rank
 
 
+def pipeline_ranks(layout: Layout) -> list[int]:
+    """The first rank of each pipeline place: others of the place hold and send as much."""
+    return [place * (layout.world // layout.pp) for place in range(layout.pp)]
+
+
 def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:
     """Ranks that differ from `rank` on `axes` only, in the order of the axes in AXES."""
     place = place_of(layout, rank)

@@ -51,7 +51,7 @@ def _instead(plan: Plan, processes: int, lead: str) -> str:
     """`LEAD layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`; or the numbers of processes that would do."""
     layouts = nearest_layouts(plan, processes)[:PROPOSED]
     if layouts:
-        return lead + ", or ".join(_change(plan.layout, layout) for layout in layouts)
+        return lead + ", or ".join(differences(plan.layout, layout) for layout in layouts)
     numbers = [
         next(
             (n for n in range(processes + way, processes + way * FARTHEST, way) if n > 0 and nearest_layouts(plan, n)),
@@ -64,7 +64,8 @@ def _instead(plan: Plan, processes: int, lead: str) -> str:
     return f"; no layout of {started} is legal for this plan, one of {legal} is" if legal else ""
 
 
-def _change(old: Layout, new: Layout) -> str:
+def differences(old: Layout, new: Layout) -> str:
+    """What makes one layout the other, as `key=value` words for the command line."""
     changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
     return " ".join(f"layout.{name}={_written(getattr(new, name))}" for name in changed)
 

@@ -52,10 +52,15 @@ def memory(device: torch.device) -> MemoryUse:
     """What is in use, as MemoryUse says."""
     if device.type == "cuda":
         return MemoryUse(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resident_peak_bytes()
     statm = Path("/proc/self/statm")
     now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
     return MemoryUse(now, max(now, peak))
+
+
+def resident_peak_bytes() -> int:
+    """The most memory that this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from meshwright.parallel import Engine
 from meshwright.train.batches import Batch, valid_tokens
@@ -20,20 +21,9 @@ def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_
     at once as it has ranks; the host waits for the device once, at the end.
     """
     started = time.perf_counter()
-    training = engine.model.training
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
-    try:
-        engine.eval()
-        with torch.no_grad():
-            for some in _runs(batches, engine.mesh["pp"].size):
-                tokens += valid_tokens(some)
-                total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
-            loss, counted = engine.sum_loss(total), engine.total(tokens, total.device)
-            loss_sum, tokens = loss.item(), int(counted.item())
-    finally:
-        if training:
-            engine.train()
-    mean = loss_sum / max(1, tokens)
+    loss, counted = summed_loss(engine, batches)
+    tokens = int(counted.item())
+    mean = loss.item() / max(1, tokens)
     return EvalMetrics(
         step=step,
         loss=mean,
@@ -42,6 +32,23 @@ def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_
         tokens=tokens,
         seconds=time.perf_counter() - started,
     )
+
+
+def summed_loss(engine: Engine, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    """Loss summed over all valid targets of all ranks, and their number, () float64 each. Like a training step this
+    runs on fake tensors too: nothing is read."""
+    training = engine.model.training
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    try:
+        engine.eval()
+        with torch.no_grad():
+            for some in _runs(batches, engine.mesh["pp"].size):
+                tokens += valid_tokens(some)
+                total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
+            return engine.sum_loss(total), engine.total(tokens, total.device)
+    finally:
+        if training:
+            engine.train()
 
 
 def _runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

@@ -14,7 +14,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.held import WIDTHS, memory
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import layers_of_stages, own_stages, place_of, rank_of
+from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
 
@@ -25,7 +25,7 @@ TOKEN_BYTES = 16
 def check_fits(plan: Plan, device: torch.device) -> None:
     """DoesNotFit where some rank needs more than a device has; the worst pipeline rank is named."""
     has = capacity_bytes(device)
-    states, kept, tokens, rank = max(_needs(plan, rank) for rank in _pipeline_ranks(plan.layout))
+    states, kept, tokens, rank = max(_needs(plan, rank) for rank in pipeline_ranks(plan.layout))
     tokens = tokens if device.type == "cpu" else 0
     if states + kept + tokens <= has:
         return
@@ -51,12 +51,6 @@ def capacity_bytes(device: torch.device) -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     given = limit.read_text().strip() if limit.is_file() else "max"
     return min(whole, int(given)) if given.isdigit() else whole
-
-
-def _pipeline_ranks(layout: Layout) -> list[int]:
-    """One rank of each pipeline place: the others hold as much."""
-    first = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 0)
-    return [rank_of(layout, {**first, "pp": place}) for place in range(layout.pp)]
 
 
 def _needs(plan: Plan, rank: int) -> tuple[int, int, int, int]:

@@ -25,7 +25,7 @@ from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
-from meshwright.train.watch import Summary, Watcher
+from meshwright.train.watch import Foreseen, Summary, Watcher
 
 ECHO_S = 1.0
 """A launcher passes on the Ctrl-C that its processes have already had from the terminal."""
@@ -38,10 +38,12 @@ def run(
     resume: str = "no",
     progress: Callable[[int, int], None] | None = None,
     pulse: Pulse | None = None,
+    foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
     `progress` is told of the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
+    `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
     Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
@@ -52,6 +54,7 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target))
+    foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     device.prepare(target, plan.recipe.precision)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
@@ -62,7 +65,7 @@ def run(
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
-        state = _new_state(plan, mesh, target, initialize=found is None)
+        state = new_state(plan, mesh, target, initialize=found is None)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
@@ -81,6 +84,7 @@ def run(
             saving=saving,
             watchers=tuple(watchers) if first.here else (),
             changes=changes,
+            foreseen=foreseen or Foreseen(),
         )
         return trainer.train(stop)
 
@@ -160,7 +164,9 @@ def _check_resume(plan: Plan, resume: str) -> None:
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
-def _new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
+def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
+    """A plan's model laid over the mesh, with its optimizer, before the first step; not `initialize`: the weights are
+    left as memory is, for whoever reads them from a checkpoint or wants only their sizes."""
     recipe = plan.recipe
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(

@@ -15,18 +15,8 @@ from meshwright.train.optimizer import AdamW
 
 def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
     """Bytes by kind (spec.held.KINDS) at this moment, which `phase` names. Tensors that share memory count once."""
-    now, kept = engine.parameters.values(), optimizer.parameters.values()
-    states = optimizer.tensors()
-    kinds: dict[str, list[Tensor]] = {
-        "parameters": list(now),
-        "shards": list(kept),
-        "gradients": [p.grad for p in (*now, *kept) if p.grad is not None],
-        "masters": [t for name, t in states.items() if name.startswith("master.")],
-        "moments": [t for name, t in states.items() if name.startswith("moment")],
-        "counters": [t for name, t in states.items() if name.startswith("step.")],
-    }
     seen: set[int] = set()
-    sizes = {kind: _bytes(tensors, seen) for kind, tensors in kinds.items()}
+    sizes = {kind: _bytes(tensors, seen) for kind, tensors in kept(engine, optimizer).items()}
     return Ledger(
         tuple(
             Entry(kind="memory", what=kind, rank=engine.mesh.rank, phase=phase, quantity=size, unit="bytes")
@@ -34,6 +24,20 @@ def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
             if size
         )
     )
+
+
+def kept(engine: Engine, optimizer: AdamW) -> dict[str, list[Tensor]]:
+    """The tensors of each kind (spec.held.KINDS) as they are now."""
+    now, own = engine.parameters.values(), optimizer.parameters.values()
+    states = optimizer.tensors()
+    return {
+        "parameters": list(now),
+        "shards": list(own),
+        "gradients": [p.grad for p in (*now, *own) if p.grad is not None],
+        "masters": [t for name, t in states.items() if name.startswith("master.")],
+        "moments": [t for name, t in states.items() if name.startswith("moment")],
+        "counters": [t for name, t in states.items() if name.startswith("step.")],
+    }
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

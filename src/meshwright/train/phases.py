@@ -3,7 +3,7 @@
 PHASES = {
     "meshwright.data.cache:prepare": "prepare the text",
     "meshwright.train.loop:_checkpoint_of": "verify the checkpoint",
-    "meshwright.train.loop:_new_state": "build the model",
+    "meshwright.train.loop:new_state": "build the model",
     "meshwright.train.loop:_resume": "load",
     "meshwright.train.batches:Feed.take": "data",
     "meshwright.train.step:MicroPass.__call__": "forward",

@@ -23,8 +23,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, ledger.json, loss.png, run.log, checkpoints/, hf/. A context
-    manager."""
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, run.log, checkpoints/, hf/. A
+    context manager."""
 
     path: Path
     plan: Plan
@@ -82,8 +82,13 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        """What a step of the first rank sends and holds."""
+        """What a step sends and holds."""
         return self.path / "ledger.json"
+
+    @property
+    def dry_run(self) -> Path:
+        """What the dry run before it said."""
+        return self.path / "dryrun.json"
 
     @property
     def loss_plot(self) -> Path:
@@ -110,6 +115,11 @@ class RunFolder:
         """Write ledger.json. RunError: disk full."""
         with _one_line(self.ledger):
             replace_file(self.ledger, (json.dumps(document, indent=1) + "\n").encode())
+
+    def keep_dry_run(self, document: Mapping[str, Any]) -> None:
+        """Write dryrun.json. RunError: disk full."""
+        with _one_line(self.dry_run):
+            replace_file(self.dry_run, (json.dumps(document, indent=1) + "\n").encode())
 
     def close(self) -> None:
         """Let others run in the folder."""

@@ -50,6 +50,10 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""
+        return self.pieces() | rng_state(self.engine.mesh.rank)[0]
+
+    def pieces(self) -> dict[str, Tensor]:
+        """The same without random generators."""
         found = self.model_tensors()
         boxes = self.engine.local_boxes()
         for name, tensor in self.optimizer.tensors().items():
@@ -57,7 +61,7 @@ class TrainState:
             found["optimizer." + name] = piece(tensor, box)
         if self.scaler:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
-        return found | rng_state(self.engine.mesh.rank)[0]
+        return found
 
     def values(self, recipe: Recipe, data: str) -> dict[str, Any]:
         """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in."""

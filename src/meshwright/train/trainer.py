@@ -24,7 +24,7 @@ from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.saver import Saver
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepResult, train_step
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.train.watch import EvalMetrics, Foreseen, RunInfo, StepMetrics, Summary, Watcher
 
 SIGNALS = (None, "SIGTERM", "SIGINT")
 """What may have asked a run to end, as ranks tell each other."""
@@ -51,6 +51,8 @@ class Trainer:
     watchers: tuple[Watcher, ...]
     changes: tuple[str, ...] = ()
     """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    """What is known of the run before it begins."""
     saver: Saver = field(init=False)
     ledger: StepLedger = field(init=False)
 
@@ -70,6 +72,8 @@ class Trainer:
         sampler = self._sampler(self.corpus.train, shuffle=True)
         feed = Feed(sampler, self.device, document_mask=recipe.document_mask, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
+        if self.is_first and self.foreseen.dry_run is not None:
+            self.folder.keep_dry_run(self.foreseen.dry_run)
         self._tell("started", self._info())
         self.state.engine.train()
         begun, first_tokens, loss, saved = time.perf_counter(), progress.tokens, math.nan, progress.step
@@ -273,6 +277,7 @@ class Trainer:
             bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
             peak_flop_per_s=device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device),
             losses=self._losses_before(),
+            foreseen=self.foreseen.sentences,
             notes=self._notes(),
         )
 
@@ -301,12 +306,12 @@ class Trainer:
     def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
-        if self.is_first and stop.requested is None:  # who sent a signal waits, and may not for long
-            records = MetricsLog.read(self.folder.metrics)
-            if records:
-                loss_plot(records, self.folder.loss_plot)
-        if self.is_first and self.ledger.step:
-            self.folder.keep_ledger(self.ledger.document())
+        waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
+        if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
+            loss_plot(records, self.folder.loss_plot)
+        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        if self.is_first and ledger:
+            self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:

@@ -1,10 +1,21 @@
 """What a run tells those who watch it: the Watcher protocol and the records it is given. No torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from meshwright.spec import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What was found out about a run before it begins."""
+
+    sentences: tuple[tuple[str, str], ...] = ()
+    """(label, what is said about it): of the plan, of the dry run."""
+    dry_run: Mapping[str, Any] | None = None
+    """The document of a dry run, kept in the run folder; None = there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +39,8 @@ class RunInfo:
     """What MFU is measured against; None = unknown, and MFU is not printed."""
     losses: tuple[float, ...] = ()
     """Of the last logged steps before first_step, for a curve that goes on where it was."""
+    foreseen: tuple[tuple[str, str], ...] = ()
+    """(label, sentence): what plan and dry run say."""
     notes: tuple[str, ...] = ()
     """Whatever else a person should read once, a sentence each."""
 

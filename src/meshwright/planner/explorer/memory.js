@@ -1,63 +1,45 @@
-// Peak memory of each pipeline rank: planner/states.py and planner/memory.py, ported. What is linear comes from Python
+// Peak memory of each pipeline rank: planner/states.py and planner/memory.py, ported;
+// peaks.js has the moments. What is linear comes from Python
 // (planner/coefficients.py) in DATA.memory; tests hold the two against each other on random plans.
 
 const KINDS = ["parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits",
   "buffers", "temporaries", "reserve"];
-const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
-const flights = new Map();
-
 // Memory of a legal layout: for each pipeline rank {when, kinds: {kind: bytes}, total}.
 function memoryOf(data, recipe, layout) {
   const m = microBatches(layout, recipe.global_batch);
   const tokens = microBatchOf(layout, recipe.global_batch) * recipe.sequence / layout.cp;
   const {pp, vp} = layout;
   const split = stageLayers(data.model.layers, pp * vp);
-  const stages = stageCosts(data, layout, tokens, split);
+  const stages = stageCosts(data, recipe, layout, tokens, split);
   const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
   const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
-  const alone = pp > 1 || degreeOfData(layout) * layout.cp === 1;
-  const whole = alone ? {loss: 0, head: 0, layer: 0} : gathered(data, layout, table);
+  const units = unitsOf(data, layout, table);
   const between = layout.sp ? tokens / layout.tp : tokens;
   const borders = pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0;
   return [...Array(pp).keys()].map((rank) => {
     const own = pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank);
-    const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), own.includes(pp * vp - 1));
+    const last = own.includes(pp * vp - 1);
+    const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), last);
+    const state = stateBytes(data.memory, table.step, count);
     const costs = own.map((stage) => stages[stage]);
-    return rankMemory(data, table, count, costs, momentsOf(layout, m, rank), whole, borders);
+    const worst = peakOf({layout, costs, state, units, last, table}, momentsOf(layout, m, rank));
+    return rankMemory(data, table, count, worst, borders);
   });
 }
 
-// Bytes of a rank at the worse of two moments: a backward pass, or the optimizer's update.
-function rankMemory({stack, memory}, table, count, costs, alive, whole, borders) {
-  const activations = mostAlive(alive, costs.map((cost) => cost.kept));
-  const step = {...stateBytes(memory, table.step, count), activations, ...backward(alive, costs, whole)};
-  step.buffers += borders;
+// Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
+function rankMemory({stack, memory}, table, count, worst, borders) {
+  const step = {...worst.kinds, buffers: worst.kinds.buffers + borders};
   const temporaries = count.own * stack.update_bytes + Math.min(4 * count.own, stack.bucket_bytes);
   const update = {...stateBytes(memory, table.update, count), temporaries};
-  const sum = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
-  const inside = sum(step) >= sum(update);
+  const inside = sumOf(step) >= sumOf(update);
   const kinds = {...(inside ? step : update)};
   kinds.reserve = stack.reserve_bytes + (stack.slack - 1) * (kinds.activations ?? 0);
-  return {when: inside ? "backward pass" : "optimizer step", kinds, total: sum(kinds)};
+  return {when: inside ? worst.when : "optimizer step", kinds, total: sumOf(kinds)};
 }
 
-const mostAlive = (alive, sizes) =>
-  Math.max(...alive.map((moment) => moment.reduce((sum, n, stage) => sum + n * sizes[stage], 0)));
-
-// The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind them,
-// when one micro-batch's logits are gone.
-function backward(alive, costs, whole) {
-  const most = (size) => Math.max(...costs.map(size));
-  const kept = mostAlive(alive, costs.map((cost) => cost.logits_kept));
-  const gone = most((cost) => cost.logits_kept - cost.logits_held);
-  const found = [
-    {logits: kept + most((cost) => cost.logits_transient), temporaries: 0, buffers: whole.loss},
-    {logits: kept - gone, temporaries: 0, buffers: whole.head},
-    {logits: kept - gone, temporaries: most((cost) => cost.transient), buffers: whole.layer},
-  ];
-  const sum = (kinds) => kinds.logits + kinds.temporaries + kinds.buffers;
-  return found.reduce((worst, kinds) => sum(kinds) > sum(worst) ? kinds : worst);
-}
+const numel = (shape) => shape.reduce((a, b) => a * b, 1);
+const sumOf = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
 
 function stateBytes({elements}, table, count) {
   const dot = (widths) => widths.reduce((sum, width, n) => sum + width * count[elements[n]], 0);
@@ -80,8 +62,8 @@ function countOf(data, layout, layers, first, last) {
   for (const [sizes, times] of parts)
     for (const [shape, expert, copies] of sizes) {
       const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
-      const numel = shape.reduce((a, b) => a * b, 1), each = Math.ceil(shape[dim] / n) * (numel / shape[dim]);
-      count.whole += many * numel;
+      const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
+      count.whole += many * all;
       count.shard += many * each;
       count.own += many * each;
       count.gathered += many * each * n;
@@ -100,65 +82,46 @@ function shardedDim(sizes, ranks) {
 const routedOf = (model, {start, end}) =>
   model.experts ? Math.max(0, end - Math.max(start, model.first_dense)) : 0;
 
-// What data parallelism holds for a while without a pipeline, at three moments: planner/memory.py, whole_apart.
-function gathered(data, layout, table) {
-  const {zero} = layout, {tied, layers} = data.model;
+// Bytes of what is gathered and reduced together: parameters, gradients as they are summed, and as they are made.
+function unitsOf(data, layout, table) {
+  const {tied, layers} = data.model;
   const unit = (ranges, first, last) => {
     const count = countOf(data, layout, ranges, first, last).gathered;
-    return {parameters: zero === 3 ? count * table.parameter_bytes : 0, gradients: count * table.gradient_bytes};
+    const made = count * table.parameter_bytes;
+    return {parameters: made, gradients: count * table.gradient_bytes, made};
   };
-  const block = unit([{start: layers - 1, end: layers}], false, false), end = unit([], tied, true);
-  const copies = zero >= 2 ? 2 : 1, kept = tied && zero >= 2 ? end.gradients : 0;
-  const layer = 2 * block.parameters, both = end.parameters + block.parameters;
-  if (tied) {
-    const reduced = copies * block.gradients;
-    return {loss: end.parameters, head: both + kept, layer: end.parameters + kept + layer + reduced};
-  }
-  const reduced = Math.max(block.gradients, end.gradients) + (copies - 1) * block.gradients;
-  return {loss: end.parameters, head: both + copies * end.gradients, layer: layer + reduced};
+  return {
+    first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),
+    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1,
+  };
 }
 
 // Bytes of each stage for one micro-batch: what is kept adds up, of the others the largest of any part.
-const SUMMED = ["kept", "logits_kept", "logits_held"];
-function stageCosts(data, layout, tokens, split) {
-  const {tp, sp, ep} = layout, {sizes} = data.memory;
-  const parts = data.memory.kept[`${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}`][layout.recompute];
-  const at = (lines) => lines.length === 2 ? lines[0] + lines[1] * tokens :
+const SUMMED = ["kept", "queued", "logits_kept", "logits_held"];
+function stageCosts(data, recipe, layout, tokens, split) {
+  const {tp, sp, ep, cp} = layout, {sizes} = data.memory;
+  const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}`;
+  const parts = data.memory.kept[key][layout.recompute];
+  const at = (lines) => lines.length === 3 ? lines[0] + lines[1] * tokens + lines[2] * tokens * recipe.sequence :
     Math.min(lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
-  const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) => [part, lines.map(at)]));
+  const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) =>
+    [part, Object.fromEntries(lines.map((line, n) => [sizes[n], at(line)]))]));
+  for (const [part, one] of Object.entries(bytes)) {
+    const made = data.memory.pieces[`${tp},${ep}`][part];
+    one.weights = part === "dense" || part === "routed" ? Math.max(0, ...made.map(([shape]) => numel(shape))) : 0;
+    one.mlp += one.weights * data.model.activation_bytes;
+    one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);
+  }
   return split.map((range, stage) => {
     const routed = routedOf(data.model, range);
     const times = {
       dense: range.end - range.start - routed, routed, embedding: Number(stage === 0),
       head: Number(stage === split.length - 1),
     };
-    return Object.fromEntries(sizes.map((size, n) => [size, Object.entries(times).reduce((sum, [part, many]) => {
-      if (SUMMED.includes(size)) return sum + many * bytes[part][n];
-      return many ? Math.max(sum, bytes[part][n]) : sum;
-    }, 0)]));
+    return Object.fromEntries([...sizes, "split", "weights"].map((size) => [size, Object.entries(times).reduce(
+      (sum, [part, many]) => {
+        if (SUMMED.includes(size)) return sum + many * bytes[part][size];
+        return many ? Math.max(sum, bytes[part][size]) : sum;
+      }, 0)]));
   });
-}
-
-// The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another.
-function momentsOf(layout, m, rank) {
-  const {pp, vp} = layout, name = layout.schedule;
-  if (pp === 1) return [[1]];
-  const few = name !== "afab" && m > ENOUGH * pp + pp ? ENOUGH * pp + (vp === 1 ? m % pp : 0) : m;
-  const key = `${name},${pp},${few},${vp}`;
-  if (!flights.has(key)) flights.set(key, schedule(name, pp, few, vp).map(aliveIn));
-  return flights.get(key)[rank];
-}
-
-function aliveIn(own) {
-  const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
-  const alive = stages.map(() => 0), found = new Map();
-  for (const {kind, stage} of own) {
-    const place = stages.indexOf(stage);
-    if (kind === "F") {
-      alive[place]++;
-      found.set(alive.join(), [...alive]);
-    } else if (kind !== "B") alive[place]--;
-  }
-  const all = [...found.values()];
-  return all.filter((a) => !all.some((b) => b !== a && a.every((n, s) => n <= b[s])));
 }

@@ -136,11 +136,12 @@ def _devices() -> Mapping[str, Device]:
     for table in _tables("devices"):
         for name, entry in table.items():
             names = [name, *entry.pop("aliases", [])]
-            _add(found, names, Device(**dict(_converted(key, value) for key, value in entry.items())))
+            _add(found, names, Device(**dict(converted(key, value) for key, value in entry.items())))
     return MappingProxyType(found)
 
 
-def _converted(key: str, value: Any) -> tuple[str, Any]:
+def converted(key: str, value: Any) -> tuple[str, Any]:
+    """A key of a device table and its number as the field of Device and its value."""
     for ending, (unit, factor) in UNITS.items():
         if key.endswith(ending):
             return key.removesuffix(ending) + unit, value * factor

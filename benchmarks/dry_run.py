@@ -1,0 +1,178 @@
+"""The dry run's peak and traffic beside those of real processes, for every kind of layout.
+
+    python -m benchmarks.dry_run [--json] [--only tp,z3] [--times 3]
+
+Each layout is run on Gloo processes of this machine, as often as `--times` says, under torch's profiler, whose
+allocator events are the witness (observe/witness.py): the dry run does not know of them. A rank's peak is the median.
+Traffic must be equal, call by call and byte by byte. Tokens of a mixture go to its experts evenly on both sides.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.model.moe import Router
+from meshwright.observe.dryrun import DryRun, dry_run
+from meshwright.observe.program import Program
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.witness import patient, watching
+from meshwright.parallel import make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.parallel.traffic import Counts
+from meshwright.planner.words import layout_words
+from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
+
+LLAMA = ModelShape(
+    name="llama-like", vocab=8192, layers=4, hidden=512, heads=8, kv_heads=4, ffn=1408, max_positions=1024
+)
+GPT = ModelShape(
+    name="gpt2-like", family="gpt2", vocab=8192, layers=4, hidden=512, heads=8, ffn=2048, max_positions=1024,
+    norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
+)  # fmt: skip
+MOE = replace(LLAMA, name="mixture", family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=704))
+
+CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
+    "one": (LLAMA, 16, 128, {"micro_batch": 8}),
+    "one-selective": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "selective"}),
+    "one-full": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "full"}),
+    "one-long": (LLAMA, 2, 1024, {"micro_batch": 1}),
+    "one-gpt2": (GPT, 16, 128, {"micro_batch": 4}),
+    "one-moe": (MOE, 16, 128, {"micro_batch": 8}),
+    "dp": (LLAMA, 32, 128, {"dp_replicate": 2, "micro_batch": 8}),
+    "z1": (LLAMA, 32, 128, {"dp_shard": 2, "zero": 1, "micro_batch": 8}),
+    "z2": (LLAMA, 32, 128, {"dp_shard": 2, "zero": 2, "micro_batch": 8}),
+    "z3": (LLAMA, 32, 128, {"dp_shard": 2, "zero": 3, "micro_batch": 8}),
+    "z3-full": (LLAMA, 32, 128, {"dp_shard": 2, "zero": 3, "micro_batch": 8, "recompute": "full"}),
+    "tp": (LLAMA, 16, 128, {"tp": 2, "micro_batch": 8}),
+    "sp": (LLAMA, 32, 128, {"tp": 2, "sp": True, "micro_batch": 16}),
+    "sp-selective": (LLAMA, 32, 128, {"tp": 2, "sp": True, "micro_batch": 16, "recompute": "selective"}),
+    "cp": (LLAMA, 4, 512, {"cp": 2, "micro_batch": 2}),
+    "cp-gather": (LLAMA, 4, 512, {"cp": 2, "micro_batch": 2, "context": "gather"}),
+    "pp": (LLAMA, 32, 128, {"pp": 2, "micro_batch": 8}),
+    "pp-full": (LLAMA, 64, 128, {"pp": 2, "micro_batch": 16, "recompute": "full"}),
+    "afab": (LLAMA, 32, 128, {"pp": 2, "micro_batch": 8, "schedule": "afab"}),
+    "interleaved": (LLAMA, 32, 128, {"pp": 2, "vp": 2, "micro_batch": 8, "schedule": "interleaved"}),
+    "zb-h1": (LLAMA, 32, 128, {"pp": 2, "micro_batch": 8, "schedule": "zb-h1"}),
+    "zb-v": (LLAMA, 64, 128, {"pp": 2, "vp": 2, "micro_batch": 8, "schedule": "zb-v"}),
+    "dualpipe-v": (LLAMA, 64, 128, {"pp": 2, "vp": 2, "micro_batch": 8, "schedule": "dualpipe-v"}),
+    "ep-z1": (MOE, 32, 128, {"dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 8}),
+    "ep-z3": (MOE, 32, 128, {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 8}),
+    "dp-4": (LLAMA, 64, 128, {"dp_replicate": 4, "micro_batch": 8}),
+    "hsdp": (LLAMA, 64, 128, {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "micro_batch": 8}),
+    "tp-pp": (LLAMA, 64, 128, {"tp": 2, "pp": 2, "micro_batch": 16}),
+    "sp-z2": (LLAMA, 64, 128, {"tp": 2, "sp": True, "dp_shard": 2, "zero": 2, "micro_batch": 16}),
+    "cp-z3": (LLAMA, 16, 256, {"cp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 4}),
+    "pp-z1": (LLAMA, 64, 128, {"pp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 8}),
+    "ep-pp": (MOE, 64, 128, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 8}),
+}
+"""name -> (shape, sequences of a step, tokens of each, layout)."""
+
+
+def plan_of(name: str) -> Plan:
+    """A case as a plan."""
+    shape, batch, sequence, layout = CASES[name]
+    recipe = Recipe(sequence=sequence, global_batch=batch, document_mask=False)
+    return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
+
+
+def evenly(router: Router, scores: Tensor) -> Tensor:
+    """In the place of Router._choose: experts in turn."""
+    tokens, experts = scores.shape
+    chosen = torch.arange(tokens * router.moe.top_k, device=scores.device) % experts
+    return chosen.view(tokens, -1)
+
+
+def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Counts]]]]:
+    """On one rank: for each plan and time the peak that the witness saw, and what each step sent."""
+    torch.set_num_threads(1)
+    Router._choose = evenly  # type: ignore[method-assign]
+    made: Made = {}
+    found = []
+    for plan in plans:
+        count = plan.layout.micro_batches(plan.recipe.global_batch)
+        runs = []
+        for _ in range(times):
+            with watching() as witness, patient():
+                sent = _run(plan, count, made)
+            runs.append((witness.peak_bytes, sent))
+        found.append(runs)
+    return found
+
+
+def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
+    mesh = make_mesh(plan.layout, made=made)
+    program = Program(plan=plan, mesh=mesh, device=torch.device("cpu"), told=lambda part: None, initialize=True)
+    program.build()
+    sent = []
+    for number in (1, 2):
+        before = mesh.traffic.snapshot()
+        program.step(number, count)
+        sent.append(mesh.traffic.since(before))
+    program.rest()
+    return sent
+
+
+def row(name: str, dry: DryRun, ranks: Sequence[list[tuple[int, list[Counts]]]], seconds: float) -> dict[str, Any]:
+    """A case's comparison: the rank that is farthest off."""
+    peaks = [statistics.median(peak for peak, _ in runs) for runs in ranks]
+    errors = [seen.peak_bytes / peak - 1 for seen, peak in zip(dry.ranks, peaks, strict=True)]
+    worst = max(range(len(errors)), key=lambda rank: abs(errors[rank]))
+    same = all(
+        list(map(dict, seen.sent)) == list(map(dict, sent))
+        for seen, runs in zip(dry.ranks, ranks, strict=True)
+        for _, sent in runs
+    )
+    return {
+        "layout": name, "words": layout_words(dry.plan.layout), "ranks": len(peaks), "rank": worst,
+        "dry_bytes": dry.ranks[worst].peak_bytes, "measured_bytes": peaks[worst], "error": errors[worst],
+        "least_peak_bytes": min(peaks), "same_traffic": same, "dry_seconds": seconds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """All cases, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="", help="cases, by name")
+    parser.add_argument("--times", type=int, default=3)
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(CASES)
+    rows = []
+    for name in names:
+        plan = plan_of(name)
+        world = plan.layout.world
+        ranks = on_ranks(world, measured, [plan], options.times, limit_s=600)  # the profiler keeps memory: fresh ones
+        started = time.perf_counter()
+        dry = dry_run(plan, ranks=range(world), device="cpu", whole=True)
+        found = row(name, dry, [rank[0] for rank in ranks], time.perf_counter() - started)
+        rows.append(found)
+        print(
+            f"{name:<14} {found['dry_bytes'] / 2**20:8.1f} MiB dry {found['measured_bytes'] / 2**20:8.1f} measured "
+            f"{found['error']:+7.2%} (rank {found['rank']} of {world})  "
+            f"traffic {'equal' if found['same_traffic'] else 'DIFFERS'}",
+            file=sys.stderr if options.json else sys.stdout, flush=True,
+        )  # fmt: skip
+    result = {
+        "layouts": len(rows),
+        "largest_error": max(abs(one["error"]) for one in rows),
+        "within_3_percent": sum(abs(one["error"]) <= 0.03 for one in rows),
+        "same_traffic": sum(one["same_traffic"] for one in rows),
+        "least_peak_bytes": min(one["least_peak_bytes"] for one in rows),
+        "rows": rows,
+    }
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print({key: value for key, value in result.items() if key != "rows"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`meshwright compare RUN`: planned, dry run and measured, row by row, of a run that has ended."""
+
+import json as json_text
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.observe.columns import DryRunner
+    from meshwright.observe.documents import Document
+    from meshwright.observe.finished import Finished
+    from meshwright.spec import Plan
+
+
+def compare(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder: of train, quickstart or profile.")],
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="How far a row may be off, relatively; traffic must be exact.")
+    ] = 0.1,
+    dryrun: Annotated[
+        bool, typer.Option(help="Make the dry run where the folder keeps none, and keep it there.")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
+) -> None:
+    """Lay plan, dry run and measurement of a run side by side: memory by kind, traffic, time, MFU, bubble.
+
+    What is not known is left open, with the reason. Exit code 4 where a row disagrees by more than the tolerance; the
+    first one is explained.
+    """
+    from meshwright.spec.errors import OutsideTolerance, PlanError
+
+    if not 0 <= tolerance < float("inf"):
+        raise PlanError(f"--tolerance {tolerance} must be a number of 0 or more, as 0.1 for a tenth")
+    from meshwright.cli.output import print_json
+    from meshwright.observe.columns import columns
+    from meshwright.observe.compare import compare as lay
+    from meshwright.observe.explain import explanation
+    from meshwright.observe.finished import open_run
+    from meshwright.observe.table import as_json, lines
+
+    finished = open_run(run)
+    found = lay(finished.plan_as_run, columns(finished, dryer=_dryer(finished) if dryrun else None), tolerance)
+    if json:
+        print_json(as_json(found, str(run)))
+    else:
+        for line in lines(found):
+            print(line)
+    bad = found.disagreeing
+    if bad:
+        raise OutsideTolerance(f"{run}: {explanation(found, bad[0])[0]}")
+
+
+def _dryer(run: "Finished") -> "DryRunner":
+    """Runs the dry run, and keeps it in the folder for the next question and for the report."""
+
+    def dry(plan: "Plan", device: str) -> "Document":
+        from meshwright.cli.output import console
+        from meshwright.observe.document import dry as as_document
+        from meshwright.observe.documents import checked
+        from meshwright.observe.dryrun import dry_run
+        from meshwright.observe.finished import DRYRUN
+        from meshwright.train.durable import replace_file
+
+        with console(json=True).status("dry run"):
+            found = as_document(dry_run(plan, device=device))
+        text = json_text.dumps(found, indent=1)
+        with suppress(OSError):  # a folder that may only be read is compared all the same
+            replace_file(run.path / DRYRUN, (text + "\n").encode())
+        return checked(json_text.loads(text), "the dry run")
+
+    return dry

@@ -1,0 +1,143 @@
+"""`meshwright dryrun [PLAN.yaml] [KEY=VALUE ...]`: peak and traffic of the real program, without its hardware."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.train import Words, sort_words
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meshwright.observe.dryrun import DryRun
+    from meshwright.observe.watched import Seen
+    from meshwright.spec import Plan
+
+SHOWN = 20
+
+
+def dryrun(
+    words: Words = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option("--rank", help="Only this rank; may be given again. [default: one of each pipeline place]"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cuda or cpu: whose kernels. [default: those of the plan's cluster]")
+    ] = "",
+    load: Annotated[
+        float, typer.Option("--load", help="Mixture of experts: rows that a rank's experts get over an even share.")
+    ] = 1.0,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Every micro-batch of a step, not only until nothing new comes.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Run the very program that `train` runs, on tensors without values in a world that is not there: two optimizer
+    steps, an evaluation and a checkpoint's reading, for one rank of each pipeline place. Exit code 3 where it does not
+    fit."""
+    from meshwright.cli.output import console, print_json
+    from meshwright.spec.errors import DoesNotFit, PlanError
+
+    path, overrides, _ = sort_words(words or ())
+    plan = _plan(path, overrides)
+    if device not in ("", "cpu", "cuda"):
+        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+    if not 0 < load < float("inf"):
+        raise PlanError(f"--load {load} must be a number above 0 (1 = even)")
+
+    from meshwright.observe.document import dry
+    from meshwright.observe.dryrun import dry_run
+
+    with console(json=json).status("dry run") as status:
+        found = dry_run(
+            plan, ranks=rank or (), device=device, load=load, whole=whole,
+            told=lambda done, of: status.update(f"dry run: {done} of {of} ranks"),
+        )  # fmt: skip
+    document = dry(found)
+    if json:
+        print_json(document)
+    else:
+        for line in lines(found, document["capacity_bytes"]):
+            print(line)
+    if document["fits"] is False:
+        raise DoesNotFit(unfit(found, document["capacity_bytes"]))
+
+
+def _plan(path: "Path | None", overrides: list[str]) -> "Plan":
+    """As train reads it; a degree that is `auto` takes what the plan's cluster has."""
+    from meshwright import planfile
+    from meshwright.cli.train import shape_from_folder
+
+    def read(processes: int) -> "Plan":
+        notes: list[str] = []
+        return planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes)
+
+    plan = read(1)
+    return read(plan.cluster.devices) if plan.cluster.devices > 1 else plan
+
+
+def unfit(found: "DryRun", room: int) -> str:
+    """One line: how much is missing, of what."""
+    from meshwright.spec.units import gib
+
+    worst = found.worst
+    kind = max(worst.kinds, key=worst.kinds.__getitem__)
+    return (
+        f"the dry run of rank {worst.rank} needs {gib(worst.peak_bytes)} of {gib(room)} ({worst.when}; most of it "
+        f"{kind}: {gib(worst.kinds[kind])}): `meshwright plan` names layouts that fit"
+    )
+
+
+def lines(found: "DryRun", room: int) -> Iterator[str]:
+    """For people."""
+    from meshwright.spec.units import gib
+
+    plan, worst = found.plan, found.worst
+    yield (
+        f"{plan.model.name}, {plan.layout.world} ranks, {plan.recipe.global_batch} sequences of "
+        f"{plan.recipe.sequence} a step, {plan.recipe.precision}, kernels of {found.device}"
+    )
+    yield ""
+    yield from _table(found)
+    yield ""
+    verdict = "" if not room else f" of {gib(room)}: {'fits' if worst.peak_bytes <= room else 'does not fit'}"
+    yield f"Peak {gib(worst.peak_bytes)}{verdict} (rank {worst.rank}, {worst.when})"
+    yield from _largest(worst)
+    yield ""
+    yield f"Rank {worst.rank} sends in a step:"
+    for (axis, collective), (calls, sent) in sorted(found.traffic(worst.rank).items()):
+        yield f"  {axis:<14}{collective:<16}{calls:>8} calls {gib(sent):>12}"
+    for note in found.notes:
+        yield f"note: {note}"
+
+
+def _table(found: "DryRun") -> Iterator[str]:
+    """A column for each rank; beyond eight, the lightest are left out."""
+    from meshwright.observe.kinds import KINDS
+    from meshwright.spec.units import gib
+
+    ranks = sorted(sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[:8], key=lambda seen: seen.rank)
+    yield f"{'at the peak of rank':<20}" + "".join(f"{seen.rank:>12}" for seen in ranks)
+    for kind in KINDS:
+        if any(seen.kinds.get(kind) for seen in ranks):
+            yield f"{kind:<20}" + "".join(f"{gib(seen.kinds.get(kind, 0)):>12}" for seen in ranks)
+    yield f"{'peak':<20}" + "".join(f"{gib(seen.peak_bytes):>12}" for seen in ranks)
+
+
+def _largest(seen: "Seen") -> Iterator[str]:
+    """Equal ones of several layers in one line."""
+    from collections import Counter
+
+    from meshwright.observe.watched import generic
+    from meshwright.spec.units import gib
+
+    yield "Largest tensors then:"
+    alike = Counter(
+        (one.size_bytes, one.kind, one.dtype, one.shape, one.line, generic(one.module) or one.operation)
+        for one in seen.largest[:SHOWN]
+    )
+    for (size, kind, dtype, shape, line, made), count in alike.items():
+        times = f"{count} x" if count > 1 else ""
+        yield f"  {times:>5}{gib(size):>10}  {kind:<12} {dtype} {'x'.join(map(str, shape)):<16} {line} ({made})"

@@ -1,0 +1,93 @@
+"""`--layout dp=8,tp=2`: what of a layout is fixed, for the search to leave as it is."""
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from meshwright.spec import Layout, Plan
+
+DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
+WORDS = ("recompute", "schedule", "sp")
+SEARCHED = (*DEGREES[1:], *WORDS)
+
+Fixed = dict[str, tuple[Any, ...]]
+
+
+def fixed_layout(asked: "Plan", texts: list[str]) -> Fixed:
+    """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved)."""
+    found: Fixed = {}
+    for part in ",".join(texts).replace(" ", ",").split(","):
+        for key, value in _parts(part.strip(), asked.layout):
+            if found.setdefault(key, (value,)) != (value,):
+                _refuse(f"--layout has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them")
+    _agree(asked, found)
+    return found
+
+
+def _parts(part: str, layout: "Layout") -> list[tuple[str, Any]]:
+    from meshwright.spec.schedule import NAMES
+
+    if not part:
+        return []
+    if part == "plan":
+        return [(name, getattr(layout, name)) for name in SEARCHED]
+    key, equals, value = part.partition("=")
+    key, value = key.strip().removeprefix("layout."), value.strip()
+    if not equals and key == "sp":
+        return [("sp", True)]
+    if not equals and key in NAMES:
+        return [("schedule", key)]
+    replicate, x, shard = value.partition("x")
+    if key == "dp" and x and replicate.isdecimal() and shard.isdecimal() and int(replicate) and int(shard):
+        return [("dp_replicate", int(replicate)), ("dp_shard", int(shard))]
+    return [(key, _value(part, key, value))]
+
+
+def _value(part: str, key: str, value: str) -> Any:
+    from difflib import get_close_matches
+
+    from meshwright.spec.schedule import NAMES
+
+    words = {"recompute": ("none", "selective", "full"), "schedule": NAMES, "sp": ("true", "false"),
+             "zero": ("0", "1", "2", "3")}  # fmt: skip
+    if key in words and value in words[key]:
+        return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
+    if key in words:
+        _refuse(f"--layout {part!r}: {key} takes {' or '.join(words[key])}")
+    if key in DEGREES:
+        if value.isdecimal() and 0 < int(value) < 2**31:
+            return int(value)
+        _refuse(f"--layout {part!r}: {key} takes a whole number of 1 or more")
+    near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)
+    _refuse(f"--layout {part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
+
+
+def _agree(asked: "Plan", found: Fixed) -> None:
+    """Raise where these values cannot all hold on these devices."""
+    devices, cluster = asked.cluster.devices, asked.cluster
+    dp = 1
+    for axis in ("dp_replicate", "dp_shard"):
+        dp *= found.get(axis, (1,))[0]
+    whole = found.get("dp", (dp,))[0]
+    if whole % dp:
+        _refuse(f"--layout: dp={whole} is dp_replicate x dp_shard, and {dp} does not divide it")
+    product = whole
+    for axis in ("tp", "cp", "pp"):
+        product *= found.get(axis, (1,))[0]
+    if devices % product:
+        _refuse(
+            f"--layout: {product} does not divide the {devices} devices of the cluster "
+            f"({cluster.nodes} x {cluster.devices_per_node}): take degrees whose product does"
+        )
+    schedule = found.get("schedule", ("1f1b",))[0]
+    if schedule != "1f1b" and found.get("pp", (2,))[0] == 1:
+        _refuse(f"--layout schedule={schedule} is the order of a pipeline, and pp=1: leave one of them out")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower()
+
+
+def _refuse(sentence: str) -> NoReturn:
+    from meshwright.spec.errors import PlanError
+
+    raise PlanError(sentence)

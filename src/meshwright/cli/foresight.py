@@ -1,0 +1,77 @@
+"""What plan and dry run say of a run before its first step."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.planner.predict import Prediction
+    from meshwright.spec import Plan
+    from meshwright.train.watch import Foreseen
+
+LIMIT_S = 60.0
+"""A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
+
+
+def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "Foreseen":
+    """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
+
+    DoesNotFit where the dry run says so, unless `anyway`.
+    """
+    from meshwright.observe.apart import TooLong
+    from meshwright.observe.document import dry
+    from meshwright.observe.dryrun import dry_run
+    from meshwright.planner.predict import estimator
+    from meshwright.spec.errors import DoesNotFit
+    from meshwright.spec.places import pipeline_ranks
+    from meshwright.spec.units import gib
+    from meshwright.train.watch import Foreseen
+
+    predicted = estimator(plan).predict(plan)
+    said = [("plan", _planned(predicted))]
+    rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
+    try:
+        found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
+    except TooLong:
+        said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
+        return Foreseen(sentences=tuple(said))
+    document = dry(found)
+    room = document["capacity_bytes"]
+    of = f" of {gib(room)}" if room else ""
+    said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
+    if document["fits"] is False and not anyway:
+        from meshwright.cli.dryrun import unfit
+
+        raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
+    return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+def hindsight(run: Path) -> list[str]:
+    """Plan, dry run and measurement of a run that has ended, row by row; no rows where it keeps no dry run."""
+    from meshwright.observe.columns import columns
+    from meshwright.observe.compare import compare
+    from meshwright.observe.finished import open_run
+    from meshwright.observe.table import brief
+    from meshwright.spec.errors import MeshwrightError
+
+    if not (run / "dryrun.json").is_file():
+        return []
+    try:
+        finished = open_run(run)
+        return list(brief(compare(finished.plan_as_run, columns(finished)), str(run)))
+    except MeshwrightError as error:  # the run itself is well: say what its table lacks
+        return [f"no comparison with the plan: {error}"]
+
+
+def _planned(found: "Prediction") -> str:
+    """Memory, and time where the plan's device is known."""
+    from meshwright.spec.units import count, duration, gib
+
+    memory = f"peak {gib(found.peak_bytes)} (pipeline rank {found.worst.pp_rank})"
+    if not found.plan.cluster.device.bf16_flop_per_s:
+        return memory if found.plan.layout.pp > 1 else f"peak {gib(found.peak_bytes)}"
+    return (
+        f"{memory}, {duration(found.step_s)} a step, {count(found.tokens_per_s_per_device)} tokens/s a device, "
+        f"MFU {found.mfu(causal=True):.1%} causal"
+    )

@@ -1,0 +1,91 @@
+"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from meshwright.observe.dryrun import DryRun
+from meshwright.observe.watched import Part, Seen
+from meshwright.parallel.traffic import Counts
+from meshwright.planner.search import usable_bytes
+from meshwright.spec.plan import Plan
+from meshwright.train.fits import capacity_bytes
+
+
+def dry(found: DryRun) -> dict[str, Any]:
+    """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null."""
+    worst = found.worst
+    room = room_bytes(found.plan, found.device)
+    return {
+        "source": "dryrun",
+        "plan": asdict(found.plan),
+        "device": found.device,
+        "peak_bytes": worst.peak_bytes,
+        "peak_rank": worst.rank,
+        "memory": kinds(worst.kinds),
+        "traffic": traffic(found.traffic(worst.rank)),
+        "time": [],
+        "step_seconds": None,
+        "tokens_per_second_per_device": None,
+        "mfu_causal": None,
+        "mfu_full": None,
+        "hfu": None,
+        "bubble_fraction": None,
+        "capacity_bytes": room,
+        "fits": worst.peak_bytes <= room if room else None,
+        "ranks": [_rank(found, one) for one in found.ranks],
+        "notes": list(found.notes),
+    }
+
+
+def room_bytes(plan: Plan, device: str) -> int:
+    """What a program can have of the plan's device, or of this machine's where the plan does not say; of a machine
+    without GPUs each rank has its share. 0 = not known."""
+    if plan.cluster.device.memory_bytes:
+        return int(usable_bytes(plan))
+    if device == "cuda":
+        return capacity_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
+    return capacity_bytes(torch.device("cpu")) // plan.layout.world
+
+
+def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "peak_bytes": one.peak_bytes,
+        "when": one.when,
+        "memory": kinds(one.kinds),
+        "activations": [{"where": where, "bytes": size} for where, size in one.where.items()],
+        "largest": largest(one),
+        "traffic": traffic(found.traffic(one.rank)),
+        "parts": [_part(part) for part in one.parts],
+        "passes": [_part(part) for part in one.passes],
+        "micro_batches": list(found.run[one.rank]),
+        "cost": {"seconds": found.costs[one.rank].seconds, "resident_bytes": found.costs[one.rank].resident_bytes},
+    }  # fmt: skip
+
+
+def _part(part: Part) -> dict[str, Any]:
+    return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
+
+
+def largest(one: Seen) -> list[dict[str, Any]]:
+    """Rows of the largest tensors."""
+    return [
+        {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
+         "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
+        for large in one.largest
+    ]  # fmt: skip
+
+
+def kinds(held: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of memory."""
+    return [{"kind": kind, "bytes": size} for kind, size in held.items()]
+
+
+def traffic(counts: Counts) -> list[dict[str, Any]]:
+    """Rows of traffic."""
+    return [
+        {"axis": axis, "collective": collective, "bytes": sent, "calls": calls}
+        for (axis, collective), (calls, sent) in sorted(counts.items())
+    ]

@@ -1,0 +1,177 @@
+"""The shared JSON of plan, dry run and profile as it is read again: checked once, at the door."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
+
+from meshwright.spec.errors import RunError
+
+Whole = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+LARGEST_BYTES = 2**30
+"""A file beyond this is none of ours: a profile of 64 ranks has 20 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes of one kind of memory."""
+
+    kind: str
+    bytes: Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One collective along one axis, in a step."""
+
+    axis: str
+    collective: str
+    bytes: Whole
+    calls: Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """A part of a step's time."""
+
+    what: str
+    seconds: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Bytes of activations by module and operation."""
+
+    where: str
+    bytes: Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Large:
+    """One of the largest tensors alive at the peak."""
+
+    bytes: Annotated[int, Field(ge=0, validation_alias=AliasChoices("bytes", "size_bytes"))]
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    line: str = ""
+    operation: str = ""
+    module: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A pass of a micro-batch, or another part of a step."""
+
+    name: str
+    stage: int = -1
+    micro_batch: int = -1
+    start_s: Number
+    end_s: Number
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return max(0.0, self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A part of the program when it held most."""
+
+    name: str
+    step: int = 0
+    memory: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one rank held, sent and did; a field that is empty was not looked at."""
+
+    rank: Whole
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    when: str = ""
+    memory: tuple[Held, ...] = ()
+    traffic: tuple[Sent, ...] | None = None
+    time: tuple[Took, ...] = ()
+    spans: tuple[Ran, ...] = ()
+    activations: tuple[Kept, ...] = ()
+    largest: tuple[Large, ...] = ()
+    passes: tuple[Moment, ...] = ()
+    memory_timeline: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A prediction, a dry run or a measurement. None and empty: not known."""
+
+    source: Literal["predicted", "dryrun", "measured"]
+    plan: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    peak_rank: int | None = None
+    memory: tuple[Held, ...] = ()
+    traffic: tuple[Sent, ...] | None = None
+    time: tuple[Took, ...] = ()
+    step_seconds: Number | None = None
+    tokens_per_second_per_device: Number | None = None
+    mfu_causal: Number | None = None
+    mfu_full: Number | None = None
+    hfu: Number | None = None
+    bubble_fraction: Number | None = None
+    ranks: tuple[Rank, ...] = ()
+    device: str = ""
+    notes: tuple[str, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@cache
+def _adapter() -> TypeAdapter[Document]:
+    return TypeAdapter(Document)
+
+
+def checked(found: object, name: str) -> Document:
+    """A document from parsed JSON; RunError names `name` and the first key that is wrong."""
+    try:
+        return _adapter().validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "it"
+        raise RunError(f"{name} is damaged or of another program: {key}: {first['msg'].lower()}; remove it") from None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no file. RunError: damaged, not JSON, no object."""
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise RunError(f"{path} is larger than any file of a run: remove it")
+        found = json.loads(path.read_bytes(), parse_constant=_refuse)
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path} is damaged: it is no JSON; remove it") from None
+    if not isinstance(found, dict):
+        raise RunError(f"{path} is damaged: it holds no JSON object; remove it")
+    return found
+
+
+def read(path: Path, source: str) -> Document | None:
+    """The document in a file, which must be one of `source`; None where there is no file. RunError."""
+    found = read_json(path)
+    if found is None:
+        return None
+    document = checked(found, str(path))
+    if document.source != source:
+        raise RunError(f"{path} says source={document.source!r}, where {source!r} belongs: remove it")
+    return document
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,63 @@
+// What all charts share: the chosen run, axes, ticks, numbers.
+
+const RUNS = DATA.runs;
+const SOURCES = [["planned", "planned"], ["dryrun", "dry run"], ["measured", "measured"]];
+const state = {run: 0, along: "step", rank: null};
+const chosen = () => RUNS[state.run];
+const colourOf = (n) => `var(--run${n % 6})`;
+const element = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+function counted(n) {
+  if (n === null || n === undefined) return "-";
+  for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]])
+    if (Math.abs(n) >= size * 0.9995) return `${Number((n / size).toPrecision(3))}${letter}`;
+  return String(Number(n.toPrecision(3)));
+}
+
+const figure = (n) => n === null || n === undefined ? "-" : Number(n.toPrecision(4)).toString();
+const small = (bytes) => bytes >= 2 ** 20 ? gib(bytes) : bytes >= 1024 ? `${(bytes / 1024).toFixed(1)} KiB` : `${bytes} B`;
+
+// A value for people, by its unit.
+function said(value, unit) {
+  if (value === null || value === undefined) return "-";
+  if (unit === "bytes") return small(value);
+  if (unit === "seconds") return !value ? "0 s" : value < 1e-4 ? `${(value * 1e6).toPrecision(2)} us` : duration(value);
+  if (unit === "share") return percent(value);
+  return unit === "calls" ? value.toLocaleString("en") : counted(value);
+}
+
+// Round steps between two values.
+function ticks(low, high, about = 5) {
+  const rough = (high - low) / about || 1, unit = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * unit).find((n) => n >= rough * 0.999);
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
+  return found;
+}
+
+// One to three marks for each power of ten.
+function logTicks(low, high) {
+  const decades = Math.log10(high / low);
+  if (decades < 0.9) return ticks(low, high, 4).filter((n) => n > 0);
+  const marks = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5];
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (const mark of marks) if (mark * 10 ** power >= low && mark * 10 ** power <= high) found.push(mark * 10 ** power);
+  return found.length > 1 ? found : ticks(low, high, 4).filter((n) => n > 0);
+}
+
+// Memory and seconds in one unit along an axis.
+function memoryTicks(most, about) {
+  const unit = most >= GIB / 2 ? GIB : most >= 2 ** 19 ? 2 ** 20 : 2 ** 10;
+  const name = {[GIB]: "GiB", [2 ** 20]: "MiB", [2 ** 10]: "KiB"}[unit];
+  return [ticks(0, most / unit, about).map((n) => [n * unit, String(n)]), name];
+}
+
+function timeTicks(most, about) {
+  const [unit, name] = most < 0.5 ? [1e-3, "ms"] : most < 300 ? [1, "s"] : most < 18000 ? [60, "min"] : [3600, "h"];
+  return [ticks(0, most / unit, about).map((n) => [n * unit, String(n)]), name];
+}
+
+const none = (words) => `<p class="none">${escaped(words)}</p>`;
+const pairs = (list) => `<dl>${list.map(([name, value]) => `<dt>${name}</dt><dd>${value}</dd>`).join("")}</dl>`;

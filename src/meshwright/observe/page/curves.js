@@ -1,0 +1,139 @@
+// Loss, gradient norm, throughput, MFU, rate of all runs, one above the other.
+
+const CURVES = [
+  {key: "loss", title: "Loss", unit: "nats a token", smooth: true, evaluated: true},
+  {key: "grad_norm", title: "Gradient norm", unit: "before clipping", log: true},
+  {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, say: counted},
+  {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, say: percent},
+  {key: "lr", title: "Learning rate", unit: "", zero: true, say: (n) => n ? n.toExponential(1) : "0"},
+];
+const WIDE = {left: 46, right: 10, top: 8, bottom: 22};
+
+function drawCurves() {
+  const box = element("curves");
+  if (RUNS.every((run) => !run.curves.step.length)) {
+    box.innerHTML = none("Nothing was trained here: the folder holds a profile only.");
+    return;
+  }
+  const there = CURVES.filter(({key}) => RUNS.some((run) => run.curves[key]));
+  box.innerHTML = there.map(({key, title, unit}) =>
+    `<div><h3>${title}<small>${unit}</small></h3><svg data-curve="${key}" role="img" height="190" tabindex="0"></svg></div>`).join("") +
+    (there.some(({key}) => key === "mfu_causal") ? "" :
+      `<div><h3>MFU</h3>${none("Not known: the peak of this device is not described, or the run is in fp32.")}</div>`);
+  for (const curve of there) drawCurve(box.querySelector(`[data-curve="${curve.key}"]`), curve);
+}
+
+function placesOf(run) {
+  const known = run.curves[state.along];
+  return known && known.length ? known : run.curves.step;
+}
+
+// Where an evaluation stands along the axis: at its step's place.
+function placeOfStep(run, step) {
+  const at = run.curves.step.findIndex((one) => one >= step);
+  return at < 0 ? null : placesOf(run)[at];
+}
+
+function rangeOf(curve) {
+  let low = Infinity, high = -Infinity;
+  for (const run of RUNS)
+    for (const name of [curve.key, `${curve.key}_low`, `${curve.key}_high`])
+      for (const value of run.curves[name] ?? [])
+        if (value !== null && !(curve.log && value <= 0)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (!(low <= high)) return null;
+  if (curve.zero) low = 0;
+  if (low === high) [low, high] = curve.log ? [low / 2, high * 2] : [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
+  const room = 0.06 * (high - low);
+  return curve.log ? [low / 1.15, high * 1.15] : [curve.zero ? 0 : low - room, high + room];
+}
+
+function drawCurve(svg, curve) {
+  const width = Math.max(200, svg.clientWidth), height = 190, {left, right, top, bottom} = WIDE;
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("aria-label", `${curve.title} of ${RUNS.map((run) => run.name).join(", ")}`);
+  const range = rangeOf(curve);
+  if (!range) {
+    svg.outerHTML = none("No numbers.");
+    return;
+  }
+  const most = Math.max(...RUNS.map((run) => placesOf(run).at(-1) ?? 0)) || 1;
+  const first = state.along === "step" ? Math.min(...RUNS.map((run) => placesOf(run)[0] ?? 1)) : 0;
+  const x = (place) => left + (place - first) / (most - first || 1) * (width - left - right);
+  const level = curve.log ? Math.log10 : (n) => n;
+  const y = (value) => height - bottom - (level(value) - level(range[0])) / (level(range[1]) - level(range[0])) * (height - top - bottom);
+  const say = curve.say ?? ((n) => String(Number(n.toPrecision(3))));
+  const parts = (curve.log ? logTicks(...range) : ticks(...range, 4)).map((n) =>
+    `<line class="grid" x1="${left}" x2="${width - right}" y1="${y(n)}" y2="${y(n)}"/>` +
+    `<text x="${left - 7}" y="${y(n) + 4}" text-anchor="end">${say(n)}</text>`);
+  parts.push(...placeTicks(first, most, width).map(([n, words]) =>
+    `<text x="${x(n)}" y="${height - 5}" text-anchor="middle">${words}</text>`));
+  RUNS.forEach((run, n) => parts.push(linesOf(run, n, curve, x, y)));
+  svg.innerHTML = parts.join("") + `<g class="pointer"></g>`;
+  svg.onpointermove = (event) => pointCurve(svg, curve, event, {x, y, first, most, width, height, say});
+  svg.onpointerleave = () => (svg.querySelector(".pointer").innerHTML = "", tip.hide());
+}
+
+function placeTicks(first, most, width) {
+  const about = width > 420 ? 6 : 4;
+  if (state.along === "seconds") {
+    const [marks, unit] = timeTicks(most, about);
+    return marks.map(([n, words]) => [n, n ? `${words} ${unit}` : words]);
+  }
+  const marks = ticks(first, most, about).filter((n) => (n - first) / (most - first || 1) < 0.97);
+  return marks.map((n) => [n, counted(n)]);
+}
+
+function path(places, values, x, y) {
+  let found = "", pen = "M";
+  values.forEach((value, n) => {
+    if (value === null || places[n] === null) pen = "M";
+    else {
+      found += `${pen}${x(places[n]).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = "L";
+    }
+  });
+  return found;
+}
+
+function linesOf(run, n, curve, x, y) {
+  const places = placesOf(run), values = run.curves[curve.key], colour = colourOf(n), parts = [];
+  if (!values) return "";
+  const positive = (list) => curve.log ? list.map((v) => v > 0 ? v : null) : list;
+  const low = run.curves[`${curve.key}_low`], high = run.curves[`${curve.key}_high`];
+  if (low) {
+    const there = [...places.keys()].filter((k) => low[k] !== null && !(curve.log && low[k] <= 0));
+    const points = [...there.map((k) => [places[k], high[k]]), ...there.reverse().map((k) => [places[k], low[k]])];
+    parts.push(`<polygon class="band" fill="${colour}" points="${points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}"/>`);
+  }
+  const faint = curve.smooth ? " faint" : "";
+  parts.push(`<path class="line${faint}" stroke="${colour}" d="${path(places, positive(values), x, y)}"/>`);
+  if (curve.smooth) parts.push(`<path class="line" stroke="${colour}" d="${path(places, run.curves.smooth, x, y)}"/>`);
+  if (curve.evaluated)
+    run.evaluations.step.forEach((step, k) => {
+      const place = placeOfStep(run, step), value = run.evaluations.loss[k];
+      if (place !== null && value !== null)
+        parts.push(`<circle cx="${x(place)}" cy="${y(value)}" r="3.5" fill="var(--panel)" stroke="${colour}" stroke-width="1.8"/>`);
+    });
+  return `<g data-run="${n}">${parts.join("")}</g>`;
+}
+
+// A line at the pointer, with every run's value there.
+function pointCurve(svg, curve, event, {x, y, first, most, width, height, say}) {
+  const box = svg.getBoundingClientRect(), share = (event.clientX - box.left) / box.width * width;
+  const wanted = first + (share - WIDE.left) / (width - WIDE.left - WIDE.right) * (most - first);
+  const rows = [], dots = [];
+  let place = null;
+  RUNS.forEach((run, n) => {
+    const places = placesOf(run), values = run.curves[curve.key];
+    if (!values || !places.length) return;
+    const k = places.reduce((best, p, at) => Math.abs(p - wanted) < Math.abs(places[best] - wanted) ? at : best, 0);
+    if (values[k] === null) return;
+    place = place ?? k;
+    const exact = curve.say ? say(values[k]) : figure(values[k]);
+    rows.push([`<i class="chip" style="background:${colourOf(n)}"></i>${escaped(run.name)}, step ${run.curves.step[k]}`, exact]);
+    if (!curve.log || values[k] > 0) dots.push(`<line class="cross" x1="${x(places[k])}" x2="${x(places[k])}" y1="${WIDE.top}" y2="${height - WIDE.bottom}"/>` +
+      `<circle cx="${x(places[k])}" cy="${y(values[k])}" r="3" fill="${colourOf(n)}"/>`);
+  });
+  svg.querySelector(".pointer").innerHTML = dots.join("");
+  if (rows.length) tip.show(`<b>${curve.title}</b>${pairs(rows)}`, event.clientX, event.clientY);
+}

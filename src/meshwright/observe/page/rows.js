@@ -1,0 +1,78 @@
+// Traffic as bars, and the table of three columns.
+
+function drawTraffic() {
+  const run = chosen(), box = element("sent");
+  const rows = run.comparison.rows.filter((row) => row.section === "traffic" && row.rank === run.comparison.rank);
+  const bytes = rows.filter((row) => row.unit === "bytes");
+  if (!bytes.length) {
+    box.innerHTML = none(run.world > 1 ? "No traffic is known." : "One process: it sends nothing.");
+    return;
+  }
+  const calls = new Map(rows.filter((row) => row.unit === "calls").map((row) => [row.what, row]));
+  const wide = box.clientWidth, narrow = wide < 480, left = narrow ? 0 : 150, right = 150, high = 9, step = 11;
+  const there = SOURCES.filter(([key]) => bytes.some((row) => row[key] !== null));
+  const most = Math.max(1, ...bytes.flatMap((row) => SOURCES.map(([key]) => row[key] ?? 0)));
+  const x = (size) => left + size / most * (wide - left - right), parts = [];
+  let y = 4;
+  for (const row of [...bytes].sort((a, b) => Math.max(...SOURCES.map(([k]) => b[k] ?? 0)) - Math.max(...SOURCES.map(([k]) => a[k] ?? 0)))) {
+    const middle = y + there.length * step / 2 + 3, count = calls.get(row.what);
+    if (narrow) {
+      parts.push(`<text class="name" x="0" y="${y + 9}">${escaped(row.what)}</text>`);
+      y += 14;
+    } else parts.push(`<text class="name" x="${left - 12}" y="${middle}" text-anchor="end">${escaped(row.what)}</text>`);
+    const from = y;
+    for (const [key] of there) {
+      if (row[key] !== null) parts.push(`<rect data-sent="${escaped(row.what)}" x="${left}" y="${y}" height="${high}" rx="1.5" width="${Math.max(row[key] ? 1.5 : 0, x(row[key]) - left)}" fill="var(--${key})"/>`);
+      y += step;
+    }
+    const best = row.measured ?? row.dryrun ?? row.planned, times = count.measured ?? count.dryrun ?? count.planned;
+    const end = Math.max(...SOURCES.map(([key]) => x(row[key] ?? 0)));
+    parts.push(`<text x="${end + 8}" y="${(from + y) / 2 + 3}">${small(best)}, ${times.toLocaleString("en")} call${times === 1 ? "" : "s"}</text>`);
+    y += 10;
+  }
+  box.innerHTML = `<svg role="img" height="${y}" viewBox="0 0 ${wide} ${y}" aria-label="Bytes sent by axis and collective">${parts.join("")}</svg>` +
+    `<div class="legend">${there.map(([key, title]) => `<span><i class="chip" style="background:var(--${key})"></i>${title}</span>`).join("")}` +
+    `<span>rank ${run.comparison.rank}; axis and collective</span></div>`;
+}
+
+const SECTIONS = {memory: "Memory", traffic: "Traffic of a step", time: "Time of a step", use: "Use"};
+const NAMES = {data: "waiting for text"};
+
+function drawTable() {
+  const run = chosen(), {rows, rank} = run.comparison, shown = rows.filter((row) => row.rank === null || row.rank === rank || row.what === "peak" || !row.agrees);
+  const head = `<thead><tr><th></th>${SOURCES.map(([, title]) => `<th scope="col">${title}</th>`).join("")}</tr></thead>`;
+  const groups = Object.entries(SECTIONS).map(([section, title]) => {
+    const own = shown.filter((row) => row.section === section);
+    if (!own.length) return "";
+    const of = section === "memory" || section === "traffic" ? run.pp > 1 ? ` of rank ${rank}` : "" : "";
+    return `<tbody class="group"><tr><th class="head" colspan="4">${title}${of}</th></tr>${own.map((row) => rowOf(row, run)).join("")}</tbody>`;
+  });
+  element("rows").innerHTML = head + groups.join("");
+  const verdict = element("verdict");
+  verdict.className = run.comparison.agrees ? "" : "bad";
+  verdict.innerHTML = run.verdict.map((line) => `<p>${escaped(line.trim())}</p>`).join("");
+  element("about").innerHTML = SOURCES.map(([key, title]) => `<div><b>${title}</b>: ${escaped(run.comparison.columns[key].about)}.</div>`).join("") +
+    `<div>Percentages: against the measured figure, or against the dry run where nothing was measured. A dash is explained when pointed at.</div>`;
+}
+
+function rowOf(row, run) {
+  const other = row.rank !== null && row.rank !== run.comparison.rank, several = run.pp > 1 && row.rank !== null && (row.what === "peak" || other);
+  const calls = row.unit === "calls" && !other, name = calls ? "calls" : (NAMES[row.what] ?? row.what) + (several ? `, rank ${row.rank}` : "");
+  const total = row.what === "peak" || row.what === "step";
+  const note = row.note ? ` <span class="small" data-why="${escaped(row.note)}" tabindex="0">*</span>` : "";
+  const label = EXPLAIN[row.what] && row.section !== "traffic" ? explained(row.what, name) : escaped(name);
+  const cells = SOURCES.map(([key]) => {
+    if (row[key] === null) return `<td class="unknown" data-why="${escaped(row.missing[key] ?? "")}" tabindex="0">-${key === "measured" ? "" : "<small></small>"}</td>`;
+    return `<td>${said(row[key], row.unit)}${key === "measured" ? "" : errorOf(row, key)}</td>`;
+  });
+  return `<tr class="${[row.agrees ? "" : "bad", calls ? "sub" : "", total ? "total" : ""].join(" ").trim()}"><th scope="row">${label}${note}</th>${cells.join("")}</tr>`;
+}
+
+function errorOf(row, key) {
+  const error = row[`${key}_error`];
+  if (row.reference === key || row.reference === null || row.note) return "<small></small>";
+  if (error === null) return "<small>new</small>";
+  if (error === 0) return `<small class="same">=</small>`;
+  const shown = 100 * error;
+  return `<small${row.beyond.includes(key) ? ' class="beyond"' : ""}>${error > 0 ? "+" : "-"}${Math.abs(shown) < 9.95 ? Math.abs(shown).toFixed(1) : Math.round(Math.abs(shown)).toLocaleString("en")} %</small>`;
+}

@@ -1,0 +1,128 @@
+"""What a training process does, once: build, two optimizer steps, an evaluation, the state as a checkpoint reads it.
+
+The functions are those that `train` calls. They run here on tensors without values as well as on real ones, so a dry
+run and the measurement it is compared with are the same program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from meshwright.data import Sequences
+from meshwright.model.moe import Experts
+from meshwright.observe.routing import Routing
+from meshwright.parallel import Mesh
+from meshwright.planner.memory import in_flight
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import place_of
+from meshwright.spec.schedule import schedule
+from meshwright.train.batches import Batch, Share, split, to_batch
+from meshwright.train.evaluate import summed_loss
+from meshwright.train.loop import new_state
+from meshwright.train.rate import learning_rate
+from meshwright.train.state import TrainState
+from meshwright.train.step import train_step
+
+Stage = Callable[[str], None]
+"""Told of each part of the program before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Program:
+    """One rank's part. `routing` tells how tokens go to experts where their choice cannot be computed."""
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    told: Stage
+    routing: float | None = None
+    """Rows that this rank's experts get over an even share; None = the router decides."""
+    documents: bool = False
+    """Whether rows hold borders of documents, and attention a mask."""
+    initialize: bool = False
+    state: TrainState = field(init=False)
+    batches: list[Batch] = field(init=False)
+
+    def build(self) -> None:
+        """Model, optimizer, the tokens of a step."""
+        self.told("build")
+        self.state = new_state(self.plan, self.mesh, self.device, initialize=self.initialize)
+        self.state.engine.train()
+        if self.routing is not None:
+            for module in (m for stage in self.state.engine.stages for m in stage.modules() if isinstance(m, Experts)):
+                module.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
+        self.told("tokens")
+        self.batches = self._tokens()
+
+    def step(self, number: int, count: int) -> None:
+        """Optimizer step `number` (from 1) over the first `count` micro-batches."""
+        recipe, state = self.plan.recipe, self.state
+        self.told(f"step {number}")
+        train_step(
+            state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
+            clip=recipe.clip, balance_loss=recipe.balance_loss, scaler=state.scaler,
+            before_update=lambda: self.told(f"update {number}"),
+        )  # fmt: skip
+
+    def rest(self) -> None:
+        """Evaluation, and what a checkpoint reads."""
+        self.told("evaluate")
+        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp])
+        self.told("save")
+        self.state.pieces()
+        self.told("end")
+
+    def _tokens(self) -> list[Batch]:
+        """The micro-batches of a step; tokens are a row of zeros, valid all of them."""
+        recipe, layout = self.plan.recipe, self.plan.layout
+        rows = recipe.global_batch // layout.dp
+        share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.state.engine.columns(recipe.sequence))
+        zeros, places = (np.zeros((rows, recipe.sequence), dtype=dtype) for dtype in (np.int64, np.int32))
+        blank = Sequences(tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents)
+        batch = to_batch(blank, self.device, document_mask=self.documents, share=share)
+        return split(batch, layout.micro_batch_of(recipe.global_batch))
+
+
+def shortened(plan: Plan, rank: int) -> tuple[int, int]:
+    """Micro-batches of two steps after which nothing new happens on a rank: the whole step where it is short, else a
+    few, and as many as bring the most micro-batches into flight that ever are."""
+    layout, whole = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
+    if layout.pp == 1:
+        return (whole, whole) if whole <= ENOUGH else (1, ENOUGH)
+    place = place_of(layout, rank)["pp"]
+    legal = [count for count in range(1, whole) if _has_schedule(layout, count)]
+
+    def moments(count: int) -> object:
+        return in_flight(layout.schedule, layout.pp, count, layout.vp, place)
+
+    full = moments(min(whole, MOST * layout.pp * layout.vp) if layout.schedule != "afab" else whole)
+    enough = next((index for index, count in enumerate(legal) if moments(count) == full), len(legal))
+    # One round more: the first backward passes find no gradients yet, those after them do.
+    return (legal[0], legal[enough + 1]) if enough + 1 < len(legal) else (whole, whole)
+
+
+ENOUGH = 3
+"""Micro-batches without a pipeline: the first, one that finds gradients, the last."""
+MOST = 4
+"""Rounds of a pipeline after which no schedule but AFAB brings more into flight."""
+
+
+def _has_schedule(layout: Layout, micro_batches: int) -> bool:
+    try:
+        schedule(layout.schedule, layout.pp, micro_batches, layout.vp)
+    except IllegalLayout:
+        return False
+    return True
+
+
+def at_whole(first: int, second: int, counts: tuple[int, int], whole: int) -> int:
+    """What a whole step costs, of two steps with `counts` micro-batches: a fixed part and one for each micro-batch."""
+    if counts[0] == counts[1]:
+        return second
+    parts, rest = divmod((second - first) * (whole - counts[0]), counts[1] - counts[0])
+    assert not rest, "what a step sends is a fixed part and one for each micro-batch"
+    return first + parts

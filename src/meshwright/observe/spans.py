@@ -1,0 +1,130 @@
+"""The parts of a step as they happen: every pass of every micro-batch under the schedule's own names, then the sums of
+gradients, the norm, the optimizer.
+
+The trainer knows nothing of it: while `told` is open, the functions that begin and end a part tell of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+
+from meshwright.parallel.engine import Engine
+from meshwright.parallel.pipeline import Passes
+from meshwright.spec.schedule import Action
+from meshwright.train.optimizer import AdamW
+from meshwright.train.step import MicroPass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`F`, `B`, `W`, `BW` of a stage's micro-batch; or `gradients`, `norm`, `optimizer` with neither."""
+
+    name: str
+    stage: int = -1
+    micro_batch: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.stage} {self.micro_batch}" if self.stage >= 0 else self.name
+
+
+PARTS = {"finish_gradients": "gradients", "gradient_norm": "norm"}
+Told = Callable[[Span | None], None]
+"""A part begins; None: it has ended."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """Micro-batches of a model that is one stage, in the order in which they come."""
+
+    forward: int = 0
+    backward: int = 0
+    open: bool = field(default=False)
+
+
+@contextmanager
+def told(tell: Told) -> Iterator[None]:
+    """Inside, `tell` hears of each part of each step of this process. Parts do not overlap; of nested ones (a stage's
+    pass inside an action) the outer one counts."""
+    order = _Order()
+
+    def part(span: Span, run: Callable[[], Any]) -> Any:
+        if order.open:
+            return run()
+        order.open = True
+        tell(span)
+        try:
+            return run()
+        finally:
+            order.open = False
+            tell(None)
+
+    def action(inner: Any) -> Any:
+        @wraps(inner)
+        def do(self: Passes, one: Action) -> None:
+            name = one.kind if self.train else "evaluate"
+            part(Span(name, one.stage, one.micro_batch), lambda: inner(self, one))
+
+        return do
+
+    def forward(inner: Any) -> Any:
+        @wraps(inner)
+        def call(self: MicroPass, *given: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return part(Span("evaluate"), lambda: inner(self, *given))
+            if not order.open:
+                order.forward += 1
+            return part(Span("F", 0, order.forward - 1), lambda: inner(self, *given))
+
+        return call
+
+    def backward(inner: Any) -> Any:
+        @wraps(inner)
+        def run(self: Any, *given: Any, **named: Any) -> Any:
+            order.backward += 1
+            return part(Span("BW", 0, order.backward - 1), lambda: inner(self, *given, **named))
+
+        return run
+
+    def optimizer(inner: Any) -> Any:
+        @wraps(inner)
+        def step(self: Any, *given: Any, **named: Any) -> Any:
+            order.forward = order.backward = 0
+            return part(Span("optimizer"), lambda: inner(self, *given, **named))
+
+        return step
+
+    def engine(name: str) -> Callable[[Any], Any]:
+        def change(inner: Any) -> Any:
+            @wraps(inner)
+            def run(self: Any, *given: Any) -> Any:
+                return part(Span(PARTS[name]), lambda: inner(self, *given))
+
+            return run
+
+        return change
+
+    with ExitStack() as stack:
+        for owner, name, change in (
+            (Passes, "do", action),
+            (MicroPass, "__call__", forward),
+            (torch.Tensor, "backward", backward),
+            (AdamW, "step", optimizer),
+            *((Engine, name, engine(name)) for name in PARTS),
+        ):
+            stack.enter_context(replaced(owner, name, change))
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """An attribute of a class or module, changed for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, change(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,212 @@
+"""Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
+
+A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and
+a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
+comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
+go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
+"""
+
+import sys
+import weakref
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright import compat
+from meshwright.train.piece import Piece
+
+PACKAGE = __name__.partition(".")[0]
+OWN = f"{PACKAGE}.observe"
+DEVICE = torch.ops.prim.device.default
+META = torch.device("meta")
+WRAPPERS = (DTensor, Piece)
+DEEPEST = 60
+"""Frames that are looked through for the line that made a tensor."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One storage. Moments are numbers of events; `died` is -1 while it lives."""
+
+    number: int
+    size_bytes: int
+    born: int
+    phase: int
+    """Index in Watch.phases of where it was born."""
+    operation: str
+    line: str
+    """`file.py:123 function` of this package, or of the first caller."""
+    module: str
+    """Of the model, where a forward pass made it."""
+    shape: tuple[int, ...]
+    dtype: str
+    outer: str
+    """Package whose code called the operation: meshwright, torch.distributed.fsdp ..."""
+    died: int = -1
+    death_phase: int = -1
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the program: `forward`, `backward` ... of a stage's micro-batch."""
+
+    name: str
+    start: int
+    """First event."""
+
+
+class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
+
+    def __init__(self, round_bytes: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.round_bytes = round_bytes
+        self.records: list[Record] = []
+        self.phases: list[Phase] = [Phase("start", 0)]
+        self.module = ""
+        self._event_record = array("q")
+        self._event_bytes = array("q")
+        self._known: dict[int, tuple[weakref.ref[Any], Record]] = {}
+        self._alive = 0
+        self.peak_bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Operations inside higher-order ones count too."""
+        return True
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let it happen and look at what came out."""
+        if operation is DEVICE and hasattr(args[0], "fake_device"):  # half of all calls, and slow the usual way
+            return args[0].fake_device
+        for kind in types:
+            if issubclass(kind, WRAPPERS):
+                return NotImplemented  # its own operations on what it holds come by here
+        out = operation(*args, **(kwargs or {}))
+        if type(out) is tuple or type(out) is list:
+            for one in out:
+                if isinstance(one, Tensor):
+                    self.see(one, operation)
+        elif isinstance(out, Tensor):
+            self.see(out, operation)
+        return out
+
+    def see(self, tensor: Tensor, operation: Any = None) -> Record | None:
+        """Follow a tensor's storage from now on, and note its size where it changed."""
+        if getattr(tensor, "fake_device", tensor.device if type(tensor) is Tensor else None) == META:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return None  # without memory of its own
+        key = compat.storage_key(storage)
+        found = self._known.get(key)
+        size = -(-storage.nbytes() // self.round_bytes) * self.round_bytes
+        if found is not None and found[0]() is not None:
+            record = found[1]
+            if size != record.size_bytes:
+                self._changed(record, size)
+            return record
+        record = self._born(tensor, size, operation)
+        self._known[key] = weakref.ref(storage, partial(self._died, key)), record
+        return record
+
+    def resized(self, storage: Any) -> None:
+        """A storage was given another size in place."""
+        found = self._known.get(compat.storage_key(storage))
+        if found is not None:
+            self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A stretch of the program; what comes after belongs to the one around it again."""
+        before = self.phases[-1].name
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def enter(self, name: str) -> None:
+        """From now on."""
+        self.phases.append(Phase(name, len(self._event_record)))
+
+    @property
+    def alive_bytes(self) -> int:
+        """Now."""
+        return self._alive
+
+    @property
+    def now(self) -> int:
+        """The number of the next event."""
+        return len(self._event_record)
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """(number of a record, bytes more or less), in order."""
+        return zip(self._event_record, self._event_bytes, strict=True)
+
+    def _born(self, tensor: Tensor, size: int, operation: Any) -> Record:
+        line, outer = _line(sys._getframe(2))
+        record = Record(
+            number=len(self.records),
+            size_bytes=size,
+            born=len(self._event_record),
+            phase=len(self.phases) - 1,
+            operation=getattr(operation, "_opname", "") or str(operation or ""),
+            line=line,
+            module=self.module,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            outer=outer,
+        )
+        self.records.append(record)
+        self._event(record, size)
+        return record
+
+    def _changed(self, record: Record, size: int) -> None:
+        self._event(record, size - record.size_bytes)
+        record.size_bytes = size
+
+    def _died(self, key: int, gone: object) -> None:
+        _, record = self._known.pop(key)
+        record.died, record.death_phase = len(self._event_record), len(self.phases) - 1
+        self._event(record, -record.size_bytes)
+        record.size_bytes = 0
+
+    def _event(self, record: Record, size: int) -> None:
+        if not size:
+            return
+        self._event_record.append(record.number)
+        self._event_bytes.append(size)
+        self._alive += size
+        self.peak_bytes = max(self.peak_bytes, self._alive)
+
+
+def _line(frame: FrameType | None) -> tuple[str, str]:
+    """The innermost line of this package (the watching itself left out), and whose code called the operation."""
+    outer, first = "", ""
+    for _ in range(DEEPEST):
+        if frame is None:
+            break
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(PACKAGE) and not name.startswith(OWN):
+            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
+            return here, outer or PACKAGE
+        if name.startswith("torch.distributed.fsdp") and not outer:
+            outer = "fsdp"
+            first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return first, outer
+
+
+def _file(module: str) -> str:
+    return module.replace(".", "/") + ".py"

@@ -1,0 +1,98 @@
+"""Seconds of real training steps of small plans on processes of this machine, as a launch would run them."""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.spec.plan import Plan
+from meshwright.train import device as train_device
+from meshwright.train.batches import Batch, Share, select, split
+from meshwright.train.optimizer import AdamW
+from meshwright.train.precision import DTYPES, reduce_dtype
+from meshwright.train.step import train_step
+
+LIMIT_S = 120.0
+"""To start, and of each plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long each plan is looked at: a step to warm up, then steps for so many seconds, within these numbers."""
+
+    seconds: float = 1.0
+    least: int = 3
+    most: int = 12
+
+
+def threads_of(world: int) -> int:
+    """Of torch in each of so many processes: the cores shared evenly."""
+    return max(1, len(os.sched_getaffinity(0)) // world)
+
+
+def measured_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") -> list[float]:
+    """The median step of each plan, in seconds; plans with the same number of ranks share processes."""
+    found = [0.0] * len(plans)
+    for world in sorted({plan.layout.world for plan in plans}):
+        some = [n for n, plan in enumerate(plans) if plan.layout.world == world]
+        limit = LIMIT_S * (1 + len(some))
+        ranks = on_ranks(world, _all_steps, [plans[n] for n in some], timing, device, limit_s=limit, device=device)
+        for place, n in enumerate(some):
+            found[n] = max(rank[place] for rank in ranks)
+    return found
+
+
+def _all_steps(plans: list[Plan], timing: Timing, kind: str) -> list[float]:
+    torch.set_num_threads(threads_of(dist.get_world_size()))
+    made: Made = {}
+    return [step_s(plan, timing, kind, made) for plan in plans]
+
+
+def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = None) -> float:
+    """The median step of a plan on this rank, on random tokens."""
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    recipe, layout = plan.recipe, plan.layout
+    train_device.prepare(device, recipe.precision)
+    mesh = make_mesh(layout, made=made)
+    engine = build_engine(
+        plan.model, layout, mesh=mesh, device=device, dtype=DTYPES[recipe.precision],
+        reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),
+    )  # fmt: skip
+    engine.train()
+    optimizer = AdamW(engine.parameters.items(), recipe)
+    share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
+    size = layout.micro_batch_of(recipe.global_batch)
+    generator = torch.Generator().manual_seed(0)
+    taken: list[float] = []
+    while True:
+        tokens = torch.randint(plan.model.vocab, (recipe.global_batch, recipe.sequence + 1), generator=generator)
+        batch = Batch(tokens=tokens[:, :-1].to(device), targets=tokens[:, 1:].to(device))
+        passes = split(select(batch, share), size)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        result = train_step(engine, optimizer, passes, rate=1e-4, clip=1.0, balance_loss=recipe.balance_loss)
+        result.loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+        if _enough(taken[1:], timing, device):
+            return statistics.median(taken[1:])
+
+
+def _enough(taken: list[float], timing: Timing, device: torch.device) -> bool:
+    """All ranks stop at once."""
+    done = torch.tensor(
+        float(len(taken) >= timing.most or (len(taken) >= timing.least and sum(taken) > timing.seconds))
+    )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        done = done.to(device)
+        dist.all_reduce(done, dist.ReduceOp.MAX)
+    return bool(done.item())

@@ -1,0 +1,117 @@
+"""How much a process on a CPU has allocated, told by torch's allocator itself: nothing that the dry run knows of.
+
+torch's profiler hears of every allocation, but of those that end on another thread (Gloo's, which drop the last hold on
+what they sent) it does not hear the end. An address that is given out again was free before: what is found so is taken
+back. What is not found yet makes the figure too high, never too low.
+"""
+
+import time
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.observe.spans import replaced
+
+PAUSE_S = 0.001
+Event = tuple[int, int, int]
+"""(ns, address, bytes: below 0 where memory ends)."""
+
+
+@dataclass(slots=True)
+class Witness:
+    """What was allocated while `watching`; read it afterwards."""
+
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def mark(self, part: str) -> None:
+        """A part of the program begins."""
+        self.marks.append((time.time_ns(), part))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time."""
+        return max((size for _, size in self.totals()), default=0)
+
+    def peaks(self) -> dict[str, int]:
+        """The most in each part."""
+        found: dict[str, int] = {}
+        part, marks = "start", iter(self.marks)
+        following = next(marks, None)
+        for at, size in self.totals():
+            while following is not None and following[0] <= at:
+                part, following = following[1], next(marks, None)
+            found[part] = max(found.get(part, 0), size)
+        return found
+
+    def totals(self) -> Iterator[tuple[int, int]]:
+        """(ns, bytes allocated then), after every event."""
+        return totals(self.events)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Inside, whoever waits for a collective gives Gloo's threads a moment to let go of what was sent, so that it is
+    this thread that lets go of it last, and the profiler hears of it."""
+
+    def change(inner: Callable[..., bool]) -> Callable[..., bool]:
+        @wraps(inner)
+        def wait(work: dist.Work, *given: object) -> bool:
+            done = inner(work, *given)
+            time.sleep(PAUSE_S)
+            return done
+
+        return wait
+
+    with replaced(dist.Work, "wait", change):
+        yield
+
+
+@contextmanager
+def watching() -> Iterator[Witness]:
+    """Have torch's profiler listen to this process's allocations."""
+    found = Witness()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
+        yield found
+    results = listening.profiler.kineto_results
+    found.events = sorted(_allocations(results.experimental_event_tree()))
+
+
+def _allocations(nodes: Iterable[Any]) -> Iterator[Event]:
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        kind, told = node.typed
+        if kind.name == "Allocation" and told.device.type == "cpu":
+            yield node.start_time_ns, told.ptr, told.alloc_size
+        waiting.extend(node.children)
+
+
+def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
+    """(ns, bytes) after each event in order of time; memory that overlaps what is given out anew had ended."""
+    held: dict[int, int] = {}
+    places: list[int] = []
+    total = 0
+
+    def end(address: int) -> int:
+        del places[bisect_right(places, address) - 1]
+        return held.pop(address)
+
+    for at, address, size in events:
+        if size < 0:
+            total -= end(address) if address in held else 0
+        else:
+            before = bisect_right(places, address) - 1
+            first = before if before >= 0 and places[before] + held[places[before]] > address else before + 1
+            while first < len(places) and places[first] < address + size:
+                total -= end(places[first])
+            insort(places, address)
+            held[address] = size
+            total += size
+        yield at, total

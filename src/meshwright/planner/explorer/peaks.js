@@ -1,0 +1,145 @@
+// The moments of a step at which a rank may hold most, and what each needs: planner/moments.py and planner/peaks.py,
+// ported. A moment is [what, place of its stage, alive, queued, graded].
+
+const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
+const WHEN = {
+  loss: "head and loss", pass: "backward pass", sums: "last backward pass", split: "split backward pass",
+  embedding: "gradient of the embedding", end: "gradient of the embedding", weights: "gradients of weights",
+};
+const moments = new Map();
+
+function momentsOf(layout, m, rank) {
+  const {pp, vp, zero} = layout, name = layout.schedule;
+  if (pp === 1) return momentsAlone(zero, m);
+  const width = Math.floor(m / Math.max(1, Math.floor(m / pp)));
+  const all = name === "afab" || m <= (ENOUGH + 1) * width;
+  const few = all ? m : ENOUGH * width + (vp === 1 ? m % pp : 0);
+  const key = `${name},${pp},${few},${vp}`;
+  if (!moments.has(key)) moments.set(key, schedule(name, pp, few, vp).map((own) => momentsIn(own, pp * vp - 1)));
+  return moments.get(key)[rank];
+}
+
+function momentsAlone(zero, m) {
+  const steps = m > 1 ? [0, 1] : [0];
+  const found = steps.map((graded) => ["loss", 0, [1], [0], [graded]]);
+  for (const graded of steps) {
+    const final = zero >= 2 || graded === steps[steps.length - 1];
+    found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
+      [final ? "end" : "embedding", 0, [0], [0], [graded]]);
+  }
+  return found;
+}
+
+function momentsIn(own, lastStage) {
+  const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
+  const [alive, queued, graded] = [0, 0, 0].map(() => stages.map(() => 0));
+  const last = new Map(own.filter(({kind}) => kind === "W" || kind === "BW").map((one) => [one.stage, one]));
+  const found = new Map();
+  for (const action of own) {
+    const {kind, stage} = action, place = stages.indexOf(stage);
+    const now = (what) => {
+      const moment = [what, place, [...alive], [...queued], [...graded]];
+      found.set(JSON.stringify(moment), moment);
+    };
+    if (kind === "F") {
+      alive[place]++;
+      if (stage === lastStage) now("loss");
+    } else if (kind === "W") {
+      now("weights");
+      queued[place]--;
+      graded[place] = 1;
+    } else {
+      const final = action === last.get(stage);
+      now(final ? "sums" : "pass");
+      alive[place]--;
+      if (kind === "B") {
+        queued[place]++;
+        now("split");
+      }
+      if (stage === 0) now(final ? "end" : "embedding");
+      graded[place] = 1;
+    }
+  }
+  const all = [...found.values()];
+  return all.filter((one) => !all.some((other) => below(one, other))).sort(inOrder);
+}
+
+const below = (one, other) => one !== other && one[0] === other[0] && one[1] === other[1] &&
+  [2, 3, 4].every((n) => one[n].every((x, stage) => x <= other[n][stage]));
+
+function inOrder(one, other) {
+  if (one[0] !== other[0]) return one[0] < other[0] ? -1 : 1;
+  const [a, b] = [one, other].map((moment) => moment.slice(1).flat());
+  const n = a.findIndex((x, at) => x !== b[at]);
+  return n < 0 ? 0 : a[n] - b[n];
+}
+
+// {when, kinds} of the worst of these moments.
+function peakOf(rank, found) {
+  let best = null, most = -1;
+  for (const moment of found)
+    for (const kinds of atMoment(rank, moment)) {
+      const total = sumOf(kinds);
+      if (total > most) [most, best] = [total, {when: WHEN[moment[0]], kinds: {...rank.state, ...kinds}}];
+    }
+  return best;
+}
+
+function atMoment({layout, costs, state, units, last, table}, [what, place, alive, queued, graded]) {
+  const cost = costs[place], again = graded[place], whole = state.gradients;
+  const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
+  const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
+  const logits = sum((one, n) => alive[n] * one.logits_kept);
+  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length;
+  const alone = layout.pp === 1, apart = alone && layout.zero >= 2, frees = alone && layout.zero === 3;
+  const copied = units.summed && what === "sums";
+  const made = table.parameter_bytes, summed = table.gradient_bytes;
+  const kinds = (gradients, logits, temporaries, buffers) =>
+    ({gradients, activations: kept, logits, temporaries, buffers});
+
+  if (what === "loss") {
+    const gathered = alone && units.summed && (frees || (layout.zero && !again));
+    const transient = Math.max(cost.logits_chunk, cost.logits_matrix);
+    return [kinds(before, logits + transient, 0, units.last.parameters * (Number(Boolean(gathered)) + Number(frees)))];
+  }
+  if (what === "weights") return [kinds(before, logits, cost.weights * (made + again * summed), 0)];
+  if (what === "split") return [kinds(before, logits, cost.split, 0)];
+  if (what === "embedding" || what === "end") {
+    const {first, block} = units;
+    const after = whole * graded.reduce((a, b, n) => a + (n === place ? 1 : b), 0) / graded.length;
+    const reduced = what === "end" && units.summed && layout.zero;
+    if (apart) {
+      const gathers = frees ? first.parameters : 0;
+      return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients))];
+    }
+    const more = again && made < summed ? first.gradients : 0;
+    const shards = first.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
+    const copy = what === "end" && units.summed && !layout.zero ? first.gradients : 0;
+    const inside = Math.max(first.made + more, copy);
+    return [kinds(reduced ? Math.min(after, shards) : after, logits, inside, 0)];
+  }
+  const ends = last && place === costs.length - 1;
+  const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
+  const gone = ends ? cost.logits_kept - cost.logits_held : 0;
+  const share = again ? 0 : end.gradients / (layout.dp_shard * layout.cp);
+  const gradients = apart ? before + share : again ? before : Math.min(whole, before + end.gradients);
+  const found = [];
+  if (ends) {
+    const gathers = frees ? end.parameters + block.parameters : 0;
+    found.push(kinds(before, logits, end.made, gathers));
+    if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients));
+    else {
+      found.push(kinds(gradients, logits - gone, end.made + (again ? end.gradients : 0), 0));
+      if (copied) found.push(kinds(gradients, logits - gone, 0, end.gradients));
+    }
+  }
+  const weights = again && !apart ? cost.weights * (made + summed) : 0;
+  const inside = Math.max(cost.mlp, cost.attention, weights);
+  if (apart) {
+    const gathers = frees ? 2 * block.parameters : 0;
+    const rest = Math.max(0, block.made - cost.weights * made);
+    const copies = copied ? Math.max(end.gradients, block.gradients) : 0;
+    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies));
+  } else found.push(kinds(gradients, logits - gone, inside, 0));
+  return found;
+}

@@ -1,0 +1,208 @@
+"""The peak of a pipeline rank of Meshwright's own engine: every moment of its schedule at which it may hold most, with
+what head, layers, embedding, gathers and reductions need beside the states then. Held against a dry run of the engine.
+
+What FSDP keeps (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a gather of a forward pass leaves its buffer
+until the next one's is there; a reduction copies a unit's gradients into one, which lives until the next reduction.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from operator import mul
+from typing import NamedTuple
+
+from meshwright.planner.moments import Moment, moments_of
+from meshwright.planner.stages import Cost
+from meshwright.spec.layout import Layout
+
+Kinds = dict[str, float]
+WORDS = {
+    "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
+    "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
+}  # fmt: skip
+CHANGING = ("gradients", "logits", "temporaries", "buffers", "activations")
+"""Kinds of memory that a moment decides."""
+Sizes = tuple[float, float, float, float, float]
+"""Bytes of each."""
+ROUNDS = 3
+"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
+
+    first: Unit
+    block: Unit
+    last: Unit
+    summed: bool
+    """Whether any other rank has gradients to be summed with these."""
+
+
+def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
+    """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
+    width = micro_batches // max(1, micro_batches // ranks)
+    if name == "afab" or micro_batches <= (ROUNDS + 1) * width:
+        return micro_batches
+    return ROUNDS * width + (micro_batches % ranks if virtual == 1 else 0)
+
+
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    """Of a pipeline rank, or of a step without a pipeline."""
+    if layout.pp > 1:
+        few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
+        return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
+    steps = ((0,), (1,)) if micro_batches > 1 else ((0,),)
+    found = [Moment("loss", 0, (1,), (0,), graded) for graded in steps]
+    for graded in steps:
+        final = layout.zero >= 2 or graded == steps[-1]
+        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
+        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded))
+    return tuple(found)
+
+
+@cache
+def grouped(found: tuple[Moment, ...], alike: bool) -> tuple[tuple[Moment, ...], ...]:
+    """Moments that differ in what is in flight only, together. `alike`: the layers of all stages need the same inside a
+    pass, so that of the stages between the ends it does not matter which."""
+    groups: dict[tuple[object, ...], list[Moment]] = {}
+    for one in found:
+        last = len(one.alive) - 1
+        where = (one.place == 0, one.place == last, one.graded[one.place], sum(one.graded)) if alike else one.graded
+        groups.setdefault((one.what, where, None if alike else one.place), []).append(one)
+    return tuple(map(tuple, groups.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
+    reduced together. `last`: its last stage is the model's."""
+
+    layout: Layout
+    costs: list[Cost]
+    state: Kinds
+    units: Units
+    last: bool
+    made: float
+    """Bytes of an element of a gradient as it is made."""
+    summed: float
+    """As it is kept."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each micro-batch's gradients are reduced at once."""
+        return self.layout.pp == 1 and self.layout.zero >= 2
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are gathered for each pass."""
+        return self.layout.pp == 1 and self.layout.zero == 3
+
+    def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
+        """(when, bytes by kind) of the worst of these moments."""
+        alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in self.costs}) == 1
+        worst = [self._fullest(some) for some in grouped(found, alike)]
+        what, best = max(((one.what, sizes) for one in worst for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
+
+    def _fullest(self, alike: tuple[Moment, ...]) -> Moment:
+        """Of moments that differ in what is in flight only."""
+        if len(alike) == 1:
+            return alike[0]
+        kept = [one.kept_bytes + one.logits.kept for one in self.costs]
+        queued = [one.queued_bytes for one in self.costs]
+        if not any(queued):
+            return max(alike, key=lambda one: sum(map(mul, one.alive, kept)))
+        return max(alike, key=lambda one: sum(map(mul, one.alive, kept)) + sum(map(mul, one.queued, queued)))
+
+    def at(self, moment: Moment) -> Iterator[Sizes]:
+        """What is held at the worst places of the pass under way, instead of the state's gradients."""
+        what, place, alive, queued, graded = moment
+        cost, units = self.costs[place], self.units
+        kept = sum(n * one.kept_bytes for n, one in zip(alive, self.costs, strict=True))
+        kept += sum(n * one.queued_bytes for n, one in zip(queued, self.costs, strict=True) if n)
+        logits = alive[-1] * self.costs[-1].logits.kept  # none but a model's last stage has any
+        whole, again = self.state["gradients"], bool(graded[place])
+        before = whole * sum(graded) / len(graded)
+        copied = units.summed and what == "sums"
+
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Sizes:
+            return gradients, logits, temporaries, buffers, kept
+
+        if what == "loss":
+            gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
+            buffers = units.last.parameters * (bool(gathered) + self.frees)
+            yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
+        elif what == "weights":
+            yield kinds(before, logits, cost.weights * (self.made + again * self.summed), 0.0)
+        elif what == "split":
+            yield kinds(before, logits, cost.split_bytes, 0.0)
+        elif what in ("embedding", "end"):
+            reduced = what == "end" and units.summed and bool(self.layout.zero)
+            after = whole * sum((*graded[:place], 1, *graded[place + 1 :])) / len(graded)
+            found = self._embedding(after, logits, again, reduced)
+            if what == "end" and units.summed and not self.layout.zero:  # put together in one buffer for their sum
+                found = *found[:2], max(found[2], units.first.gradients), found[3]
+            yield kinds(*found)
+        else:
+            ends = self.last and place == len(self.costs) - 1
+            if ends:
+                yield from (kinds(*one) for one in self._head(before, logits, cost, again, copied))
+            yield kinds(*self._layer(before, logits, cost, again, copied, ends))
+
+    def _head(
+        self, before: float, logits: float, cost: Cost, again: bool, copied: bool
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
+        last, gone = self.units.last, cost.logits.kept - cost.logits.held
+        gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
+        yield before, logits, last.made, gathers
+        if self.apart:
+            yield before + (0.0 if again else self._shard(last)), logits - gone, last.made, gathers + last.gradients
+            return
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0
+        if copied:
+            yield gradients, logits - gone, 0.0, last.gradients
+
+    def _layer(
+        self, before: float, logits: float, cost: Cost, again: bool, copied: bool, ends: bool
+    ) -> tuple[float, float, float, float]:
+        """The first layer of the pass. The head's gradients may still be under way."""
+        last, block = self.units.last if ends else Unit(), self.units.block
+        gone = cost.logits.kept - cost.logits.held if ends else 0.0
+        weights = cost.weights * (self.made + self.summed) if again and not self.apart else 0.0
+        temporaries = max(cost.transient_bytes, weights)
+        if self.apart:
+            gathers = 2 * block.parameters if self.frees else 0.0
+            gradients = before + (0.0 if again else self._shard(last))
+            made = max(0.0, block.made - cost.weights * self.made)
+            return gradients, logits - gone, temporaries + made, gathers + max(last.gradients, block.gradients) * copied
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        return gradients, logits - gone, temporaries, 0.0
+
+    def _embedding(
+        self, gradients: float, logits: float, again: bool, reduced: bool
+    ) -> tuple[float, float, float, float]:
+        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the other
+        layers are shards already."""
+        first, block = self.units.first, self.units.block
+        if self.apart:
+            gathers = first.parameters if self.frees else 0.0
+            return self.state["gradients"], logits, first.made, gathers + max(first.gradients, block.gradients)
+        more = first.gradients if again and self.made < self.summed else 0.0
+        if reduced:
+            gradients = min(gradients, first.gradients + block.gradients + self._shard(Unit(gradients=gradients)))
+        return gradients, logits, first.made + more, 0.0
+
+    def _shard(self, unit: Unit) -> float:
+        """Of gradients after their reduction."""
+        return unit.gradients / (self.layout.dp_shard * self.layout.cp)

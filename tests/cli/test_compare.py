@@ -1,0 +1,69 @@
+"""`meshwright compare` and `meshwright report`: what they print, leave and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.toy import call, refused, train, write_texts
+from tests.observe.folders import PLAN, dried, profiled, write
+
+
+def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert call(capsys, *train(write_texts(tmp_path / "texts"), run))[0] == 0
+    code, out, _ = call(capsys, "compare", run, "--no-dryrun", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["agrees"] and found["columns"]["measured"]["about"] == "12 steps of training"
+    moments = next(row for row in found["rows"] if row["what"] == "moments")
+    assert moments["planned"] == moments["measured"] > 0 and moments["dryrun"] is None
+    code, out, _ = call(capsys, "compare", run, "--no-dryrun")
+    assert code == 0 and "moments" in out and "agree: traffic exactly" in out
+    code, out, _ = call(capsys, "report", run)
+    assert code == 0 and str(run / "report.html") in out
+    assert "llama-tiny" in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_dry_run_is_made_once_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert call(capsys, *train(write_texts(tmp_path / "texts"), run))[0] == 0
+    first = json.loads(call(capsys, "compare", run, "--json", "--tolerance", "1")[1])
+    kept = (run / "dryrun.json").read_bytes()
+    again = json.loads(call(capsys, "compare", run, "--json", "--tolerance", "1")[1])
+    assert first["rows"] == again["rows"] and (run / "dryrun.json").read_bytes() == kept
+    parameters = next(row for row in first["rows"] if row["what"] == "parameters")
+    assert parameters["dryrun"] == parameters["measured"] == parameters["planned"]
+
+
+def test_beyond_the_tolerance_is_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = profiled(PLAN)
+    document["ranks"][0]["peak_bytes"] *= 2
+    run = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
+    line = refused(capsys, "compare", run, code=4)
+    assert "peak of rank 0: planned" in line
+    assert call(capsys, "compare", run, "--tolerance", "0.6")[0] == 0
+    code, out, _ = call(capsys, "compare", run, "--json")
+    assert code == 4 and json.loads(out)["first"]["what"] == "peak"
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    damaged = write(tmp_path / "damaged", ledger="{")
+    for verb in ("compare", "report"):
+        assert "does not exist" in refused(capsys, verb, tmp_path / "nowhere")
+        assert "has no plan.yaml" in refused(capsys, verb, tmp_path)
+        assert "no JSON" in refused(capsys, verb, damaged)
+        assert "is no run folder" in refused(capsys, verb, tmp_path / "file")
+        assert "--tolerance" in refused(capsys, verb, damaged, "--tolerance", "-1")
+    assert "is a folder" in refused(capsys, "report", damaged, "--out", tmp_path)
+    assert "make it first" in refused(capsys, "report", damaged, "--out", tmp_path / "a" / "b.html")
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_two_runs_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write(tmp_path / name / "run") for name in ("a", "b")]
+    code, out, _ = call(capsys, "report", *runs, "--out", tmp_path / "both.html")
+    assert code == 0 and "2 runs" in out
+    text = (tmp_path / "both.html").read_text()
+    assert '"name":"a/run"' in text and '"name":"b/run"' in text

@@ -1,0 +1,41 @@
+"""`meshwright calibrate` on this machine, a few sizes only; the plans that it looks at."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.observe.calibrate import calibrate
+from meshwright.observe.jobs import jobs
+from meshwright.observe.timed import Timing, measured_steps
+from meshwright.planner.clusterfile import load
+from meshwright.planner.clusterwriting import write
+
+
+def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.toml"
+    machine = calibrate(device="cpu", worlds=(1, 2), quick=True)
+    write(machine, path)
+    found = load(path)
+    assert set(found.together) == {1, 2} and found.provenance["command"] == "meshwright calibrate --quick"
+    curves = found.together[2].links.curves
+    assert curves is not None
+    assert {name for name, _ in curves.seconds} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
+    for plan in jobs(found, (1, 2), "fp32"):
+        predicted = found.estimator(plan).predict(plan)
+        assert 1e-3 < predicted.step_s < 1e3 and math.isfinite(predicted.peak_bytes)
+    words = ["plan", "gpt2", "--cluster", f"{path}x2", "--recipe", "precision=fp32", "--recipe", "global_batch=4"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["cluster"]["devices_per_node"] == 2
+    plans = [plan for plan in jobs(found, (1, 2), "fp32") if plan.layout.tp == 2 or plan.layout.pp == 2]
+    assert all(0 < seconds < 60 for seconds in measured_steps(plans, Timing(seconds=0.0, least=1)))
+
+
+@pytest.mark.parametrize("out", ["x.txt", "absent/x.toml"])
+def test_a_wrong_place_is_refused_before_anything_is_measured(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "--out", str(tmp_path / out)]) == 2
+    assert capsys.readouterr().err.startswith("meshwright: --out")

@@ -1,0 +1,183 @@
+"""The three columns: what agrees, what does not and why, what is not known, and that nothing is invented."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.observe.columns import columns
+from meshwright.observe.compare import Comparison, compare
+from meshwright.observe.explain import explanation
+from meshwright.observe.finished import open_run
+from meshwright.observe.table import as_json, lines
+from meshwright.spec import Cluster
+from meshwright.spec.errors import RunError
+from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
+
+
+def laid(folder: Path, tolerance: float = 0.1) -> Comparison:
+    run = open_run(folder)
+    return compare(run.plan_as_run, columns(run), tolerance)
+
+
+def row(found: Comparison, section: str, what: str, unit: str = "", rank: int | None = None) -> Any:
+    [one] = [
+        one
+        for one in found.rows
+        if (one.section, one.what) == (section, what) and unit in ("", one.unit) and rank in (None, one.rank)
+    ]
+    return one
+
+
+def test_equal_columns_agree_in_every_row(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
+    assert found.disagreeing == ()
+    kinds = {one.what for one in found.rows if one.section == "memory"}
+    assert {"peak", "parameters", "gradients", "moments", "activations", "logits", "reserve"} <= kinds
+    for unit in ("bytes", "calls"):
+        sent = row(found, "traffic", "pp send", unit, rank=2)
+        assert len(set(sent.values)) == 1 and sent.values[0] > 0 and sent.tolerance == 0
+    planned, dry, measured = row(found, "time", "compute").values
+    assert planned == measured > 0 and dry is None
+    assert row(found, "use", "bubble").values[0] == row(found, "use", "bubble").values[2] > 0
+
+
+def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run"), 1e9)
+    assert row(found, "memory", "peak", rank=2).values[2] == ledger(PLAN)["ranks"][1]["peak_bytes"]
+    assert row(found, "memory", "moments", rank=0).error(0) == 0
+    activations = row(found, "memory", "activations", rank=0)
+    assert activations.values[1:] == (None, None)
+    assert "there is no dryrun.json" in activations.missing[1] and "meshwright profile" in activations.missing[2]
+    gradients = row(found, "memory", "gradients", rank=0)
+    assert gradients.tolerance is None and "update" in gradients.note and gradients.error(0) is None
+    step = row(found, "time", "step")
+    assert step.values[2] == pytest.approx(0.2)  # the first step, with its second of start, is not counted
+    assert "meshwright profile" in row(found, "use", "bubble").missing[2]
+    assert row(found, "use", "MFU (causal)").values[2] == 0.4
+
+
+def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4))))
+    assert all(one.values[0] is None for one in found.rows if one.section in ("time", "use"))
+    assert "is not described: name a cluster" in row(found, "time", "step").missing[0]
+    assert row(found, "memory", "parameters", rank=0).values[0] > 0
+
+
+def test_traffic_that_is_one_call_off_disagrees_and_is_explained(tmp_path: Path) -> None:
+    document = profiled(PLAN)
+    sent = next(one for one in document["ranks"][1]["traffic"] if one["axis"] == "tp")
+    sent["calls"] += 1
+    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document), tolerance=0.5)
+    [bad] = found.disagreeing
+    assert (bad.what, bad.unit, bad.rank, bad.beyond) == ("tp all_reduce", "calls", 2, (0, 1))
+    first = explanation(found, bad)
+    assert first[0].endswith("1 more than planned.") and first[1].startswith("Its bytes: planned")
+
+
+def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
+    document = profiled(PLAN)
+    rank = document["ranks"][0]
+    kept = next(one for one in rank["memory"] if one["kind"] == "activations")
+    kept["bytes"] += 40_000
+    rank["peak_bytes"] += 40_000
+    rank["activations"][0]["bytes"] = 44_000
+    dry = dried(PLAN)
+    dry["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
+    found = laid(write(tmp_path / "run", dryrun=dry, profile=document), tolerance=0.001)
+    peak, activations = found.disagreeing
+    assert (peak.what, activations.what) == ("peak", "activations")
+    words = " ".join(explanation(found, peak))
+    assert "Of it activations: 39.1 KiB more" in words and "layers.*.mlp mm 3.9 KiB and 43.0 KiB" in words
+    assert "as large as norm mul" in words and "step 2, BW 0 1" in words
+
+
+def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
+    document = profiled(PLAN)
+    for one in document["ranks"]:
+        next(held for held in one["memory"] if held["kind"] == "counters")["bytes"] *= 3
+    folder = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
+    counters = row(laid(folder), "memory", "counters", rank=0)
+    assert counters.agrees() and counters.error(0) == pytest.approx(-2 / 3)
+    assert not row(laid(folder, 0.0), "memory", "counters", rank=0).agrees()
+
+
+def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
+    assert found.columns[1].found is None and "of another plan" in found.columns[1].about
+    assert "left aside" in found.columns[2].about
+    assert row(found, "memory", "activations", rank=0).values[2] is None
+
+
+def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
+    from meshwright.observe.documents import checked
+
+    asked = []
+    run = open_run(write(tmp_path / "run"))
+
+    def dryer(plan: Any, device: str) -> Any:
+        asked.append((plan.layout.pp, device))
+        return checked(dried(plan), "")
+
+    found = compare(run.plan_as_run, columns(run, dryer=dryer))
+    assert asked == [(2, "cuda")] and row(found, "memory", "activations", rank=0).values[1] > 0
+
+
+def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text().replace('"global_batch": 4', '"global_batch": 2')
+    (folder / "metrics.jsonl").write_text(text)
+    assert open_run(folder).plan_as_run.recipe.global_batch == 2
+    assert row(laid(folder), "traffic", "pp send", "calls", rank=0).values == (2, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ledger", "{", "no JSON"), ("ledger", "[]", "no JSON object"), ("ledger", '{"source": "predicted"}', "source"),
+        ("dryrun", '{"source": "measured"}', "where 'dryrun' belongs"),
+        ("profile", '{"source": "measured", "ranks": [{"rank": -1}]}', "ranks.0.rank"),
+        ("profile", '{"source": "measured", "step_seconds": NaN}', "no JSON"),
+        ("ledger", '{"source": "measured", "rank": 0, "memory": [], "traffic": [], "peaks": ["x"]}', "peaks"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_one_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+    folder = write(tmp_path / "run", **{name: text})
+    with pytest.raises(RunError) as caught:
+        laid(folder)
+    assert f"{name}.json" in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_foreign_folders_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no step of a run yet"):
+        open_run(write(tmp_path / "empty", steps=0))
+    with pytest.raises(RunError, match="does not exist"):
+        open_run(tmp_path / "nowhere")
+    folder = write(tmp_path / "foreign")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
+    with pytest.raises(RunError, match="of another program: the record of step 1 has no number loss"):
+        open_run(folder)
+    (folder / "plan.yaml").write_text("name: ci\non: push\n")
+    with pytest.raises(RunError, match="damaged or of another program"):
+        open_run(folder)
+
+
+def test_a_ledger_of_one_rank_is_still_read(tmp_path: Path) -> None:
+    old = {key: value for key, value in ledger(ALONE).items() if key in ("source", "rank", "step", "memory", "traffic")}
+    found = laid(write(tmp_path / "run", ALONE, ledger=old))
+    assert row(found, "memory", "moments").error(0) == 0 and row(found, "memory", "peak").values[2] is None
+
+
+def test_json_and_lines_say_the_same(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run", dryrun=dried(PLAN)))
+    document = json.loads(json.dumps(as_json(found, "run"), allow_nan=False))
+    assert document["rank"] == found.rank and len(document["rows"]) == len(found.rows)
+    assert document["agrees"] == (not found.disagreeing) and document["columns"]["dryrun"]["there"]
+    printed = "\n".join(lines(found))
+    for one in document["rows"]:
+        if one["rank"] in (None, found.rank):
+            assert one["what"] in printed
+    missing = [one for one in document["rows"] if one["measured"] is None]
+    assert missing and all(one["missing"]["measured"] for one in missing)

@@ -1,0 +1,175 @@
+"""The dry run against real processes, against the counting of states, and against itself: whole steps, other worlds."""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.dry_run import LLAMA, MOE, measured, row
+from meshwright.cli.main import main
+from meshwright.model import Transformer
+from meshwright.observe.document import dry
+from meshwright.observe.dryrun import dry_run, see
+from meshwright.observe.ranks import SERVER, on_ranks
+from meshwright.observe.routing import Routing
+from meshwright.parallel.group import Group
+from meshwright.spec import Layout, Plan, Recipe
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.held import memory
+
+SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
+TINY = replace(SMALL, vocab=512, layers=4, hidden=64, heads=4, kv_heads=2, ffn=96)
+MIXED = replace(MOE, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=384)
+
+SCALARS = 12 * 8 * 512
+"""What micro-batches keep of their losses until the step ends, as a GPU's allocator gives it."""
+
+
+def plan(shape: Any, batch: int, sequence: int = 64, precision: str = "fp32", **layout: Any) -> Plan:
+    recipe = Recipe(sequence=sequence, global_batch=batch, precision=precision, document_mask=False)  # type: ignore[arg-type]
+    return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
+
+
+REAL = {
+    "one": plan(SMALL, 16, micro_batch=8),
+    "z3": plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8),
+    "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
+    "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
+    "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_peak_and_traffic_of_real_processes(world: int) -> None:
+    """All layouts with so many processes in one group: peaks as torch's allocator tells them, traffic exactly."""
+    plans = [one for one in REAL.values() if one.layout.world == world]
+    ranks = on_ranks(world, measured, plans, 2)
+    for index, one in enumerate(plans):
+        found = dry_run(one, ranks=range(world), device="cpu", whole=True)
+        compared = row(str(one.layout), found, [rank[index] for rank in ranks], 0.0)
+        assert compared["same_traffic"], one.layout
+        assert abs(compared["error"]) < 0.03, compared
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_shard": 1024, "zero": 3},
+        {"dp_replicate": 64, "dp_shard": 16, "zero": 2},
+        {"dp_shard": 64, "tp": 2, "pp": 2, "zero": 1},
+    ],
+    ids=str,
+)
+def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
+    """A thousand ranks: of a sharded parameter only the shard counts, not the whole one that its wrapper tells of."""
+    one = plan(TINY, 2048, precision="bf16", micro_batch=1, **layout)
+    seen = dry_run(one, ranks=[3], device="cpu").ranks[0]
+    counted = memory(TINY, one.layout, "bf16", 3, micro_batches=one.micro_batches, reduce_dtype="fp32")
+    sizes = counted.only(phase="update").by("what")
+    for kind in ("masters", "moments", "counters"):
+        assert seen.kinds[kind] == sizes[(kind,)], kind
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_few_micro_batches_stand_for_many(schedule: str) -> None:
+    virtual = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else 1
+    one = plan(TINY, 12, pp=2, vp=virtual, micro_batch=1, schedule=schedule)
+    short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)
+    assert any(sum(short.run[rank]) < sum(whole.run[rank]) for rank in short.run)
+    for few, all_of_them in zip(short.ranks, whole.ranks, strict=True):
+        tokens = all_of_them.kinds.get("tokens", 0) - few.kinds.get("tokens", 0)
+        assert few.peak_bytes + tokens == pytest.approx(all_of_them.peak_bytes, abs=SCALARS)
+        assert dict(short.traffic(few.rank)) == dict(whole.traffic(few.rank))
+
+
+def test_accumulation_is_shortened_too() -> None:
+    one = plan(TINY, 12, dp_shard=2, zero=2, micro_batch=1)
+    short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)
+    assert short.run == {0: (1, 3)}
+    assert short.peak_bytes == pytest.approx(whole.peak_bytes, abs=SCALARS)
+    assert dict(short.traffic(0)) == dict(whole.traffic(0))
+
+
+def test_what_a_rank_does_does_not_depend_on_how_many_there_are() -> None:
+    few = dry_run(plan(TINY, 32, dp_replicate=8, tp=2, pp=2, micro_batch=1), device="cuda")
+    many = dry_run(plan(TINY, 32 * 512, dp_replicate=8 * 512, tp=2, pp=2, micro_batch=1), device="cuda")
+    assert [seen.peak_bytes for seen in few.ranks] == [seen.peak_bytes for seen in many.ranks]
+    assert [seen.sent[1].keys() for seen in few.ranks] == [seen.sent[1].keys() for seen in many.ranks]
+
+
+def test_more_rows_for_a_rank_s_experts() -> None:
+    one = plan(MIXED, 8, dp_shard=2, ep=2, zero=1, micro_batch=4)
+    even, loaded = (dry_run(one, device="cuda", load=load) for load in (1.0, 1.9))
+    assert loaded.worst.kinds["activations"] > 1.1 * even.worst.kinds["activations"]
+
+
+def test_routing_adds_up() -> None:
+    group = Group("ep", (0, 1, 2, 3), 2)
+    counts = torch.zeros(2, 8)
+    leaving, arriving = Routing(group).counts(counts, 803)
+    assert sum(leaving) == 803 and max(leaving) - min(leaving) == 1
+    assert arriving == leaving[4:6] * 4
+    leaving, arriving = Routing(group, 2.0).counts(counts, 800)
+    assert sum(leaving) == 800 and sum(leaving[4:6]) == 400 and sum(arriving) == 1600
+    with pytest.raises(PlanError, match="take less"):
+        Routing(group, 5.0).counts(counts, 800)
+
+
+def _reads_a_value() -> str:
+    def stage(self: Transformer, x: Any, tokens: Any, *given: Any, **named: Any) -> Any:
+        return torch.empty(int(tokens.sum().item()))
+
+    Transformer.stage = stage  # type: ignore[method-assign,assignment]
+    try:
+        see(plan(TINY, 2, micro_batch=1), 0, "cpu", 1.0, (1, 1))
+    except PlanError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sizes_that_depend_on_values_are_told_of() -> None:
+    with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
+        told = pool.submit(_reads_a_value).result()
+    assert "cannot be run without values" in told and "\n" not in told
+
+
+def test_bad_plans() -> None:
+    with pytest.raises(PlanError, match="rank 7 is not one of the 2 ranks"):
+        dry_run(plan(TINY, 4, dp_replicate=2), ranks=[7])
+    with pytest.raises(IllegalLayout):
+        dry_run(plan(TINY, 4, tp=3))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: {preset: llama-tiny, layers: 2}\nrecipe: {sequence: 64, global_batch: 8, precision: bf16}\n"
+        "layout: {pp: 2, micro_batch: 1}\n"
+    )
+    return path
+
+
+def test_the_verb(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", str(written), "--device", "cuda", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == "dryrun" and [one["rank"] for one in document["ranks"]] == [0, 1]
+    assert sum(kind["bytes"] for kind in document["memory"]) == document["peak_bytes"]
+    assert len(document["ranks"][0]["largest"]) == 20 and document["ranks"][0]["largest"][0]["line"]
+
+
+def test_the_verb_says_what_does_not_fit(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dryrun", str(written), "cluster.device.name=small", "cluster.device.memory_bytes=1704000000"]
+    assert main(words) == 3
+    told = capsys.readouterr()
+    assert "does not fit" in told.out and told.err.count("\n") == 1 and "needs" in told.err
+
+
+def test_a_dry_run_leaves_the_process_as_it_was() -> None:
+    found = dry_run(plan(TINY, 2, micro_batch=1), device="cpu")
+    assert not torch.distributed.is_initialized()
+    assert dry(found)["fits"] is True

@@ -1,0 +1,85 @@
+"""A run's steps fed back: the next prediction for this machine is nearer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright import planfile
+from meshwright.cli.main import main
+from meshwright.observe.feedback import learned, seconds_of
+from meshwright.planner.clusterfile import ClusterFile, load
+from meshwright.planner.clusterwriting import write
+from meshwright.spec.errors import RunError
+from tests.cli import toy
+from tests.planner.test_clusterfile import machine, plan
+
+
+def quick() -> ClusterFile:
+    """Whose steps cost nothing beside their operations."""
+    found = machine()
+    return replace(found, stack=replace(found.stack, step_s=0.0))
+
+
+def finished(folder: Path, seconds: list[float], **layout: object) -> Path:
+    """A run folder of so many steps: plan and metrics, as train leaves them."""
+    folder.mkdir()
+    planfile.write(replace(plan(machine(), **layout), run=str(folder)), folder / "plan.yaml")  # type: ignore[arg-type]
+    rows = [{"step": n, "step_seconds": one, "data_wait_seconds": 0.01} for n, one in enumerate(seconds, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_median_without_waiting_and_without_the_first_steps(tmp_path: Path) -> None:
+    run = finished(tmp_path / "a", [9.0, 8.0, 0.51, 0.41, 0.91])
+    assert seconds_of(run) == pytest.approx(0.5)
+    (run / "profile.json").write_text('{"step_seconds": 0.25}')
+    assert seconds_of(run) == 0.25
+    (run / "profile.json").write_text("{")
+    with pytest.raises(RunError, match="no profile"):
+        seconds_of(run)
+    with pytest.raises(RunError, match="2 steps"):
+        seconds_of(finished(tmp_path / "b", [1.0, 1.0]))
+
+
+def test_what_was_learned_of_some_runs_holds_for_another(tmp_path: Path) -> None:
+    """Runs of a machine on which everything takes 1.6 times what its file says."""
+    before = quick()
+    layouts = ({"micro_batch": 1}, {"micro_batch": 2}, {"tp": 2}, {"dp_replicate": 2})
+
+    def true(one: object) -> float:
+        return 1.6 * before.estimator(one).predict(one).step_s  # type: ignore[arg-type]
+
+    runs = [
+        finished(tmp_path / str(n), [true(plan(before, **layout)) + 0.01] * 5, **layout)
+        for n, layout in enumerate(layouts)
+    ]
+    after, seen = learned(before, runs)
+    for one, seconds in seen:
+        assert abs(after.estimator(one).predict(one).step_s / seconds - 1) < 0.1
+    other = plan(before, 8, tp=2)
+    assert abs(after.estimator(other).predict(other).step_s / true(other) - 1) < 0.1
+
+
+def test_a_real_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, first, second = tmp_path / "run", tmp_path / "first.toml", tmp_path / "second.toml"
+    texts = toy.write_texts(tmp_path / "texts")
+    assert main(toy.train(texts, run, "recipe.steps=6")) == 0
+    write(quick(), first)
+    assert main(["calibrate", "--from", str(run), "--cluster", str(first), "--out", str(second)]) == 0
+    took = seconds_of(run)
+    asked = planfile.read(run / "plan.yaml")
+    errors = []
+    for path in (first, second):
+        there = load(path)
+        one = replace(asked, cluster=there.cluster(1))
+        errors.append(abs(there.estimator(one).predict(one).step_s / took - 1))
+    assert errors[1] < errors[0]
+    assert "learned" in load(second).provenance and "predicted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--from", "x"], ["--cluster", "x.toml"], ["--from", "x", "--cluster", "x.toml"]])
+def test_wrong_words_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

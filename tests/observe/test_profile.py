@@ -1,0 +1,273 @@
+"""What a profile measures on real processes, beside the schedule, the trainer's ledger and each other."""
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.cli.main import main
+from meshwright.observe.calls import Call, Wait
+from meshwright.observe.clock import HostClock
+from meshwright.observe.documents import checked
+from meshwright.observe.measured import measured
+from meshwright.observe.operations import overlap
+from meshwright.observe.profile import FIRST, Profile, RankProfile, gathered, measure
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, covered_s, part_of
+from meshwright.observe.testimony import POINTS, thinned
+from meshwright.observe.trace import trace
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout, Plan
+from meshwright.spec.schedule import Action, schedule
+from meshwright.train import loop
+from tests.train import running
+
+STEPS = 2
+LAYOUTS = {
+    "1f1b": Layout(pp=2, micro_batch=1, compile="off"),
+    "zb-h1": Layout(pp=2, micro_batch=1, schedule="zb-h1", compile="off"),
+    "zero 3": Layout(dp_shard=2, zero=3, micro_batch=1, compile="off"),
+}
+SHAPE = replace(running.SHAPE, hidden=64, heads=4, kv_heads=2, ffn=96)
+
+
+def plan(layout: Layout, folder: Path = Path("nowhere")) -> Plan:
+    found = running.plan(folder / "texts", folder / "run", shape=SHAPE, steps=STEPS)
+    return replace(found, layout=layout, data=replace(found.data, validation=0.0))
+
+
+def _measured(plans: list[Plan]) -> list[Profile | None]:
+    made: Made = {}
+    return [gathered(measure(one, steps=STEPS, made=made), one) for one in plans]
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, Profile]:
+    first, *others = on_ranks(2, _measured, [plan(layout) for layout in LAYOUTS.values()])
+    assert all(found is None for other in others for found in other)
+    return dict(zip(LAYOUTS, first, strict=True))
+
+
+each = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_spans_are_the_schedules_actions(profiles: dict[str, Profile], name: str) -> None:
+    found = profiles[name]
+    actions = schedule(name, 2, found.plan.layout.micro_batches(found.plan.recipe.global_batch))
+    for one in found.ranks:
+        for step in one.steps:
+            passes = [Action(span.name, span.stage, span.micro_batch) for span in step.spans if span.name in PASSES]
+            assert tuple(passes) == actions[one.rank]
+            assert [span.name for span in step.spans[-3:]] == ["gradients", "norm", "optimizer"]
+
+
+@each
+def test_spans_follow_each_other_within_the_step(profiles: dict[str, Profile], name: str) -> None:
+    for one in profiles[name].ranks:
+        for step in one.steps:
+            moments = [step.start_s, *(at for span in step.spans for at in (span.start_s, span.end_s)), step.end_s]
+            assert moments == sorted(moments)
+            assert len(step.waits) and all(wait.part in PARTS for wait in step.waits)
+
+
+def test_a_pass_begins_after_what_it_reads_was_made_elsewhere(profiles: dict[str, Profile]) -> None:
+    """On the common clock, which can be wrong by its residual."""
+    found = profiles["1f1b"]
+    slack = 2 * found.residual_s
+    for first, second in zip(found.ranks[0].steps, found.ranks[1].steps, strict=True):
+        ends = {(span.name, span.micro_batch): span.end_s for one in (first, second) for span in one.spans}
+        made = {span.micro_batch: span.start_s for span in first.spans if span.name == "F"}
+        for micro_batch, begun in made.items():
+            assert begun < ends["F", micro_batch] + slack
+            assert ends["BW", micro_batch] > begun - slack
+        last = {span.micro_batch: span for span in second.spans if span.name == "F"}
+        assert all(span.end_s > made[number] - slack for number, span in last.items())
+
+
+def _trained(folder: str, layout: Layout) -> None:
+    os.fsync = lambda number: None
+    loop.run(plan(layout, Path(folder)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero 3"])
+def test_traffic_is_that_of_training(profiles: dict[str, Profile], name: str, tmp_path: Path) -> None:
+    running.write_texts(tmp_path / "texts")
+    on_ranks(2, _trained, str(tmp_path), LAYOUTS[name])
+    told = json.loads((tmp_path / "run" / "ledger.json").read_text())["traffic"]
+    sent = {(row["axis"], row["collective"]): (row["calls"], row["bytes"]) for row in told}
+    assert profiles[name].ranks[0].traffic == sent and sent
+
+
+@each
+def test_every_collective_of_a_step_is_timed(profiles: dict[str, Profile], name: str) -> None:
+    for one in profiles[name].ranks:
+        calls = Counter((c.axis, c.collective) for c in one.steps[-1].calls if c.collective != "receive")
+        sent = Counter({(c.axis, c.collective): 0 for c in one.steps[-1].calls if c.collective != "receive"})
+        for call in one.steps[-1].calls:
+            if call.collective != "receive":
+                sent[call.axis, call.collective] += call.sent_bytes
+        assert {key: (calls[key], sent[key]) for key in calls} == dict(one.traffic)
+
+
+@each
+def test_witness_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
+    for one in profiles[name].ranks:
+        assert one.testimony.peak_bytes > 0
+        assert one.testimony.peak_bytes == pytest.approx(one.seen.peak_bytes, rel=0.05)
+        assert sum(one.seen.kinds.values()) == one.seen.peak_bytes
+        assert one.testimony.reserved_bytes > one.testimony.peak_bytes
+        assert max(moment.allocated_bytes for moment in one.memory) == one.testimony.peak_bytes
+        assert {moment.step for moment in one.memory} == set(range(FIRST + 1))
+
+
+@each
+def test_parts_add_up_to_the_step(profiles: dict[str, Profile], name: str) -> None:
+    found = profiles[name]
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    for one in found.ranks:
+        for step in one.steps:
+            assert set(step.parts) == set(PARTS) and min(step.parts.values()) > -1e-9
+            streams = step.streams
+            assert sum(streams[key] for key in ("compute_s", "exposed_s", "idle_s")) == pytest.approx(step.seconds)
+    zero = found.plan.layout.zero == 3
+    parts = {part for one in found.ranks for step in one.steps for part, spent in step.parts.items() if spent > 1e-9}
+    assert ("weights" in parts) == zero and ("bubble" in parts) != zero
+
+
+@each
+def test_the_document_has_the_keys_that_all_share(profiles: dict[str, Profile], name: str) -> None:
+    found = json.loads(json.dumps(measured(profiles[name]), allow_nan=False))
+    assert len(checked(found, name).ranks) == 2
+    assert found["ranks"][0]["largest"][0]["bytes"] > 0
+    assert found["source"] == "measured" and found["plan"]["layout"]["pp"] == profiles[name].plan.layout.pp
+    assert found["peak_bytes"] == max(one["peak_bytes"] for one in found["ranks"])
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert sum(row["seconds"] for row in found["time"]) == pytest.approx(found["step_seconds"])
+    tokens = profiles[name].plan.recipe.global_batch * profiles[name].plan.recipe.sequence
+    assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(tokens)
+    assert found["tokens_per_second"] == pytest.approx(2 * found["tokens_per_second_per_device"])
+    assert found["ranks"][0]["operations"][0]["seconds"] > 0
+
+
+@each
+def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: str) -> None:
+    found = json.loads(json.dumps(trace(profiles[name])))
+    events = found["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    for rank in (0, 1):
+        mine = [event for event in events if event["pid"] == rank]
+        names = [event["name"] for event in mine if event["ph"] == "X" and event["tid"] == 0]
+        expected = [f"{s.name} {s.stage} {s.micro_batch}" for s in profiles[name].ranks[rank].steps[0].spans[:-3]]
+        assert names.count("optimizer") == STEPS and all(names.count(title) == STEPS for title in expected)
+        assert Counter(e["id"] for e in mine if e["ph"] == "b") == Counter(e["id"] for e in mine if e["ph"] == "e")
+        assert any(event["ph"] == "C" and event["args"]["parameters"] > 0 for event in mine)
+
+
+def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", *_words(tmp_path), "layout.dp_replicate=2", "--steps", "1", "--json"]
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert len(said["ranks"]) == 2 and said["traffic"]
+    assert {"gradients", "compute"} <= {row["what"] for row in said["time"] if row["seconds"] > 0}
+    assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["profile.json", "trace.json"]
+
+
+def test_the_verb_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *_words(tmp_path), "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "peak by step: 1: " in out and "tokens/s" in out and "optimizer" in out and "trace.json" in out
+
+
+def _words(folder: Path) -> list[str]:
+    shape = [f"model.{key}={getattr(SHAPE, key)}" for key in ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")]
+    return [*shape, "recipe.sequence=16", "recipe.global_batch=4", "layout.micro_batch=2", f"run={folder / 'run'}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster=h100x8"], "this machine has no GPU"),
+        (["layout.dp_replicate=1000000", "recipe.global_batch=1000000"], "too few for more than"),
+        (["layout.pp=3"], "pp"),
+        (["--steps", "0"], "at least 1"),
+        (["nothing.yaml"], "nothing.yaml"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_refusals_are_one_line(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *_words(tmp_path), *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0], lines
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").write_text("")
+    assert main(["profile", *_words(tmp_path), "--steps", "1"]) == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err
+
+
+def test_waits_belong_to_parts() -> None:
+    assert part_of("F", "tp", "all_reduce", False) == "exchange"
+    assert part_of("BW", "shard", "all_gather", False) == "weights"
+    assert part_of("", "shard", "reduce_scatter", True) == "gradients"
+    assert part_of("gradients", "tp", "all_reduce", False) == "gradients"
+    assert part_of("norm", "world", "all_reduce", False) == "optimizer"
+    assert part_of("", "losses", "all_reduce", True) == "bubble"
+    assert part_of("", "data", "all_reduce", True) == "other"
+
+
+def test_a_step_by_hand() -> None:
+    """Seconds: forward 0 to 4, of which 1 is waited; 2 between; backward 6 to 9; a bubble outside; the end at 12."""
+
+    def call(start: float, end: float, part: str, axis: str) -> TimedCall:
+        return TimedCall(axis=axis, collective="x", sent_bytes=1, start_s=start, end_s=end, part=part)
+
+    waits = (call(1, 2, "exchange", "tp"), call(9.5, 11, "bubble", "pp"))
+    spans = (
+        TimedSpan(name="F", stage=0, micro_batch=0, start_s=0, end_s=4),
+        TimedSpan(name="BW", stage=0, micro_batch=0, start_s=6, end_s=9),
+    )
+    step = TimedStep(start_s=0, end_s=12, spans=spans, calls=(call(0.5, 2, "", "tp"),), waits=waits)
+    expected = dict.fromkeys(PARTS, 0.0) | {"compute": 6.0, "exchange": 1.0, "bubble": 1.5, "other": 3.5}
+    assert step.parts == pytest.approx(expected)
+    assert step.streams == pytest.approx({"compute_s": 9.5, "communication_s": 1.5, "exposed_s": 1, "idle_s": 1.5})
+
+
+def test_kernels_of_a_gpu_overlap() -> None:
+    kernels = [("gemm", 0.0, 4.0), ("ncclDevKernel_AllGather".lower(), 3.0, 6.0), ("gemm", 7.0, 8.0)]
+    found = overlap(kernels)
+    assert (found.compute_s, found.communication_s, found.exposed_s, found.idle_s) == (5, 3, 2, 1)
+    assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
+
+
+def test_a_curve_keeps_its_peak() -> None:
+    points = [(i / 1000, i % 977) for i in range(20_000)]
+    found = thinned(points)
+    assert len(found) <= POINTS and max(size for _, size in found) == 976
+    assert [at for at, _ in found] == sorted(at for at, _ in found)
+
+
+def test_a_wait_is_noted_in_its_span() -> None:
+    recorder = Recorder(HostClock(), pipeline=False)
+    with recorder.step():
+        start = recorder.clock.mark()
+        call = Call("world", "all_reduce", 4, start)
+        recorder._waited(Wait(call, start, recorder.clock.mark()))
+    found: Any = recorder.timed(100.0)
+    assert [wait.part for wait in found.waits] == ["other"] and found.waits[0].start_s > 100.0
+
+
+def test_one_rank_is_not_sent_anywhere(profiles: dict[str, Profile]) -> None:
+    mine: RankProfile = profiles["1f1b"].ranks[0]
+    alone = gathered(mine, plan(Layout()))
+    assert alone is not None and alone.ranks == (mine,)

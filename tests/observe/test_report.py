@@ -1,0 +1,180 @@
+"""The report in a real browser: offline, every figure of the folders in it, runs overlaid, legible at 400 pixels."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.observe.curves import POINTS, curves
+from meshwright.observe.finished import open_run
+from meshwright.observe.report import page
+from meshwright.spec import Cluster
+from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
+from tests.planner.browser import CHROMIUM, Browser
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """full: everything there; both: a second run over it, of one process; bare: metrics and no more."""
+    folder = tmp_path_factory.mktemp("reports")
+    full = write(folder / "full", dryrun=dried(PLAN), profile=profiled(PLAN))
+    alone = write(folder / "alone", replace(ALONE, cluster=Cluster()), loss=6.0)
+    bare = write(folder / "<b>bare", ALONE, steps=1, ledger=None)
+    profile_only = write(folder / "profile", PLAN, steps=0, profile=profiled(PLAN), ledger=None)
+    found = {}
+    for name, runs in (
+        ("full", [full]), ("both", [full, alone]), ("bare", [bare]), ("profile", [profile_only]), ("alone", [alone]),
+    ):  # fmt: skip
+        found[name] = folder / f"{name} page.html"
+        found[name].write_text(page([open_run(run) for run in runs]), encoding="utf-8")
+    return found
+
+
+def opened(browser: Browser, path: Path, width: int = 1200, *, dark: bool = False) -> Browser:
+    browser.complaints.clear()
+    browser.requested.clear()
+    browser.look(width, 900, dark=dark)
+    browser.open(path)
+    return browser
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.evaluate(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+def count(browser: Browser, selector: str) -> int:
+    return int(browser.evaluate(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+
+@in_browser
+def test_everything_is_there_offline(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    assert browser.complaints == []
+    assert [address for address in browser.requested if not address.startswith(("file:", "data:"))] == []
+    assert count(browser, "[data-curve]") == 5 and count(browser, "[data-curve='loss'] circle") == 4
+    assert count(browser, "#bars g.held") == 6 and count(browser, "[data-moments]") == 2
+    assert count(browser, "[data-boxes]") == 2 and count(browser, "[data-sent]") == 3 * 5
+    assert text(browser, "#verdict").startswith("All ")
+    for word in ("llama", "small", "1f1b", "tp=2", "pp=2", "4 processes"):
+        assert word in text(browser, "body"), word
+    assert "schedule: 1f1b" in text(browser, "#yaml") and "NVIDIA H100" in text(browser, "#environment")
+
+
+@in_browser
+def test_bars_are_as_long_as_the_bytes(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    widths = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('rect.part')].map((part) =>"
+        " [part.dataset.bar, Number(part.getAttribute('width'))]))"
+    )
+    held = {one["kind"]: one["bytes"] for one in dried(PLAN)["ranks"][0]["memory"]}
+    assert widths["0 dryrun parameters"] == pytest.approx(widths["0 planned parameters"])
+    ratio = widths["0 measured activations"] / widths["0 measured parameters"]
+    assert ratio == pytest.approx(held["activations"] / held["parameters"], rel=1e-6)
+
+
+@in_browser
+def test_the_step_as_executed_is_the_last_one_profiled(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    executed = browser.evaluate("RUNS[0].timelines.executed")
+    assert [len(own) for own in executed["spans"]] == [9, 9]  # four micro-batches, F and BW, and the optimizer
+    assert executed["spans"][0][0] == ["F", 0, 0, 0, pytest.approx(0.01)]
+    assert executed["total"] == pytest.approx(0.085)
+    planned = browser.evaluate("RUNS[0].timelines.planned")
+    assert planned["unit"] == "seconds" and planned["bubble"] > 0
+    order = [[span[:3] for span in own if span[0] in ("F", "BW")] for own in planned["spans"]]
+    assert order == [[span[:3] for span in own if span[0] != "optimizer"] for own in executed["spans"]]
+    words = browser.evaluate("boxWords(document.querySelector('[data-boxes=executed]'), 48, 5)")
+    assert "forward pass" in words and "micro-batch 0, stage 0, rank 0" in words
+
+
+@in_browser
+def test_runs_are_overlaid_and_chosen(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["both"])
+    assert count(browser, "[data-curve='loss'] g[data-run]") == 2 and count(browser, "[data-choose]") == 2
+    assert "4 processes" in text(browser, "#subject")
+    browser.evaluate("document.querySelector('[data-choose=\"1\"]').click()")
+    assert "one process" in text(browser, "#subject")
+    assert "it sends nothing" in text(browser, "#sent")
+    assert "meshwright profile" in text(browser, "#boxes") and "meshwright compare" in text(browser, "#moments")
+    assert "is not described" in browser.evaluate("document.querySelector('[data-why*=described]').dataset.why")
+    for along in ("tokens", "seconds", "step"):
+        browser.evaluate(
+            f"(() => {{ const s = document.getElementById('along'); s.value = '{along}';"
+            " s.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+        assert count(browser, "[data-curve='loss'] path.line") == 4
+    assert browser.complaints == []
+
+
+@in_browser
+def test_what_is_not_there_is_said(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["bare"])
+    assert text(browser, "#title") == "<b>bare" and count(browser, "#title b") == 0
+    assert "no ledger.json" in text(browser, "#environment")
+    opened(browser, pages["profile"])
+    assert "a profile only" in text(browser, "#curves") and count(browser, "[data-boxes]") == 2
+    assert browser.complaints == []
+
+
+@in_browser
+def test_the_pointer_is_answered(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["both"])
+    browser.evaluate("document.querySelector('[data-curve=loss]').scrollIntoView({block: 'center'})")
+    box = browser.evaluate("document.querySelector('[data-curve=loss]').getBoundingClientRect().toJSON()")
+    browser.point(box["x"] + box["width"] / 2, box["y"] + 60)
+    assert "full, step" in text(browser, "#tip") and "alone, step" in text(browser, "#tip")
+    browser.press("Escape")
+    assert browser.evaluate("document.getElementById('tip').hidden")
+    browser.evaluate("document.querySelector('#rows [data-explain]').focus()")
+    assert len(text(browser, "#tip")) > 20 and browser.complaints == []
+
+
+@in_browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1240])
+def test_it_fits_every_width_in_light_and_dark(
+    browser: Browser, pages: dict[str, Path], width: int, dark: bool
+) -> None:
+    opened(browser, pages["both"], width, dark=dark)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("document.querySelector('#rows').scrollWidth") <= width
+    paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, paper.removeprefix("rgb(").rstrip(")").split(","))) > 384
+    assert light != dark
+    small = (
+        "[...document.querySelectorAll('svg text')].filter((t) => t.getBoundingClientRect().right > innerWidth).length"
+    )
+    assert browser.evaluate(small) == 0
+    assert len(browser.picture()) > 30_000 and browser.complaints == []
+
+
+def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
+    for path in pages.values():
+        content = path.read_text(encoding="utf-8")
+        assert len(content) < 200_000
+        assert not any(word in content for word in ("https:", "http:", "@import", "url(", "/*DATA*/", "/*SCRIPT*/"))
+        assert content.count("<script") == 2 and str(path.parent) not in content
+
+
+def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
+    steps: list[dict[str, Any]] = [one for one in metrics(9000) if "kind" not in one]
+    steps[4321]["loss"], steps[5000]["loss"] = 99.0, float("nan")
+    found = curves(steps)
+    assert {len(values) for values in found.values()} == {POINTS}
+    assert max(value for value in found["loss_high"] if value is not None) == 99.0
+    assert found["step"][-1] == 9000 and all(value is not None for value in found["loss"])
+    few = curves(steps[4999:5002])
+    assert few["loss"][1] is None and "loss_low" not in few and few["smooth"][1] is not None
+    assert curves([])["step"] == []

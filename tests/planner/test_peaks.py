@@ -1,0 +1,136 @@
+"""What the planner says of this package's engine, moment by moment, against the engine and against a dry run of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.model import build
+from meshwright.observe.dryrun import dry_run
+from meshwright.planner.backward import queued
+from meshwright.planner.block import _widths
+from meshwright.planner.local import local
+from meshwright.planner.memory import moments as in_flight
+from meshwright.planner.predict import estimator, predict
+from meshwright.planner.speeds import speeds_of
+from meshwright.planner.stack import MESHWRIGHT
+from meshwright.planner.traffic import Held, sharing, traffic
+from meshwright.planner.work import Product
+from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+
+SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
+LLAMA = presets.model("llama-3.1-8b")
+
+
+def plan(shape: ModelShape, recipe: Recipe, cluster: str = "h100x8", nodes: int = 1, **layout: object) -> Plan:
+    return Plan(model=shape, layout=Layout(**layout), recipe=recipe, cluster=presets.cluster(cluster, nodes))  # type: ignore[arg-type]
+
+
+def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
+    tokens = torch.randint(0, SHAPE.vocab, (2, 128))
+    model = build(SHAPE)
+    with splitting():
+        loss = model.loss(tokens, tokens).cross_entropy
+        queue = WeightGradients()
+        with queue:
+            loss.backward()
+    left = [part for products in queue._left.values() for product in products for part in product.args]  # type: ignore[attr-defined]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+                for part in left if isinstance(part, torch.Tensor)}  # fmt: skip
+    of = local(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
+    planned = SHAPE.layers * queued(of, _widths(of), None)
+    assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
+
+
+def test_compiled_blocks_leave_nothing_and_gain_nothing() -> None:
+    """Of one tp rank; column-split products are left alone by the compiler."""
+    recipe = Recipe(sequence=4096, global_batch=16, precision="bf16", document_mask=False)
+    found = {
+        (schedule, compiled): predict(plan(LLAMA, recipe, pp=8, micro_batch=1, schedule=schedule, compile=compiled))
+        for schedule in ("1f1b", "zb-h1") for compiled in ("auto", "off")
+    }  # fmt: skip
+    assert found["zb-h1", "auto"].step_s == pytest.approx(found["1f1b", "auto"].step_s, rel=0.01)
+    assert found["zb-h1", "off"].time.bubble_s < 0.9 * found["1f1b", "off"].time.bubble_s
+    last = {key: one.memory[-1].kinds["activations"] for key, one in found.items()}
+    assert last["zb-h1", "off"] > 4 * last["1f1b", "off"]
+
+
+def test_interleaved_rounds_wider_than_the_pipeline() -> None:
+    layout = Layout(pp=8, vp=4, schedule="interleaved")
+    assert max(map(sum, in_flight(layout, 63, 0))) == 42
+
+
+def test_seconds_of_data_parallelism_are_those_of_the_ledgers_calls() -> None:
+    """ZeRO-3: a gather a unit, of which each costs its latency."""
+    one = plan(LLAMA, Recipe(sequence=4096, global_batch=512, precision="bf16"), nodes=64, dp_shard=512, zero=3)
+    of = estimator(one)
+    held = Held(tuple(range(LLAMA.layers)), True, True)
+    whole = sharing(LLAMA, one.layout, held, of.links, 2, 4, True)
+    apart = sharing(LLAMA, one.layout, held, of.links, 2, 4, False)
+    calls = {sent.collective: sent.calls for sent in traffic(one) if sent.axis == "shard"}
+    least = of.links.seconds("all-gather", 1.0, 512, 1)
+    assert apart.gather_s == pytest.approx(whole.gather_s + (calls["reduce_scatter"] - 1) * least, rel=1e-3)
+
+
+def test_replicas_are_summed_once_a_step() -> None:
+    recipe = Recipe(sequence=512, global_batch=64, precision="bf16")
+    once, many = (
+        predict(
+            plan(LLAMA, replace(recipe, global_batch=batch), nodes=8, dp_replicate=8, dp_shard=8, zero=2, micro_batch=1)
+        )
+        for batch in (64, 512)
+    )
+    inside = sharing(LLAMA, Layout(dp_replicate=8, dp_shard=8, zero=2), Held(tuple(range(32)), True, True),
+                     estimator(plan(LLAMA, recipe, nodes=8)).links, 2, 4, False)  # fmt: skip
+    assert many.time.gradients_s <= once.time.gradients_s + 7 * inside.reduce_s
+
+
+def test_experts_are_reduced_over_those_that_hold_the_same() -> None:
+    shape = presets.model("mixtral-8x7b")
+    links = estimator(plan(shape, Recipe(sequence=512, global_batch=64, precision="bf16"))).links
+    held = Held(tuple(range(shape.layers)), True, True)
+    spread, together = (sharing(shape, Layout(dp_shard=8, ep=ep, zero=2), held, links, 2, 4, False) for ep in (8, 1))
+    assert spread.reduce_s < 0.1 * together.reduce_s
+
+
+def test_masks_and_context_parallelism_cost_something() -> None:
+    recipe = Recipe(sequence=8192, global_batch=8, precision="bf16", document_mask=False)
+    plain = predict(plan(LLAMA, recipe, dp_shard=8, zero=3))
+    masked = predict(plan(LLAMA, replace(recipe, document_mask=True), dp_shard=8, zero=3))
+    assert masked.step_s > 1.2 * plain.step_s
+    assert masked.peak_bytes > plain.peak_bytes + 32 * 8192**2 * 2
+    ring = predict(plan(LLAMA, recipe, dp_shard=4, cp=2, zero=3))
+    assert ring.time.compute_s > plain.time.compute_s
+
+
+def test_fp32_products_are_not_made_in_tf32() -> None:
+    speeds = speeds_of(presets.cluster("h100x8").device)
+    work = Product(8192, 8192, 8192, 1.0, 4.0)
+    assert work.flop / speeds.seconds(work) < 67e12
+
+
+def test_window_from_a_layer_on() -> None:
+    recipe = Recipe(sequence=32768, global_batch=8, precision="bf16", document_mask=False)
+    early, late = (
+        predict(plan(replace(LLAMA, window=1024, window_from_layer=start), recipe, dp_shard=8, zero=3)).time.compute_s
+        for start in (0, 16)
+    )
+    assert early != pytest.approx(late, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_shard": 4, "zero": 2, "micro_batch": 2},
+        {"dp_shard": 2, "zero": 1, "pp": 2, "schedule": "zb-h1", "micro_batch": 2, "recompute": "full"},
+        {"dp_shard": 2, "tp": 2, "sp": True, "zero": 3, "micro_batch": 4, "recompute": "selective"},
+    ],
+)
+def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
+    recipe = Recipe(sequence=2048, global_batch=32, precision="bf16", document_mask=False)
+    asked = plan(shape, recipe, compile="off", **layout)
+    said, run = predict(asked), dry_run(asked, device="cuda")
+    for one, seen in zip(said.memory, run.ranks, strict=True):
+        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
