@@ -12,12 +12,12 @@ from tests.observe.folders import PLAN, dried, profiled, write
 def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert call(capsys, *train(write_texts(tmp_path / "texts"), run))[0] == 0
-    code, out, _ = call(capsys, "compare", run, "--no-dryrun", "--json")
+    code, out, _ = call(capsys, "compare", run, "--no-dry-run", "--json")
     found = json.loads(out)
     assert code == 0 and found["agrees"] and found["columns"]["measured"]["about"] == "12 steps of training"
     moments = next(row for row in found["rows"] if row["what"] == "moments")
     assert moments["planned"] == moments["measured"] > 0 and moments["dryrun"] is None
-    code, out, _ = call(capsys, "compare", run, "--no-dryrun")
+    code, out, _ = call(capsys, "compare", run, "--no-dry-run")
     assert code == 0 and "moments" in out and "agree: traffic exactly" in out
     code, out, _ = call(capsys, "report", run)
     assert code == 0 and str(run / "report.html") in out

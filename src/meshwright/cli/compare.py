@@ -20,7 +20,8 @@ def compare(
         float, typer.Option("--tolerance", help="How far a row may be off, relatively; traffic must be exact.")
     ] = 0.1,
     dryrun: Annotated[
-        bool, typer.Option(help="Make the dry run where the folder keeps none, and keep it there.")
+        bool,
+        typer.Option("--dry-run/--no-dry-run", help="Make the dry run where the folder keeps none, and keep it there."),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:

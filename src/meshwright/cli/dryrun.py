@@ -47,6 +47,9 @@ def dryrun(
     if not 0 < load < float("inf"):
         raise PlanError(f"--load {load} must be a number above 0 (1 = even)")
 
+    if load != 1 and plan.model.moe is None:
+        raise PlanError(f"--load {load:g} is of a mixture of experts, and {plan.model.name} has none")
+
     from meshwright.observe.document import dry
     from meshwright.observe.dryrun import dry_run
 
@@ -106,8 +109,9 @@ def lines(found: "DryRun", room: int) -> Iterator[str]:
     yield f"Peak {gib(worst.peak_bytes)}{verdict} (rank {worst.rank}, {worst.when})"
     yield from _largest(worst)
     yield ""
-    yield f"Rank {worst.rank} sends in a step:"
-    for (axis, collective), (calls, sent) in sorted(found.traffic(worst.rank).items()):
+    traffic = found.traffic(worst.rank)
+    yield f"Rank {worst.rank} sends in a step:" if traffic else f"Rank {worst.rank} sends nothing."
+    for (axis, collective), (calls, sent) in sorted(traffic.items()):
         yield f"  {axis:<14}{collective:<16}{calls:>8} calls {gib(sent):>12}"
     for note in found.notes:
         yield f"note: {note}"

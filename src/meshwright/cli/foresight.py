@@ -20,8 +20,8 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     DoesNotFit where the dry run says so, unless `anyway`.
     """
     from meshwright.observe.apart import TooLong
-    from meshwright.observe.document import dry
-    from meshwright.observe.dryrun import dry_run
+    from meshwright.observe.document import dry, room_here
+    from meshwright.observe.dryrun import device_of, dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
     from meshwright.spec.places import pipeline_ranks
@@ -29,7 +29,8 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     from meshwright.train.watch import Foreseen
 
     predicted = estimator(plan).predict(plan)
-    said = [("plan", _planned(predicted))]
+    elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
+    said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
     rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
     try:
         found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
@@ -37,7 +38,8 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
         said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
         return Foreseen(sentences=tuple(said))
     document = dry(found)
-    room = document["capacity_bytes"]
+    room = document["capacity_bytes"] = room_here(plan, target)
+    document["fits"] = found.peak_bytes <= room
     of = f" of {gib(room)}" if room else ""
     said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
     if document["fits"] is False and not anyway:
@@ -68,9 +70,12 @@ def _planned(found: "Prediction") -> str:
     """Memory, and time where the plan's device is known."""
     from meshwright.spec.units import count, duration, gib
 
-    memory = f"peak {gib(found.peak_bytes)} (pipeline rank {found.worst.pp_rank})"
+    reserve = found.worst.kinds["reserve"]
+    memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
+    if found.plan.layout.pp > 1:
+        memory += f" (pipeline rank {found.worst.pp_rank})"
     if not found.plan.cluster.device.bf16_flop_per_s:
-        return memory if found.plan.layout.pp > 1 else f"peak {gib(found.peak_bytes)}"
+        return memory
     return (
         f"{memory}, {duration(found.step_s)} a step, {count(found.tokens_per_s_per_device)} tokens/s a device, "
         f"MFU {found.mfu(causal=True):.1%} causal"

@@ -36,7 +36,11 @@ def train(
         bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")
     ] = False,
     foresight: Annotated[
-        bool, typer.Option("--dry-run/--no-dry-run", help="Plan and dry run before the first step.")
+        bool,
+        typer.Option(
+            "--dry-run/--no-dry-run",
+            help="Plan and dry run before the first step, and beside the measured after the last.",
+        ),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:

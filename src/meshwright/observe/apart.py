@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from meshwright.observe.ranks import SERVER
+from meshwright.observe.ranks import SERVER, start_server
 from meshwright.spec.errors import MeshwrightError
 
 
@@ -52,6 +52,7 @@ def apart(
 
 
 def _start(function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Connection, Any]:
+    start_server()
     here, there = SERVER.Pipe()
     process = SERVER.Process(target=_serve, args=(there, function, task), daemon=True)
     process.start()

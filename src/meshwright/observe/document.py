@@ -39,11 +39,17 @@ def dry(found: DryRun) -> dict[str, Any]:
     }
 
 
+def room_here(plan: Plan, target: torch.device) -> int:
+    """What a rank can have of the machine that is there, and of the plan's device where that has less."""
+    here = capacity_bytes(target) // (plan.layout.world if target.type == "cpu" else 1)
+    return min(here, room_bytes(plan, target.type))
+
+
 def room_bytes(plan: Plan, device: str) -> int:
     """What a program can have of the plan's device, or of this machine's where the plan does not say; of a machine
     without GPUs each rank has its share. 0 = not known."""
     if plan.cluster.device.memory_bytes:
-        return int(usable_bytes(plan))
+        return max(1, int(usable_bytes(plan)))
     if device == "cuda":
         return capacity_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
     return capacity_bytes(torch.device("cpu")) // plan.layout.world

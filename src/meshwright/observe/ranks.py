@@ -8,12 +8,15 @@ an old group that dies takes the name of a new one with it), forked from a serve
 """
 
 import multiprocessing
+import signal
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,18 @@ from typing import Any
 LIMIT_S = 120
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.train.loop"])
+
+
+def start_server() -> None:
+    """Start the server that processes are forked from, deaf to Ctrl-C: whoever started it ends what it forks, and an
+    interrupted import would print a traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class RankError(AssertionError):
@@ -75,6 +90,7 @@ class _Place:
 
 
 def _start(function: Any, arguments: Any, rank: int, place: _Place) -> tuple[Any, Connection]:
+    start_server()
     here, there = SERVER.Pipe()
     process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, place), daemon=True)
     process.start()

@@ -75,14 +75,11 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def brief(found: Comparison, run: str) -> Iterator[str]:
-    """Under a run that has just ended: the rows that two columns know or that were measured, and where the rest is."""
-    rows = [
-        row
-        for row in found.rows
-        if (row.rank in (None, found.rank) and sum(bool(value) for value in row.values) > 1) or row.what == "step"
-    ]
+    """Under a run that has just ended: the rows that are not empty, and where the rest is."""
+    rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
     yield f"{'':<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
     yield from (_line(found, row) for row in rows)
+    yield from (f"{row.what} - {row.note}" for row in rows if row.note)
     yield f"more: meshwright compare {run}; what is missing: meshwright profile {run}/plan.yaml"
 
 
@@ -102,7 +99,9 @@ def _percent(error: float | None) -> str:
         return ""
     if error == 0:
         return "="
-    return "new" if not isfinite(error) else f"{error:+.1%}" if abs(error) < 9.995 else f"{error:+.0e}"
+    if not isfinite(error):
+        return "new"
+    return f"{error:+.1%}" if abs(error) < 9.995 else f"{error:+.0%}" if abs(error) < 100 else f"{error + 1:.0f} x"
 
 
 def _missing(found: Comparison) -> Iterator[str]:

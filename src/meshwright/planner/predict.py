@@ -157,7 +157,7 @@ class Estimator:
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
         time, memory = self.measure(plan.layout)
-        peak = self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s
+        peak = max(self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:

@@ -66,6 +66,13 @@ class Speeds:
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
 
+    @property
+    def reached_flop_per_s(self) -> float:
+        """Of a measured machine, the best rate that it is taken to reach in training; 0 = not measured."""
+        if self.curves is None:
+            return 0.0
+        return self.product_share * max(max(grid.values) for grid in self.curves.products.values())
+
     def seconds(self, work: Work) -> float:
         """Of one operation, alone on the device."""
         if self.curves:

@@ -56,7 +56,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Look into a run, going on or not: takes no lock and changes nothing. RunError, PlanError."""
         if not (path / "plan.yaml").is_file():
-            what = "has no plan.yaml" if path.is_dir() else "does not exist"
+            what = "has no plan.yaml" if path.is_dir() else "is a file" if path.exists() else "does not exist"
             raise RunError(f"{path} is no run folder: it {what}; give the folder that run= named")
         return cls(path=path, plan=planfile.read(path / "plan.yaml"))
 
