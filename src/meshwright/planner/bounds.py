@@ -5,7 +5,7 @@ activations of the first ranks when their first backward pass begins, the work o
 rank avoid. Both ask for the costs of a cell's blocks only; schedules are not made.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -84,6 +84,8 @@ class Known:
 
     shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
     """(ranks, micro-batches, pipelines) -> `lowest` of them."""
+    stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
+    """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], Held] = field(default_factory=dict)
 
 
@@ -132,6 +134,7 @@ class Least:
         self._states: dict[bool, list[Held]] = {}
         self._ranks: dict[int, list[Idle]] = {}
         self._kept: dict[str, tuple[float, float, float]] = {}
+        self._costs: dict[tuple[int, str], Costs] = {}
 
     def m(self, micro_batch: int, batch: int) -> int:
         """Micro-batches of a step."""
@@ -140,7 +143,12 @@ class Least:
 
     def costs(self, micro_batch: int, recompute: str) -> Costs:
         """Of the cell's blocks."""
-        return self.of.parts(Region(self.cell, micro_batch, "1f1b", 1, recompute).layout(base=self.base))[1]
+        key = micro_batch, recompute
+        if key not in self._costs:
+            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
+            for policy, found in self.of.policies(layout).items():
+                self._costs[micro_batch, policy] = found
+        return self._costs[key]
 
     def family_bytes(self, family: Family, room: float = float("inf")) -> float:
         """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
@@ -159,11 +167,15 @@ class Least:
         """No layout of the region has a lower peak."""
         m = self.m(region.micro_batch, self.largest)
         ranks = self._idle(self._shares(region, m), m)
-        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays([(region.schedule, region.vp)], m))
+        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays(((region.schedule, region.vp),), m))
 
-    def _stays(self, pipelines: Iterable[tuple[str, int]], m: int) -> bool:
-        """Whether gradients are all there when as much is in flight as before the first backward pass."""
-        return all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
+    def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
+        """Whether they do in all of these."""
+        key = self.cell.pp, m, pipelines
+        if key not in self.known.stays:
+            found = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
+            self.known.stays[key] = found
+        return self.known.stays[key]
 
     def kind(self, family: Family, peak_bytes: float) -> str:
         """What is largest where the family's least memory is `peak_bytes`."""

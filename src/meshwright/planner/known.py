@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from meshwright.planner.local import Local
+from meshwright.planner.peaks import Standing
 from meshwright.planner.stages import Cost, Costs
 from meshwright.planner.states import Counts
 from meshwright.planner.timeline import Edges
@@ -18,6 +19,7 @@ class Known:
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[int, int], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
+    standing: dict[tuple[object, ...], tuple[Standing, ...]] = field(default_factory=dict)
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)
     splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)

@@ -5,8 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.moments import Moment
-from meshwright.planner.peaks import Rank, Units, enough
-from meshwright.planner.peaks import moments as peak_moments
+from meshwright.planner.peaks import Rank, Standing, Units, enough
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
 from meshwright.planner.states import States
@@ -148,16 +147,15 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
     border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
+    found: tuple[Standing, ...] = (),
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output. Not `exact`: what is in flight by closed form, which is not above the peak.
-    `units`: of this package's own engine, whose moments are few and always looked at."""
+    `units`, `found`: of this package's own engine, and its moments."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
                    summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
-        exact = exact or layout.pp == 1
-        found = peak_moments(layout, micro_batches, rank) if exact else (first_backward(layout, micro_batches, rank),)
         when, kinds = one.peak(found)
     else:
         when = "backward pass"

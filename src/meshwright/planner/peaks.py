@@ -7,11 +7,10 @@ until the next one's is there; a reduction copies a unit's gradients into one, w
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.moments import Moment, moments_of
+from meshwright.planner.moments import Moment, What, moments_of
 from meshwright.planner.stages import Cost
 from meshwright.spec.layout import Layout
 
@@ -69,16 +68,40 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     return tuple(found)
 
 
-@cache
-def grouped(found: tuple[Moment, ...], alike: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Moments that differ in what is in flight only, together. `alike`: the layers of all stages need the same inside a
-    pass, so that of the stages between the ends it does not matter which."""
-    groups: dict[tuple[object, ...], list[Moment]] = {}
-    for one in found:
-        last = len(one.alive) - 1
-        where = (one.place == 0, one.place == last, one.graded[one.place], sum(one.graded)) if alike else one.graded
-        groups.setdefault((one.what, where, None if alike else one.place), []).append(one)
-    return tuple(map(tuple, groups.values()))
+class Standing(NamedTuple):
+    """What all stages of a rank hold at a moment, that no other moment of its kind holds more of."""
+
+    what: What
+    place: int
+    again: bool
+    """Whether the stage under way has gradients of earlier micro-batches."""
+    share: float
+    """Of the rank's gradients that are there."""
+    kept_bytes: float
+    logits_bytes: float
+
+
+def standing(found: tuple[Moment, ...], costs: list[Cost]) -> tuple[Standing, ...]:
+    """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
+    which of the stages before the last is under way."""
+    alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
+    kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
+    leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
+    kinds: dict[tuple[object, ...], list[Standing]] = {}
+    for what, place, alive, waiting, graded in found:
+        kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
+        one = Standing(what, place, bool(graded[place]), sum(graded) / len(graded), kept_bytes, alive[-1] * logits)
+        kinds.setdefault((what, place == end if alike else place, one.again), []).append(one)
+    return tuple(one for some in kinds.values() for one in _front(some))
+
+
+def _front(some: list[Standing]) -> Iterator[Standing]:
+    """Those below no other, in what is kept and in gradients."""
+    most = -1.0
+    for one in sorted(some, key=lambda one: (one.kept_bytes + one.logits_bytes, one.share), reverse=True):
+        if one.share > most:
+            most = one.share
+            yield one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,32 +129,16 @@ class Rank:
         """Whether parameters are gathered for each pass."""
         return self.layout.pp == 1 and self.layout.zero == 3
 
-    def peak(self, found: tuple[Moment, ...]) -> tuple[str, Kinds]:
+    def peak(self, found: tuple[Standing, ...]) -> tuple[str, Kinds]:
         """(when, bytes by kind) of the worst of these moments."""
-        alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in self.costs}) == 1
-        worst = [self._fullest(some) for some in grouped(found, alike)]
-        what, best = max(((one.what, sizes) for one in worst for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
         return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
 
-    def _fullest(self, alike: tuple[Moment, ...]) -> Moment:
-        """Of moments that differ in what is in flight only."""
-        if len(alike) == 1:
-            return alike[0]
-        kept = [one.kept_bytes + one.logits.kept for one in self.costs]
-        queued = [one.queued_bytes for one in self.costs]
-        if not any(queued):
-            return max(alike, key=lambda one: sum(map(mul, one.alive, kept)))
-        return max(alike, key=lambda one: sum(map(mul, one.alive, kept)) + sum(map(mul, one.queued, queued)))
-
-    def at(self, moment: Moment) -> Iterator[Sizes]:
+    def at(self, moment: Standing) -> Iterator[Sizes]:
         """What is held at the worst places of the pass under way, instead of the state's gradients."""
-        what, place, alive, queued, graded = moment
-        cost, units = self.costs[place], self.units
-        kept = sum(n * one.kept_bytes for n, one in zip(alive, self.costs, strict=True))
-        kept += sum(n * one.queued_bytes for n, one in zip(queued, self.costs, strict=True) if n)
-        logits = alive[-1] * self.costs[-1].logits.kept  # none but a model's last stage has any
-        whole, again = self.state["gradients"], bool(graded[place])
-        before = whole * sum(graded) / len(graded)
+        what, place, again, share, kept, logits = moment
+        cost, units, whole = self.costs[place], self.units, self.state["gradients"]
+        before = whole * share
         copied = units.summed and what == "sums"
 
         def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Sizes:
@@ -147,7 +154,7 @@ class Rank:
             yield kinds(before, logits, cost.split_bytes, 0.0)
         elif what in ("embedding", "end"):
             reduced = what == "end" and units.summed and bool(self.layout.zero)
-            after = whole * sum((*graded[:place], 1, *graded[place + 1 :])) / len(graded)
+            after = before if again else before + whole / len(self.costs)
             found = self._embedding(after, logits, again, reduced)
             if what == "end" and units.summed and not self.layout.zero:  # put together in one buffer for their sum
                 found = *found[:2], max(found[2], units.first.gradients), found[3]

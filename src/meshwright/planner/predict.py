@@ -11,12 +11,13 @@ from meshwright.planner.memory import (
     RankMemory,
     Unit,
     Whole,
+    first_backward,
     rank_memory,
     whole_apart,
     whole_together,
 )
+from meshwright.planner.peaks import Standing, Units, moments, standing
 from meshwright.planner.peaks import Unit as Peak
-from meshwright.planner.peaks import Units
 from meshwright.planner.prediction import Prediction
 from meshwright.planner.speeds import Speeds, speeds_of
 from meshwright.planner.stack import MESHWRIGHT, Stack, eager
@@ -36,7 +37,7 @@ from meshwright.planner.timeline import (
 from meshwright.planner.traffic import Held, Sharing, sharing
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import layers_of_stages
+from meshwright.spec.places import layers_of_stages, own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import V_PLACED
@@ -64,6 +65,14 @@ class Estimator:
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
+        of, found = self._parts(layout)
+        return of, found[layout.recompute]
+
+    def policies(self, layout: Layout) -> dict[str, Costs]:
+        """The same under each recompute policy."""
+        return self._parts(layout)[1]
+
+    def _parts(self, layout: Layout) -> tuple[Local, dict[str, Costs]]:
         key = self._key(layout)
         if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
@@ -71,8 +80,7 @@ class Estimator:
             documents = recipe.document_mask
             of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links)
-        of, found = self._known.parts[key]
-        return of, found[layout.recompute]
+        return self._known.parts[key]
 
     def split(self, layout: Layout) -> list[range]:
         """Layers of each stage."""
@@ -103,6 +111,7 @@ class Estimator:
                     )
                 stages.append(made[kind])
             self._known.stages.clear()
+            self._known.standing.clear()
             self._known.stages[key] = stages
         return self._known.stages[key]
 
@@ -197,13 +206,12 @@ class Estimator:
         return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
 
     def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
-        """Of all passes of a step; the last schedule played is kept, since all splits of dp have the same one."""
+        """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
         key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages, layout.schedule, m, send_s)
         if not exact or layout.pp == 1:
             times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
             return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
         if key not in self._known.played:
-            self._known.played.clear()
             self._known.played[key] = pipeline_s(layout, m, stages, send_s)
         return self._known.played[key]
 
@@ -270,7 +278,18 @@ class Estimator:
             update_bytes=self._update_bytes(count),
             exact=exact,
             units=self._units(layout, state) if self.stack.own else None,
+            found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
         )  # fmt: skip
+
+    def _standing(self, layout: Layout, m: int, stages: list[Cost], rank: int, exact: bool) -> tuple[Standing, ...]:
+        """The moments of a rank's schedule, the same for all splits of data parallelism but those that reduce each
+        micro-batch at once."""
+        key = layout.schedule, layout.zero >= 2, m, rank, exact
+        if key not in self._known.standing:
+            exact = exact or layout.pp == 1
+            found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
+            self._known.standing[key] = standing(found, [stages[stage] for stage in own_stages(layout, rank)])
+        return self._known.standing[key]
 
     def _update_bytes(self, count: Counts) -> float:
         """Temporaries of the optimizer step."""

@@ -2,8 +2,8 @@
 
 Bounds (planner/bounds.py) keep a space of millions cheap. They are true ones, so what is listed is what counting every
 layout would list. Families that may fit wait in the order of the least time they can take; the first of them is opened
-into its schedules, which wait in turn; the first of those is counted exactly, its schedule played. All ends when the
-next can be no faster than the slowest to be listed.
+into its schedules, the first of those into its splits of data parallelism, which wait in turn; the first of these is
+counted exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from meshwright.planner.bounds import Least, Split, families
 from meshwright.planner.memory import DRIVER_BYTES, RankMemory
@@ -54,6 +55,21 @@ class Found:
     """Where nothing fits: the layout with the lowest peak."""
 
 
+class Choice(NamedTuple):
+    """One layout of a region."""
+
+    region: Region
+    split: Split
+
+    def layout(self, base: Layout) -> Layout:
+        """The same with what is not searched."""
+        return self.region.layout(*self.split, base=base)
+
+
+Waiting = tuple[float, int, Least, Family | Region | Choice]
+"""(no layout of it takes less seconds, its number, bounds, what it is)."""
+
+
 def usable_bytes(plan: Plan) -> float:
     """What a program can have of a device; unknown = without limit."""
     memory = plan.cluster.device.memory_bytes
@@ -77,18 +93,17 @@ class _Search:
         self.examples: dict[str, tuple[float, Layout]] = {}
 
     def run(self) -> Found:
-        waiting: list[tuple[float, int, Least, Family | Region]] = list(self.fitting())
+        waiting: list[Waiting] = list(self.fitting())
         heapify(waiting)
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
             _, _, least, first = heappop(waiting)
-            if isinstance(first, Region):
-                self.look(least, first)
+            if isinstance(first, Choice):
+                self.look(first)
                 continue
-            for bound_s, region in self.opened(least, first):
-                heappush(waiting, (bound_s, next(self.numbers), least, region))
-        self.found.slower += sum(
-            len(least.splits) * (len(left.pipelines) if isinstance(left, Family) else 1) for *_, least, left in waiting
-        )
+            opened = self.regions(least, first) if isinstance(first, Family) else self.choices(least, first)
+            for bound_s, one in opened:
+                heappush(waiting, (bound_s, next(self.numbers), least, one))
+        self.found.slower += sum(map(_layouts, waiting))
         self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=_rank)
         self.tell()
         return self.found
@@ -101,7 +116,7 @@ class _Search:
     def predict(self, layout: Layout) -> Prediction:
         return self.estimator.predict(replace(self.plan, layout=layout))
 
-    def fitting(self) -> Iterator[tuple[float, int, Least, Family]]:
+    def fitting(self) -> Iterator[Waiting]:
         """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
         for least, family in families(self.estimator, self.plan, self.fixed):
             self.found.legal += len(least.splits) * len(family.pipelines)
@@ -112,8 +127,8 @@ class _Search:
             number = len(least.splits) * len(family.pipelines)
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
-    def opened(self, least: Least, family: Family) -> Iterator[tuple[float, Region]]:
-        """The regions of a family that may fit and may be listed, each with the least seconds it takes."""
+    def regions(self, least: Least, family: Family) -> Iterator[tuple[float, Region]]:
+        """Those of a family that may fit and may be listed, each with the least seconds it takes."""
         for region in family.regions():
             peak = least.region_bytes(region)
             if peak > self.room:
@@ -125,26 +140,28 @@ class _Search:
             else:
                 self.found.slower += len(least.splits)
 
-    def look(self, least: Least, region: Region) -> None:
-        """Count the region's layouts exactly; keep those that fit and are to be listed so far."""
-        of, left = self.estimator, []
+    def choices(self, least: Least, region: Region) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a region that may be listed, each with the least seconds it takes."""
         for split in least.splits:
-            layout = region.layout(*split, base=self.plan.layout)
-            memory = _fullest(of.memory(layout, of.telling(layout), exact=False))
-            if memory.total_bytes <= self.room:
-                left.append((split, layout))
+            one = Choice(region, split)
+            bound_s = self.estimator.time(one.layout(self.plan.layout), exact=False).total_s
+            if bound_s * (1 - ROUNDING) <= self.limit_s:
+                yield bound_s, one
             else:
-                self.reject(_largest(memory), memory.total_bytes, region, split, 1)
-        for split, layout in left:
-            step_s = of.time(layout).total_s
-            if step_s > self.limit_s:
                 self.found.slower += 1
-                continue
-            memory = worst(of, layout, self.room)
-            if memory.total_bytes <= self.room:
-                self.best = sorted([*self.best, (step_s, next(self.numbers), layout)])
-            else:
-                self.reject(_largest(memory), memory.total_bytes, region, split, 1)
+
+    def look(self, one: Choice) -> None:
+        """Count a layout exactly; keep it if it fits and is to be listed so far."""
+        layout = one.layout(self.plan.layout)
+        step_s = self.estimator.time(layout).total_s
+        if step_s > self.limit_s:
+            self.found.slower += 1
+            return
+        memory = worst(self.estimator, layout, self.room)
+        if memory.total_bytes > self.room:
+            self.reject(_largest(memory), memory.total_bytes, one.region, one.split, 1)
+            return
+        self.best = sorted([*self.best, (step_s, next(self.numbers), layout)])
         self.found.slower += len(self.best[self.listed :])
         del self.best[self.listed :]
 
@@ -167,8 +184,16 @@ class _Search:
 
 def worst(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """The pipeline rank with the highest peak, or one of those likely to have it that exceeds the room."""
-    likely = _fullest(of.memory(layout, of.telling(layout)))
-    return likely if likely.total_bytes > room or layout.pp <= 2 else _fullest(of.memory(layout, of.fullest(layout)))
+    telling = of.telling(layout)
+    if layout.pp > 1 and room < float("inf"):
+        least = _fullest(of.memory(layout, telling, exact=False))
+        if least.total_bytes > room:
+            return least
+    likely = _fullest(of.memory(layout, telling))
+    others = [rank for rank in of.fullest(layout) if rank not in telling]
+    if likely.total_bytes > room or not others:
+        return likely
+    return _fullest((likely, *of.memory(layout, others)))
 
 
 def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
@@ -197,6 +222,14 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     if best is None:
         raise IllegalLayout("no layout is legal")
     return best[1]
+
+
+def _layouts(waiting: Waiting) -> int:
+    """How many these are."""
+    _, _, least, what = waiting
+    if isinstance(what, Choice):
+        return 1
+    return len(least.splits) * (len(what.pipelines) if isinstance(what, Family) else 1)
 
 
 def _rank(found: Prediction) -> tuple[float, int, float]:

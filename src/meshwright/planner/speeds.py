@@ -4,8 +4,7 @@ A product runs in tiles, one a processor and wave: the last wave is as long as t
 pipeline of a tile half empty, and small products are bound by memory. The ceiling is the best product anybody measured.
 """
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
 from meshwright.planner.curves import DeviceCurves
@@ -65,6 +64,7 @@ class Speeds:
     """Of that, in a training run."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
+    _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def reached_flop_per_s(self) -> float:
@@ -114,8 +114,13 @@ class Speeds:
             share = self.attention_masked[work.backward]
         return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
 
-    @lru_cache(maxsize=65536)  # noqa: B019  frozen, and few: a device's, and a calibration's
     def _product(self, work: Product) -> float:
+        found = self._known.get(work)
+        if found is None:
+            found = self._known[work] = self._product_s(work)
+        return found
+
+    def _product_s(self, work: Product) -> float:
         m, k, n, batch, width = work
         rate = self.rate(width) * self.product_share
         row = 16 / max(width, 1)

@@ -1,7 +1,7 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.planner.block import Block, embedding, head, layer
 from meshwright.planner.host import NOTHING, Triple
@@ -14,8 +14,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
 
     forward_s: float = 0.0
@@ -51,6 +50,8 @@ class Cost:
 
     def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
         """One after the other, the other several times."""
+        if not times:
+            return self
         return Cost(
             forward_s=self.forward_s + times * other.forward_s,
             input_s=self.input_s + times * other.input_s,
@@ -58,14 +59,17 @@ class Cost:
             exchange_s=self.exchange_s + times * other.exchange_s,
             again_s=self.again_s + times * other.again_s,
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
-            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes if times else 0.0),
-            attention_bytes=max(self.attention_bytes, other.attention_bytes if times else 0.0),
+            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes),
+            attention_bytes=max(self.attention_bytes, other.attention_bytes),
             queued_bytes=self.queued_bytes + times * other.queued_bytes,
-            split_bytes=max(self.split_bytes, other.split_bytes if times else 0.0),
-            weights=max(self.weights, other.weights if times else 0.0),
-            new_bytes=max(self.new_bytes, other.new_bytes if times else 0.0),
+            split_bytes=max(self.split_bytes, other.split_bytes),
+            weights=max(self.weights, other.weights),
+            new_bytes=max(self.new_bytes, other.new_bytes),
             logits=self.logits.plus(other.logits, times),
         )
+
+
+NO_COST = Cost()
 
 
 def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -79,10 +83,11 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 Side = Literal["forward", "inputs", "weights"]
+EXCHANGES = {"forward": "forward_exchanges", "inputs": "backward_exchanges", "weights": ""}
+"""Of an operation, by side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTime:
+class BlockTime(NamedTuple):
     """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
     stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
 
@@ -129,8 +134,6 @@ def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
 
 def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
     """A block's passes and kept bytes, with what recomputation repeats."""
-    if not block.boundary_bytes:
-        recompute = "none"
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     kept = block.kept_bytes(recompute)
     own = of.stack.own
@@ -169,12 +172,13 @@ class Passes:
         """(seconds, those of them in which an exchange stands beside no computation)."""
         stack = self.of.stack
         device = host = each = exchanged = 0.0
+        exchanges_of = EXCHANGES[side]
         for op in operations:
             works: tuple[Work, ...] = getattr(op, side)
             for work in works:
                 took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
                 device, host, each = device + took, host + launch, each + max(took, launch)
-            exchanges = {"forward": op.forward_exchanges, "inputs": op.backward_exchanges, "weights": ()}[side]
+            exchanges: tuple[Exchange, ...] = getattr(op, exchanges_of) if exchanges_of else ()
             for exchange in exchanges:
                 took = self._exposed(exchange, works)
                 exchanged += took
@@ -205,15 +209,15 @@ class Costs:
     """What the stages of a layout are made of."""
 
     embedding: Cost
-    dense: Cost
-    windowed: Cost
-    routed: Cost
     head: Cost
+    dense: Cost = NO_COST
+    windowed: Cost = NO_COST
+    routed: Cost = NO_COST
 
     def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> Cost:
         """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
         that the first layer has not."""
-        total = Cost().plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
+        total = NO_COST.plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
         if first:
             total = total.plus(self.embedding)
         return total.plus(self.head) if last else total
@@ -221,19 +225,22 @@ class Costs:
 
 def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, Costs]:
     """Of every part of a shape under a layout, by recompute policy."""
-    shape, none = of.shape, Block(operations=())
-    blocks = {
-        "embedding": embedding(of),
-        "dense": layer(of, window=shape.window_of(0)) if shape.routed_layers < shape.layers else none,
-        "windowed": layer(of, window=shape.window) if shape.window and shape.window_from_layer else none,
-        "routed": layer(of, window=shape.window, routed=True) if shape.routed_layers else none,
-        "head": head(of),
-    }
+    shape = of.shape
+    blocks = {"embedding": embedding(of), "head": head(of)}
+    if shape.routed_layers < shape.layers:
+        blocks["dense"] = layer(of, window=shape.window_of(0))
+    if shape.window and shape.window_from_layer:
+        blocks["windowed"] = layer(of, window=shape.window)
+    if shape.routed_layers:
+        blocks["routed"] = layer(of, window=shape.window, routed=True)
     times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
-    return {
-        recompute: Costs(**{part: block_cost(block, times[part], of, recompute) for part, block in blocks.items()})
-        for recompute in ("none", "selective", "full")
-    }
+    plain = {part: block_cost(block, times[part], of, "none") for part, block in blocks.items()}
+    layers = [part for part in blocks if part not in ("embedding", "head")]  # the ends are never recomputed
+    found = {"none": Costs(**plain)}
+    for recompute in ("selective", "full"):
+        again = {part: block_cost(blocks[part], times[part], of, recompute) for part in layers}
+        found[recompute] = Costs(**(plain | again))
+    return found
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:

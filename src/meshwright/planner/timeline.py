@@ -13,7 +13,7 @@ from meshwright.planner.stages import Cost
 from meshwright.planner.states import Counts
 from meshwright.planner.traffic import Sharing
 from meshwright.spec.layout import Layout
-from meshwright.spec.schedule import SPLIT, Actions, last_of, schedule, stage_rank, stages_of
+from meshwright.spec.schedule import SPLIT, V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -197,9 +197,13 @@ def least_s(
 ) -> float:
     """No play of the schedule takes less (`times` as there): each rank waits for the forward passes of the stages in
     front of its first one, does all its work, and is followed by their backward passes. What a rank that splits
-    backward passes has left to do by then, it does beside them. Exact for equal stages but with DualPipe."""
+    backward passes has left to do by then, it does beside them. And one micro-batch passes all stages twice. Exact for
+    equal stages but with DualPipe."""
     split, m = name in SPLIT, micro_batches
-    ahead_s = behind_s = longest_s = 0.0
+    ahead_s = behind_s = 0.0
+    longest_s = sum([forward_s + input_s + (0.0 if split else weight_s) for forward_s, input_s, weight_s in times])
+    borders = 2 * (ranks - 1) if name in V_PLACED else ranks * virtual - 1  # the two ends of a V lie on one rank
+    longest_s += 2 * borders * send_s
     for rank, own in enumerate(owned(name, ranks, virtual)):
         work_s = 0.0
         for stage in own:
@@ -234,6 +238,8 @@ def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
 def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> float:
     """Share of the first rank's stages whose gradients are whole only after gradients of weights that were left for
     later: their reductions begin then, behind nothing."""
+    if name not in SPLIT:
+        return 0.0
     last = last_of(actions_of(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
     return sum(action.kind == "W" for action in last.values()) / len(last)
 
