@@ -43,6 +43,9 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import V_PLACED
 from meshwright.spec.shape import ModelShape
 
+KEPT = 1000
+"""Layouts, but for their data parallelism, whose stages are kept."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
@@ -79,7 +82,7 @@ class Estimator:
             recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
             documents = recipe.document_mask
             of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
-            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links)
+            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.ends)
         return self._known.parts[key]
 
     def split(self, layout: Layout) -> list[range]:
@@ -94,8 +97,8 @@ class Estimator:
         return self._known.splits[key]
 
     def stages(self, layout: Layout) -> list[Cost]:
-        """Cost of each pipeline stage; those of the layout asked for last are kept."""
-        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
+        """Cost of each pipeline stage; those of the layouts asked for last are kept."""
+        key = self._stages_key(layout)
         if key not in self._known.stages:
             _, found = self.parts(layout)
             split = self.split(layout)
@@ -110,10 +113,14 @@ class Estimator:
                         len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
                     )
                 stages.append(made[kind])
-            self._known.stages.clear()
-            self._known.standing.clear()
+            if len(self._known.stages) >= KEPT:
+                self._known.stages.clear()
+                self._known.standing.clear()
             self._known.stages[key] = stages
         return self._known.stages[key]
+
+    def _stages_key(self, layout: Layout) -> tuple[object, ...]:
+        return (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
 
     def _windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where the first has none."""
@@ -207,7 +214,7 @@ class Estimator:
 
     def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
         """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
-        key = (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages, layout.schedule, m, send_s)
+        key = (*self._stages_key(layout), layout.schedule, m, send_s)
         if not exact or layout.pp == 1:
             times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
             return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
@@ -284,7 +291,7 @@ class Estimator:
     def _standing(self, layout: Layout, m: int, stages: list[Cost], rank: int, exact: bool) -> tuple[Standing, ...]:
         """The moments of a rank's schedule, the same for all splits of data parallelism but those that reduce each
         micro-batch at once."""
-        key = layout.schedule, layout.zero >= 2, m, rank, exact
+        key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
         if key not in self._known.standing:
             exact = exact or layout.pp == 1
             found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)

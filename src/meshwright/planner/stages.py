@@ -223,24 +223,35 @@ class Costs:
         return total.plus(self.head) if last else total
 
 
-def costs(of: Local, layout: Layout, speeds: Speeds, links: Links) -> dict[str, Costs]:
-    """Of every part of a shape under a layout, by recompute policy."""
+Ends = dict[tuple[float, int, bool, bool, bool], tuple[Cost, Cost]]
+"""What embedding and head depend on, by which layouts share them -> both."""
+
+
+def costs(of: Local, layout: Layout, speeds: Speeds, links: Links, ends: Ends) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy. `ends`: those that are known; more are added."""
     shape = of.shape
-    blocks = {"embedding": embedding(of), "head": head(of)}
+    blocks = {}
     if shape.routed_layers < shape.layers:
         blocks["dense"] = layer(of, window=shape.window_of(0))
     if shape.window and shape.window_from_layer:
         blocks["windowed"] = layer(of, window=shape.window)
     if shape.routed_layers:
         blocks["routed"] = layer(of, window=shape.window, routed=True)
+    key = of.tokens, of.tp, of.sp, of.splits, of.compiled
+    if key not in ends:
+        both = embedding(of), head(of)
+        first, last = (block_cost(one, block_time(one, of, layout, speeds, links), of, "none") for one in both)
+        ends[key] = first, last  # never recomputed
+    first, last = ends[key]
     times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
-    plain = {part: block_cost(block, times[part], of, "none") for part, block in blocks.items()}
-    layers = [part for part in blocks if part not in ("embedding", "head")]  # the ends are never recomputed
-    found = {"none": Costs(**plain)}
-    for recompute in ("selective", "full"):
-        again = {part: block_cost(blocks[part], times[part], of, recompute) for part in layers}
-        found[recompute] = Costs(**(plain | again))
-    return found
+    return {
+        policy: Costs(
+            embedding=first,
+            head=last,
+            **{part: block_cost(block, times[part], of, policy) for part, block in blocks.items()},
+        )
+        for policy in ("none", "selective", "full")
+    }
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
