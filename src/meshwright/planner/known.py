@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.local import Local
 from meshwright.planner.peaks import Standing
-from meshwright.planner.stages import Cost, Costs, Ends
+from meshwright.planner.stages import Cost, Costs, Policies
 from meshwright.planner.states import Counts
 from meshwright.planner.timeline import Edges
 from meshwright.planner.traffic import Sharing
@@ -15,7 +15,7 @@ class Known:
     """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
 
     parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
-    ends: Ends = field(default_factory=dict)
+    blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     counts: dict[tuple[object, ...], Counts] = field(default_factory=dict)
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[int, int], Edges] = field(default_factory=dict)

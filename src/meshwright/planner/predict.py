@@ -82,7 +82,7 @@ class Estimator:
             recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
             documents = recipe.document_mask
             of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
-            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.ends)
+            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]
 
     def split(self, layout: Layout) -> list[range]:

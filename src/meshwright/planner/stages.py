@@ -8,6 +8,7 @@ from meshwright.planner.host import NOTHING, Triple
 from meshwright.planner.kept import NONE, Logits
 from meshwright.planner.links import Links
 from meshwright.planner.local import Local
+from meshwright.planner.regions import RECOMPUTE
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.work import Exchange, Operation, Pass, Work
 from meshwright.spec.layout import Layout
@@ -223,35 +224,41 @@ class Costs:
         return total.plus(self.head) if last else total
 
 
-Ends = dict[tuple[float, int, bool, bool, bool], tuple[Cost, Cost]]
-"""What embedding and head depend on, by which layouts share them -> both."""
+Policies = dict[str, Cost]
+"""By recompute policy."""
 
 
-def costs(of: Local, layout: Layout, speeds: Speeds, links: Links, ends: Ends) -> dict[str, Costs]:
-    """Of every part of a shape under a layout, by recompute policy. `ends`: those that are known; more are added."""
+def costs(
+    of: Local, layout: Layout, speeds: Speeds, links: Links, known: dict[tuple[object, ...], Policies]
+) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
+    of this one are added."""
     shape = of.shape
-    blocks = {}
+    inside = of.tp, of.sp, of.splits, of.compiled
+    keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.routed_layers < shape.layers:
-        blocks["dense"] = layer(of, window=shape.window_of(0))
+        keys["dense"] = of.batch, of.cp, *inside
     if shape.window and shape.window_from_layer:
-        blocks["windowed"] = layer(of, window=shape.window)
+        keys["windowed"] = of.batch, of.cp, *inside
     if shape.routed_layers:
-        blocks["routed"] = layer(of, window=shape.window, routed=True)
-    key = of.tokens, of.tp, of.sp, of.splits, of.compiled
-    if key not in ends:
-        both = embedding(of), head(of)
-        first, last = (block_cost(one, block_time(one, of, layout, speeds, links), of, "none") for one in both)
-        ends[key] = first, last  # never recomputed
-    first, last = ends[key]
-    times = {part: block_time(block, of, layout, speeds, links) for part, block in blocks.items()}
-    return {
-        policy: Costs(
-            embedding=first,
-            head=last,
-            **{part: block_cost(block, times[part], of, policy) for part, block in blocks.items()},
-        )
-        for policy in ("none", "selective", "full")
-    }
+        keys["routed"] = of.batch, of.cp, of.ep, *inside
+    found: dict[str, Policies] = {}
+    for part, key in keys.items():
+        if (part, key) not in known:
+            known[part, key] = _policies(part, of, layout, speeds, links)
+        found[part] = known[part, key]
+    return {policy: Costs(**{part: one[policy] for part, one in found.items()}) for policy in RECOMPUTE}
+
+
+def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Policies:
+    """Of one part; the ends are never recomputed."""
+    if part in ("embedding", "head"):
+        block = embedding(of) if part == "embedding" else head(of)
+        return dict.fromkeys(RECOMPUTE, block_cost(block, block_time(block, of, layout, speeds, links), of, "none"))
+    window = of.shape.window_of(0) if part == "dense" else of.shape.window
+    block = layer(of, window=window, routed=part == "routed")
+    time = block_time(block, of, layout, speeds, links)
+    return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
