@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.observe.calibrate import calibrate
 from meshwright.observe.timed import Timing, measured_steps
 from meshwright.planner.clusterfile import load
-from meshwright.planner.clusterwriting import write
+from meshwright.planner.clusterwriting import text
 from meshwright.planner.words import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
@@ -118,7 +118,7 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line sets it for the processes that it starts
     machine = load(options.cluster) if options.cluster else calibrate(say=lambda line: print(line, file=sys.stderr))
     if options.save:
-        write(machine, options.save)
+        options.save.write_text(text(machine))
         machine = load(options.save)
     drawn = [replace(p, cluster=machine.cluster(p.layout.world)) for p in plans(options.plans, options.seed)]
     predicted = [machine.estimator(plan).predict(plan).step_s for plan in drawn]

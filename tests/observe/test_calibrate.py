@@ -11,13 +11,13 @@ from meshwright.observe.calibrate import calibrate
 from meshwright.observe.jobs import jobs
 from meshwright.observe.timed import Timing, measured_steps
 from meshwright.planner.clusterfile import load
-from meshwright.planner.clusterwriting import write
+from meshwright.planner.clusterwriting import text
 
 
 def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.toml"
     machine = calibrate(device="cpu", worlds=(1, 2), quick=True)
-    write(machine, path)
+    path.write_text(text(machine))
     found = load(path)
     assert set(found.together) == {1, 2} and found.provenance["command"] == "meshwright calibrate --quick"
     curves = found.together[2].links.curves

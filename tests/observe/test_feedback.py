@@ -10,7 +10,7 @@ from meshwright import planfile
 from meshwright.cli.main import main
 from meshwright.observe.feedback import learned, seconds_of
 from meshwright.planner.clusterfile import ClusterFile, load
-from meshwright.planner.clusterwriting import write
+from meshwright.planner.clusterwriting import text
 from meshwright.spec.errors import RunError
 from tests.cli import toy
 from tests.planner.test_clusterfile import machine, plan
@@ -66,7 +66,7 @@ def test_a_real_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     run, first, second = tmp_path / "run", tmp_path / "first.toml", tmp_path / "second.toml"
     texts = toy.write_texts(tmp_path / "texts")
     assert main(toy.train(texts, run, "recipe.steps=6")) == 0
-    write(quick(), first)
+    first.write_text(text(quick()))
     assert main(["calibrate", "--from", str(run), "--cluster", str(first), "--out", str(second)]) == 0
     took = seconds_of(run)
     asked = planfile.read(run / "plan.yaml")

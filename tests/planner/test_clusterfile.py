@@ -10,7 +10,7 @@ from meshwright.cli.main import main
 from meshwright.observe.floors import tiny, with_floors
 from meshwright.observe.timed import threads_of
 from meshwright.planner.clusterfile import ClusterFile, Together, asked, is_file, load
-from meshwright.planner.clusterwriting import text, write
+from meshwright.planner.clusterwriting import text
 from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
 from meshwright.planner.host import Host
 from meshwright.planner.links import Links
@@ -178,7 +178,7 @@ def with_host(of: ClusterFile, share: float) -> ClusterFile:
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     of, path = with_host(machine(share=0.8), 0.9), tmp_path / "machine.toml"
-    write(of, path)
+    path.write_text(text(of))
     found = load(path)
     assert text(found) == text(of) and found.device.memory_bytes == 2**33 and found.stack.passes == 2.0
     assert found.together[2].speeds.host == HOST and found.together[2].speeds.host_share == 0.9
@@ -191,7 +191,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_names_of_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    write(machine(), path)
+    path.write_text(text(machine()))
     assert is_file(str(path)) and is_file(f"{path}x4") and not is_file("h100x8")
     assert asked(str(path))[1].devices == 2 and asked(f"{path}x4", 3)[1].devices == 12
 
@@ -237,7 +237,7 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path, old: str, new: str, senten
 
 def test_plan_reads_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.toml"
-    write(machine(), path)
+    path.write_text(text(machine()))
     words = ["plan", "gpt2", "--recipe", "precision=fp32", "--recipe", "sequence=512", "--recipe", "global_batch=8"]
     assert main([*words, "--cluster", f"{path}x4", "--json", "--layout", "tp=2,pp=1,micro_batch=1"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -8,10 +8,12 @@ import torch
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun import dry_run
+from meshwright.planner import predict as of_estimator
 from meshwright.planner.backward import queued
 from meshwright.planner.block import _widths
 from meshwright.planner.local import local
 from meshwright.planner.memory import moments as in_flight
+from meshwright.planner.peaks import standing
 from meshwright.planner.predict import estimator, predict
 from meshwright.planner.speeds import speeds_of
 from meshwright.planner.stack import MESHWRIGHT
@@ -134,3 +136,24 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     said, run = predict(asked), dry_run(asked, device="cuda")
     for one, seen in zip(said.memory, run.ranks, strict=True):
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+
+
+@pytest.mark.parametrize(("schedule", "vp"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("zb-v", 2)])
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+def test_sifted_moments_hold_as_much_as_all(
+    schedule: str, vp: int, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of unequal size, gradients whole, shared and with copies elsewhere."""
+    recipe = Recipe(sequence=4096, global_batch=32, precision="bf16", document_mask=False)
+    sharings: list[dict[str, int]] = [{"dp_shard": 2, "zero": 1}, {"dp_replicate": 2}, {}]
+    for sharing in sharings:
+        one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
+                   **sharing)  # fmt: skip
+        monkeypatch.setattr(of_estimator, "standing", standing)
+        sifted = estimator(one).memory(one.layout, range(4))
+        monkeypatch.setattr(
+            of_estimator, "standing", lambda found, costs: tuple(m for one in found for m in standing((one,), costs))
+        )
+        assert [rank.total_bytes for rank in sifted] == pytest.approx(
+            [rank.total_bytes for rank in estimator(one).memory(one.layout, range(4))]
+        )

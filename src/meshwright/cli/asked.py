@@ -4,12 +4,31 @@ import re
 from dataclasses import replace
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from meshwright.planner.predict import Estimator
     from meshwright.spec import Cluster, ModelShape, Plan
 
+AskedModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."),
+]
+AskedCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+    ),
+]
+AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")]
+AskedRecipe = Annotated[
+    list[str] | None,
+    typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
+]
 SEQUENCE = 8192
 """Of a recipe that names none: as today's models are trained, if they are made for it."""
 BATCH_TOKENS = 4_000_000

@@ -39,11 +39,12 @@ def calibrate(
         raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
-    from meshwright.planner.clusterwriting import text, write
+    from meshwright.planner.clusterwriting import text
+    from meshwright.train.durable import replace_file
 
     found = _learned(cluster, runs) if cluster and runs else _measured(quick)
     if out is not None:
-        write(found, out)
+        replace_file(out, text(found).encode())
     if json:
         import tomllib
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.asked import asked_estimator, asked_plan
+from meshwright.cli.asked import AskedCluster, AskedModel, AskedNodes, AskedRecipe, asked_estimator, asked_plan
 
 if TYPE_CHECKING:
     from meshwright.planner.predict import Estimator
@@ -18,21 +18,9 @@ SHOWN = 8
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."
-        ),
-    ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME|FILE.toml",
-            help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
-        ),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")] = None,
+    model: AskedModel,
+    cluster: AskedCluster = None,
+    nodes: AskedNodes = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,10 +29,7 @@ def plan(
             help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml.",
         ),
     ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
-    ] = None,
+    recipe: AskedRecipe = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
     ] = None,

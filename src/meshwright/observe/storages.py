@@ -141,11 +141,6 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append(Phase(name, len(self._event_record)))
 
     @property
-    def alive_bytes(self) -> int:
-        """Now."""
-        return self._alive
-
-    @property
     def now(self) -> int:
         """The number of the next event."""
         return len(self._event_record)

@@ -5,14 +5,13 @@ All shares are fractions: 0.05 is 5 %. Nothing is left out: what cannot be score
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from meshwright.planner.choice import choices
 from meshwright.planner.fit import Calibration
 from meshwright.planner.links import links_of
 from meshwright.planner.predict import Estimator
 from meshwright.planner.prediction import Prediction
-from meshwright.planner.published import Row, Unreadable, duplicate_of, read
+from meshwright.planner.published import Row, Unreadable, duplicate_of
 from meshwright.planner.speeds import speeds_of
 from meshwright.spec.errors import MeshwrightError
 
@@ -63,11 +62,6 @@ class Score:
     """Spearman's, predicted with measured step times, median of the source's grids."""
     regret: float | None
     """Measured time of the layout the planner would choose, over the best measured, minus 1; median of the grids."""
-
-
-def judge_file(path: Path, calibration: Calibration | None = None) -> list[Judged | Unreadable]:
-    """Every row of a file, judged."""
-    return judge(list(read(path)), calibration)
 
 
 def judge(rows: Iterable[Row | Unreadable], calibration: Calibration | None = None) -> list[Judged | Unreadable]:

@@ -1,10 +1,8 @@
 """ClusterFile -> TOML text that `clusterfile.load` reads back, and that people can."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from meshwright.planner.clusterfile import (
     AXES,
@@ -21,19 +19,6 @@ from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.spec.cluster import Device
 from meshwright.spec.presets import UNITS
-
-
-def write(found: ClusterFile, path: Path) -> None:
-    """Whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(text(found))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def text(found: ClusterFile) -> str:

@@ -2,7 +2,6 @@
 
 from math import isfinite
 
-KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 GB = 10**9
