@@ -145,10 +145,10 @@ def test_sifted_moments_hold_as_much_as_all(
 ) -> None:
     """Stages of unequal size, gradients whole, shared and with copies elsewhere."""
     recipe = Recipe(sequence=4096, global_batch=32, precision="bf16", document_mask=False)
-    sharings: list[dict[str, int]] = [{"dp_shard": 2, "zero": 1}, {"dp_replicate": 2}, {}]
-    for sharing in sharings:
+    splits: list[dict[str, int]] = [{"dp_shard": 2, "zero": 1}, {"dp_replicate": 2}, {}]
+    for split in splits:
         one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
-                   **sharing)  # fmt: skip
+                   **split)  # fmt: skip
         monkeypatch.setattr(of_estimator, "standing", standing)
         sifted = estimator(one).memory(one.layout, range(4))
         monkeypatch.setattr(
