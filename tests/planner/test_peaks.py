@@ -8,11 +8,13 @@ import torch
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun import dry_run
+from meshwright.observe.program import shortened
 from meshwright.planner import predict as of_estimator
 from meshwright.planner.backward import queued
 from meshwright.planner.block import _widths
 from meshwright.planner.local import local
 from meshwright.planner.memory import moments as in_flight
+from meshwright.planner.moments import moments_of
 from meshwright.planner.peaks import standing
 from meshwright.planner.predict import estimator, predict
 from meshwright.planner.speeds import speeds_of
@@ -136,6 +138,42 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     said, run = predict(asked), dry_run(asked, device="cuda")
     for one, seen in zip(said.memory, run.ranks, strict=True):
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2, "schedule": "afab", "dp_shard": 8, "zero": 1}])
+def test_ends_that_are_most_of_a_model(layout: dict[str, object]) -> None:
+    """A chunk of logits is gone before the next, and parameters with a stage's last backward pass."""
+    recipe = Recipe(sequence=8192, global_batch=16, precision="bf16", document_mask=False)
+    asked = plan(replace(SHAPE, vocab=131072), recipe, compile="off", recompute="full", micro_batch=1, **layout)
+    said, run = predict(asked), dry_run(asked, device="cuda")
+    for one, seen in zip(said.memory, run.ranks, strict=True):
+        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.03), one.when
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "vp", "whole"), [("zb-v", 4, 2, 16), ("zb-h1", 2, 1, 8), ("interleaved", 4, 3, 16)]
+)
+def test_a_shortened_step_holds_as_much_as_the_whole(schedule: str, ranks: int, vp: int, whole: int) -> None:
+    recipe = Recipe(sequence=4096, global_batch=whole, precision="bf16", document_mask=False)
+    one = plan(LLAMA, recipe, pp=ranks, vp=vp, schedule=schedule, micro_batch=1, recompute="full", compile="off")
+    for rank, said in enumerate(predict(one).memory):
+        first, count = shortened(one, rank)
+        assert first < count < whole
+        short = predict(replace(one, recipe=replace(recipe, global_batch=count)))
+        assert short.memory[rank].total_bytes == said.total_bytes
+
+
+def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
+    """Those of a step's second micro-batch are the first to find any."""
+    found = moments_of("zb-h1", 2, 1, 1, 1)
+    assert {one.what: one.graded for one in found} == {"loss": (0,), "pass": (0,), "split": (0,), "weights": (0,)}
+    assert (1,) in {one.graded for one in moments_of("zb-h1", 2, 3, 1, 1) if one.what == "weights"}
+    small, large = (
+        predict(plan(LLAMA, Recipe(sequence=4096, global_batch=batch, precision="bf16"), pp=2, schedule="zb-h1",
+                     micro_batch=1, compile="off")).memory[0].kinds["gradients"]
+        for batch in (1, 8)
+    )  # fmt: skip
+    assert small < 0.5 * large
 
 
 @pytest.mark.parametrize(("schedule", "vp"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("zb-v", 2)])

@@ -25,7 +25,7 @@ class Moment(NamedTuple):
     queued: tuple[int, ...]
     """Micro-batches between their backward pass and the gradients of weights that it has left."""
     graded: tuple[int, ...]
-    """1 where gradients of earlier micro-batches are there."""
+    """1 where gradients of earlier micro-batches are there, those of weights that a split pass leaves included."""
 
 
 @cache
@@ -73,4 +73,5 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
                 yield now("split")
             if action.stage == 0:
                 yield now("end" if final else "embedding")
-            graded[place] = 1
+            if action.kind == "BW":
+                graded[place] = 1

@@ -92,7 +92,7 @@ function unitsOf(data, layout, table) {
   };
   return {
     first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),
-    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1,
+    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
   };
 }
 

@@ -9,8 +9,8 @@ const WHEN = {
 const moments = new Map();
 
 function momentsOf(layout, m, rank) {
-  const {pp, vp, zero} = layout, name = layout.schedule;
-  if (pp === 1) return momentsAlone(zero, m);
+  const {pp, vp} = layout, name = layout.schedule;
+  if (pp === 1) return momentsAlone(m);
   const width = Math.floor(m / Math.max(1, Math.floor(m / pp)));
   const all = name === "afab" || m <= (ENOUGH + 1) * width;
   const few = all ? m : ENOUGH * width + (vp === 1 ? m % pp : 0);
@@ -19,14 +19,14 @@ function momentsOf(layout, m, rank) {
   return moments.get(key)[rank];
 }
 
-function momentsAlone(zero, m) {
-  const steps = m > 1 ? [0, 1] : [0];
-  const found = steps.map((graded) => ["loss", 0, [1], [0], [graded]]);
-  for (const graded of steps) {
-    const final = zero >= 2 || graded === steps[steps.length - 1];
+function momentsAlone(m) {
+  const steps = [0, 1, 1].slice(0, m); // the first, one between, the last
+  const found = [...new Set(steps)].map((graded) => ["loss", 0, [1], [0], [graded]]);
+  steps.forEach((graded, n) => {
+    const final = n === steps.length - 1;
     found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
       [final ? "end" : "embedding", 0, [0], [0], [graded]]);
-  }
+  });
   return found;
 }
 
@@ -57,7 +57,7 @@ function momentsIn(own, lastStage) {
         now("split");
       }
       if (stage === 0) now(final ? "end" : "embedding");
-      graded[place] = 1;
+      if (kind === "BW") graded[place] = 1;
     }
   }
   const all = [...found.values()];
@@ -90,12 +90,14 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
   const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
   const logits = sum((one, n) => alive[n] * one.logits_kept);
-  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length;
+  const ends = last && place === costs.length - 1, early = queued[place] && !again; // gradients of weights wait
+  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length + (ends && early ? units.last.gradients : 0);
   const alone = layout.pp === 1, apart = alone && layout.zero >= 2, frees = alone && layout.zero === 3;
-  const copied = units.summed && what === "sums";
+  const final = units.summed && (what === "sums" || what === "end");
+  const letsGo = final && layout.zero && !frees; // parameters that were whole go with a stage's last backward pass
   const made = table.parameter_bytes, summed = table.gradient_bytes;
-  const kinds = (gradients, logits, temporaries, buffers) =>
-    ({gradients, activations: kept, logits, temporaries, buffers});
+  const kinds = (gradients, logits, temporaries, buffers, gone = 0) =>
+    ({gradients, activations: kept, logits, temporaries, buffers, parameters: state.parameters - gone});
 
   if (what === "loss") {
     const gathered = alone && units.summed && (frees || (layout.zero && !again));
@@ -106,31 +108,30 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
   if (what === "embedding" || what === "end") {
     const {first, block} = units;
-    const after = whole * graded.reduce((a, b, n) => a + (n === place ? 1 : b), 0) / graded.length;
-    const reduced = what === "end" && units.summed && layout.zero;
+    const after = again ? before : before + (early ? first.gradients : whole / graded.length);
+    const rest = letsGo ? Math.max(0, state.parameters - first.parameters) : 0;
     if (apart) {
       const gathers = frees ? first.parameters : 0;
-      return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients))];
+      return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients), rest)];
     }
     const more = again && made < summed ? first.gradients : 0;
     const shards = first.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
-    const copy = what === "end" && units.summed && !layout.zero ? first.gradients : 0;
-    const inside = Math.max(first.made + more, copy);
-    return [kinds(reduced ? Math.min(after, shards) : after, logits, inside, 0)];
+    const inside = Math.max(first.made + more, final && !layout.zero ? first.gradients : 0);
+    return [kinds(final && layout.zero ? Math.min(after, shards) : after, logits, inside, 0, rest)];
   }
-  const ends = last && place === costs.length - 1;
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;
+  const headless = ends && letsGo && !units.tied ? end.parameters : 0;
   const share = again ? 0 : end.gradients / (layout.dp_shard * layout.cp);
   const gradients = apart ? before + share : again ? before : Math.min(whole, before + end.gradients);
   const found = [];
   if (ends) {
     const gathers = frees ? end.parameters + block.parameters : 0;
     found.push(kinds(before, logits, end.made, gathers));
-    if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients));
+    if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients, headless));
     else {
       found.push(kinds(gradients, logits - gone, end.made + (again ? end.gradients : 0), 0));
-      if (copied) found.push(kinds(gradients, logits - gone, 0, end.gradients));
+      if (final) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
     }
   }
   const weights = again && !apart ? cost.weights * (made + summed) : 0;
@@ -138,8 +139,8 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   if (apart) {
     const gathers = frees ? 2 * block.parameters : 0;
     const rest = Math.max(0, block.made - cost.weights * made);
-    const copies = copied ? Math.max(end.gradients, block.gradients) : 0;
-    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies));
-  } else found.push(kinds(gradients, logits - gone, inside, 0));
+    const copies = units.summed ? Math.max(end.gradients, block.gradients) : 0;
+    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies, headless));
+  } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   return found;
 }
