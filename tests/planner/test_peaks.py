@@ -195,3 +195,12 @@ def test_sifted_moments_hold_as_much_as_all(
         assert [rank.total_bytes for rank in sifted] == pytest.approx(
             [rank.total_bytes for rank in estimator(one).memory(one.layout, range(4))]
         )
+
+
+def test_parameters_go_with_a_stages_last_backward_pass() -> None:
+    shape = replace(SHAPE, layers=8, hidden=1024, ffn=4096, vocab=65536)
+    recipe = Recipe(sequence=1024, global_batch=16, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, pp=2, schedule="afab", dp_shard=8, zero=1, micro_batch=1, recompute="full", compile="off")
+    said, run = predict(one), dry_run(one, ranks=[0], device="cuda")
+    planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
+    assert planned == pytest.approx(run.peak_bytes, rel=0.03), said.memory[0].when
