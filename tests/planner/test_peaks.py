@@ -22,6 +22,7 @@ from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.traffic import Held, sharing, traffic
 from meshwright.planner.work import Product
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.shape import MoEShape
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
 LLAMA = presets.model("llama-3.1-8b")
@@ -204,3 +205,12 @@ def test_parameters_go_with_a_stages_last_backward_pass() -> None:
     said, run = predict(one), dry_run(one, ranks=[0], device="cuda")
     planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
     assert planned == pytest.approx(run.peak_bytes, rel=0.03), said.memory[0].when
+
+
+def test_a_routed_layer_keeps_two_copies_of_its_input_and_not_the_input() -> None:
+    shape = replace(SHAPE, layers=8, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=8, top_k=1, ffn=256))
+    recipe = Recipe(sequence=4096, global_batch=1, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, recompute="none", compile="off")
+    said, run = predict(one).memory[0], dry_run(one, device="cuda")
+    assert said.kinds["activations"] == pytest.approx(run.worst.kinds["activations"], rel=0.02)
+    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
