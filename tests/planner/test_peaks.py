@@ -214,3 +214,12 @@ def test_a_routed_layer_keeps_two_copies_of_its_input_and_not_the_input() -> Non
     said, run = predict(one).memory[0], dry_run(one, device="cuda")
     assert said.kinds["activations"] == pytest.approx(run.worst.kinds["activations"], rel=0.02)
     assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+
+
+def test_gradients_of_weights_are_made_one_at_a_time() -> None:
+    """Beside none of another weight, neither before they are added nor after; a split pass makes none of them."""
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=16, top_k=1, ffn=2048))
+    recipe = Recipe(sequence=512, global_batch=64, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, pp=2, schedule="zb-h1", dp_shard=8, zero=1, micro_batch=1, compile="off")
+    for said, seen in zip(predict(one).memory, dry_run(one, device="cuda").ranks, strict=True):
+        assert said.total_bytes - said.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.02), said.when

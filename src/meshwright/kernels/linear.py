@@ -106,6 +106,7 @@ class WeightGradients:
                     weight.grad = total.to(weight.grad_dtype)
                 else:
                     weight.grad += total
+                del total  # else it stands beside the next weight's
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
         """Keep what makes a gradient of `weight`, and whatever it holds, until `run`."""

@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.local import SPLIT
-from meshwright.planner.moments import Moment
+from meshwright.planner.moments import Moment, What
 from meshwright.planner.peaks import Rank, Standing, Units, enough
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
@@ -98,8 +98,8 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
     name, p, v = layout.schedule, layout.pp, layout.vp
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
-    only = micro_batches == 1 and name not in SPLIT
-    return Moment("sums" if only else "pass", len(alive) - 1, alive, (0,) * len(alive), graded)
+    what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
+    return Moment(what, len(alive) - 1, alive, (0,) * len(alive), graded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

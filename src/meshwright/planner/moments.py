@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 from meshwright.planner.timeline import actions_of
 
-What = Literal["loss", "pass", "sums", "split", "embedding", "end", "weights"]
+What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights"]
 
 
 class Moment(NamedTuple):
     """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
-    gradients are reduced. `split`: one that leaves gradients of weights comes to its last layer. `embedding`: one ends
-    with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of weights that a split pass
-    has left are made. Numbers are by the rank's stages, ascending."""
+    gradients are reduced. `inputs`: so does one that leaves gradients of weights; `split`: it comes to its last layer.
+    `embedding`: one ends with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of
+    weights that a split pass has left are made. Numbers are by the rank's stages, ascending."""
 
     what: What
     place: int
@@ -66,7 +66,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             graded[place] = 1
         else:
             final = action == last[action.stage]
-            yield now("sums" if final else "pass")
+            yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
             alive[place] -= 1
             if action.kind == "B":
                 queued[place] += 1

@@ -16,7 +16,8 @@ from meshwright.spec.layout import Layout
 
 Kinds = dict[str, float]
 WORDS = {
-    "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
+    "loss": "head and loss", "pass": "backward pass", "inputs": "backward pass", "sums": "last backward pass",
+    "split": "split backward pass",
     "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
 }  # fmt: skip
 CHANGING = ("gradients", "logits", "temporaries", "buffers", "parameters", "activations")
@@ -90,7 +91,7 @@ class Standing(NamedTuple):
 def standing(found: tuple[Moment, ...], costs: list[Cost]) -> tuple[Standing, ...]:
     """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
     which of the stages before the last is under way."""
-    alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
+    alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
     leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[Standing]] = {}
@@ -162,7 +163,8 @@ class Rank:
             buffers = units.last.parameters * (bool(gathered) + self.frees)
             yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
         elif what == "weights":
-            yield kinds(before, logits, cost.weights * (self.made + again * self.summed), 0.0)
+            wider = self.summed if self.made < self.summed and not again else 0.0
+            yield kinds(before, logits, cost.weights * (self.made + wider), 0.0)
         elif what == "split":
             yield kinds(before, logits, cost.split_bytes, 0.0)
         elif what in ("embedding", "end"):
@@ -175,7 +177,11 @@ class Rank:
         else:
             if ends:
                 yield from (kinds(*one) for one in self._head(before, logits, cost, again, final))
-            yield kinds(*self._layer(before, logits, cost, again, final, ends))
+            left = what == "inputs" and cost.left_bytes > 0
+            temporaries = cost.inputs_bytes if left else cost.transient_bytes
+            if again and not self.apart and not left:
+                temporaries = max(temporaries, cost.weights * (self.made + self.summed))
+            yield kinds(*self._layer(before, logits, temporaries, cost, again, final, ends))
 
     def _head(self, before: float, logits: float, cost: Cost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
@@ -191,12 +197,12 @@ class Rank:
         if final:
             yield gradients, logits - gone, 0.0, last.gradients, self._gone(final)
 
-    def _layer(self, before: float, logits: float, cost: Cost, again: bool, final: bool, ends: bool) -> Place:
+    def _layer(
+        self, before: float, logits: float, temporaries: float, cost: Cost, again: bool, final: bool, ends: bool
+    ) -> Place:
         """The first layer of the pass. The head's gradients may still be under way."""
         last, block = self.units.last if ends else Unit(), self.units.block
         gone = cost.logits.kept - cost.logits.held if ends else 0.0
-        weights = cost.weights * (self.made + self.summed) if again and not self.apart else 0.0
-        temporaries = max(cost.transient_bytes, weights)
         freed = self._gone(final and ends)
         if self.apart:
             gathers = 2 * block.parameters if self.frees else 0.0

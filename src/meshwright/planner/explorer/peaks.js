@@ -104,7 +104,8 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
     const transient = Math.max(cost.logits_chunk, cost.logits_matrix);
     return [kinds(before, logits + transient, 0, units.last.parameters * (Number(Boolean(gathered)) + Number(frees)))];
   }
-  if (what === "weights") return [kinds(before, logits, cost.weights * (made + again * summed), 0)];
+  const wider = made < summed && !again ? summed : 0;
+  if (what === "weights") return [kinds(before, logits, cost.weights * (made + wider), 0)];
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
   if (what === "embedding" || what === "end") {
     const {first, block} = units;
