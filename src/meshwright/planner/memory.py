@@ -157,7 +157,8 @@ def rank_memory(
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
+                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1,
+                   first=own_stages(layout, rank)[0] == 0)  # fmt: skip
         when, kinds = one.peak(found)
     else:
         when = "backward pass"

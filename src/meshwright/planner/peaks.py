@@ -19,6 +19,7 @@ WORDS = {
     "loss": "head and loss", "pass": "backward pass", "inputs": "backward pass", "sums": "last backward pass",
     "split": "split backward pass",
     "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
+    "reduce": "sum of gradients",
 }  # fmt: skip
 CHANGING = ("gradients", "logits", "temporaries", "buffers", "parameters", "activations")
 """Kinds of memory that a moment decides."""
@@ -122,6 +123,8 @@ class Rank:
     state: Kinds
     units: Units
     last: bool
+    first: bool
+    """Its first stage is."""
     made: float
     """Bytes of an element of a gradient as it is made."""
     summed: float
@@ -165,6 +168,9 @@ class Rank:
         elif what == "weights":
             wider = self.summed if self.made < self.summed and not again else 0.0
             yield kinds(before, logits, cost.weights * (self.made + wider), 0.0)
+        elif what == "reduce":
+            if units.summed:
+                yield kinds(before, logits, 0.0, *self._reduction(self.first and place == 0, ends))
         elif what == "split":
             yield kinds(before, logits, cost.split_bytes, 0.0)
         elif what in ("embedding", "end"):
@@ -212,6 +218,15 @@ class Rank:
             return gradients, logits - gone, temporaries + made, gathers + copies, freed
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         return gradients, logits - gone, temporaries, 0.0, freed
+
+    def _reduction(self, first: bool, ends: bool) -> tuple[float, float]:
+        """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
+        what was reduced stays."""
+        units = [*([self.units.first] if first else []), self.units.block]
+        if not self.layout.zero:
+            return max(unit.gradients for unit in (*units, *([self.units.last] if ends else []))), 0.0
+        unit = max(units, key=lambda unit: unit.gradients - unit.parameters)
+        return unit.gradients, unit.parameters
 
     def _gone(self, final: bool) -> float:
         """Parameters of the head, when its last backward pass has come by."""

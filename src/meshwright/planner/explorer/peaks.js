@@ -5,6 +5,7 @@ const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches a
 const WHEN = {
   loss: "head and loss", pass: "backward pass", sums: "last backward pass", split: "split backward pass",
   embedding: "gradient of the embedding", end: "gradient of the embedding", weights: "gradients of weights",
+  reduce: "sum of gradients",
 };
 const moments = new Map();
 
@@ -34,6 +35,7 @@ function momentsIn(own, lastStage) {
   const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
   const [alive, queued, graded] = [0, 0, 0].map(() => stages.map(() => 0));
   const last = new Map(own.filter(({kind}) => kind === "W" || kind === "BW").map((one) => [one.stage, one]));
+  const ended = own.find((action) => action === last.get(action.stage));
   const found = new Map();
   for (const action of own) {
     const {kind, stage} = action, place = stages.indexOf(stage);
@@ -48,6 +50,7 @@ function momentsIn(own, lastStage) {
       now("weights");
       queued[place]--;
       graded[place] = 1;
+      if (action === ended) now("reduce");
     } else {
       const final = action === last.get(stage);
       now(final ? "sums" : "pass");
@@ -85,7 +88,7 @@ function peakOf(rank, found) {
   return best;
 }
 
-function atMoment({layout, costs, state, units, last, table}, [what, place, alive, queued, graded]) {
+function atMoment({layout, costs, state, units, first, last, table}, [what, place, alive, queued, graded]) {
   const cost = costs[place], again = graded[place], whole = state.gradients;
   const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
   const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
@@ -106,18 +109,28 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   }
   const wider = made < summed && !again ? summed : 0;
   if (what === "weights") return [kinds(before, logits, cost.weights * (made + wider), 0)];
+  if (what === "reduce") {
+    if (!units.summed) return [];
+    const some = [...(first && place === 0 ? [units.first] : []), units.block];
+    if (!layout.zero) {
+      const all = [...some, ...(ends ? [units.last] : [])];
+      return [kinds(before, logits, 0, Math.max(...all.map((unit) => unit.gradients)))];
+    }
+    const unit = some.reduce((a, b) => b.gradients - b.parameters > a.gradients - a.parameters ? b : a);
+    return [kinds(before, logits, 0, unit.gradients, unit.parameters)];
+  }
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
   if (what === "embedding" || what === "end") {
-    const {first, block} = units;
-    const after = again ? before : before + (early ? first.gradients : whole / graded.length);
-    const rest = letsGo ? Math.max(0, state.parameters - first.parameters) : 0;
+    const {first: embedding, block} = units;
+    const after = again ? before : before + (early ? embedding.gradients : whole / graded.length);
+    const rest = letsGo ? Math.max(0, state.parameters - embedding.parameters) : 0;
     if (apart) {
-      const gathers = frees ? first.parameters : 0;
-      return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients), rest)];
+      const gathers = frees ? embedding.parameters : 0;
+      return [kinds(whole, logits, embedding.made, gathers + Math.max(embedding.gradients, block.gradients), rest)];
     }
-    const more = again && made < summed ? first.gradients : 0;
-    const shards = first.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
-    const inside = Math.max(first.made + more, final && !layout.zero ? first.gradients : 0);
+    const more = again && made < summed ? embedding.gradients : 0;
+    const shards = embedding.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
+    const inside = Math.max(embedding.made + more, final && !layout.zero ? embedding.gradients : 0);
     return [kinds(final && layout.zero ? Math.min(after, shards) : after, logits, inside, 0, rest)];
   }
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
