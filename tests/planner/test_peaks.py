@@ -1,6 +1,8 @@
 """What the planner says of this package's engine, moment by moment, against the engine and against a dry run of it."""
 
 from dataclasses import replace
+from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun import dry_run
 from meshwright.observe.program import shortened
+from meshwright.parallel.recompute import block_call
 from meshwright.planner import predict as of_estimator
 from meshwright.planner.backward import queued
 from meshwright.planner.block import _widths
@@ -46,6 +49,24 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
     of = local(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
     planned = SHAPE.layers * queued(of, _widths(of), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> None:
+    """The graph would hold the stage's input, and its gradient."""
+    tokens = torch.randint(0, SHAPE.vocab, (1, 32))
+    model, call = build(replace(SHAPE, layers=2)), block_call(recompute)
+    for block in model.layers.values():
+        block.forward = partial(call, block)  # type: ignore[method-assign]
+    x = torch.randn(1, 32, SHAPE.hidden, requires_grad=True)
+    with splitting():
+        loss = model.stage(x, tokens, tokens)[1].cross_entropy
+        queue = WeightGradients()
+        with queue:
+            loss.backward()
+    left = ref(x)
+    del x, loss
+    assert len(queue) and left() is None
 
 
 def test_compiled_blocks_leave_nothing_and_gain_nothing() -> None:

@@ -165,7 +165,8 @@ def parameter_gradients(
     count = len(weights)
     wanted = ctx.needs_input_grad[-2 * count :]
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
+    rows = None if x is None else x.detach().reshape(-1, x.shape[-1])
     wide: Tensor | None = None
     for gradient, weight, leaf, wants in zip(narrow, weights, ctx.leaves, wanted[:count], strict=True):
         if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype)):
