@@ -16,12 +16,15 @@ from meshwright.observe.clock import HostClock
 from meshwright.observe.documents import checked
 from meshwright.observe.measured import measured
 from meshwright.observe.operations import overlap
-from meshwright.observe.profile import FIRST, Profile, RankProfile, gathered, measure
+from meshwright.observe.profile import FIRST, Profile, RankProfile, _Rounds, gathered, measure
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, covered_s, part_of
 from meshwright.observe.testimony import POINTS, thinned
 from meshwright.observe.trace import trace
+from meshwright.parallel import make_mesh
+from meshwright.parallel.apply import is_compiled
 from meshwright.parallel.mesh import Made
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Layout, Plan
 from meshwright.spec.schedule import Action, schedule
 from meshwright.train import loop
@@ -168,6 +171,23 @@ def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: s
         assert names.count("optimizer") == STEPS and all(names.count(title) == STEPS for title in expected)
         assert Counter(e["id"] for e in mine if e["ph"] == "b") == Counter(e["id"] for e in mine if e["ph"] == "e")
         assert any(event["ph"] == "C" and event["args"]["parameters"] > 0 for event in mine)
+
+
+@pytest.mark.parametrize(("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 1)])
+def test_the_watched_round_is_never_compiled(
+    compile: Any, target: str, said: int, profiles: dict[str, Profile]
+) -> None:
+    """It would not see what compiled code takes; that its kinds are of another program than the peak is said."""
+    one = plan(Layout(micro_batch=2, compile=compile))
+    assert is_compiled(one.layout, torch.device(target)) == bool(said)
+    rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Pulse())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *given, **named: pytest.fail("the watched program was compiled"))
+        seen, _ = rounds.watched()
+    off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Pulse())
+    assert seen.kinds == off.watched()[0].kinds
+    rank = replace(profiles["1f1b"].ranks[0], compiled=bool(said))
+    assert len(measured(Profile(plan=one, ranks=(rank,)))["notes"]) == said
 
 
 def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

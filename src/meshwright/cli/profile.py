@@ -127,6 +127,7 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
     yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
         f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
     )
+    yield from found.notes
     yield _first_steps(found)
     yield _ranks(found)
     yield _traffic(found)

@@ -40,6 +40,7 @@ def measured(found: Profile) -> dict[str, Any]:
         "hfu": found.utilization(causal=True, hardware=True),
         "bubble_fraction": found.bubble_fraction,
         "clock_residual_s": found.residual_s,
+        "notes": list(found.notes),
         "ranks": [_rank(one, found.chosen, started_s) for one in found.ranks],
     }
 

@@ -3,7 +3,7 @@
 Each rank builds and runs the program three times over, since whoever looks at storages slows it down:
 
     witnessed   the allocator's own account of what was held (observe.testimony)
-    watched     every storage, by kind (observe.storages); not compiled
+    watched     every storage, by kind (observe.storages); never compiled, since compiled code takes memory unseen
     timed       one step to warm up, then the steps that count, under nobody's eyes but a clock's; then one more under
                 torch's profiler, for the time of each operation
 
@@ -15,7 +15,7 @@ import gc
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from time import perf_counter
 
@@ -33,10 +33,11 @@ from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
 from meshwright.observe.witness import patient
 from meshwright.parallel import Mesh, make_mesh
+from meshwright.parallel.apply import is_compiled
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.traffic import Counts
-from meshwright.spec import Plan
+from meshwright.spec import Layout, Plan
 from meshwright.spec.flop import token_flop
 from meshwright.train import device as devices
 from meshwright.train.fits import check_fits
@@ -68,6 +69,8 @@ class RankProfile:
     """Of a GPU."""
     clock: Offset
     peak_flop_per_s: float | None
+    compiled: bool = False
+    """Whether the witnessed and the timed program were: the watched one never is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,15 @@ class Profile:
         return parts["bubble"] / busy if busy else 0.0
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What must be known to read the figures."""
+        if not self.worst.compiled:
+            return ()
+        return (
+            "kinds of memory and the largest tensors are of the program uncompiled, peaks and times of it compiled",
+        )
+
+    @property
     def residual_s(self) -> float:
         """How wrong the common clock can be."""
         return max(one.clock.residual_s for one in self.ranks)
@@ -175,7 +187,7 @@ def measure(
     rounds = _Rounds(plan, mesh, target, pulse)
     said(f"{FIRST} steps before the allocator's witness")
     testimony = rounds.witnessed()
-    said(f"{FIRST} steps with every storage watched")
+    said(f"{FIRST} steps with every storage watched, not compiled")
     seen, watch = rounds.watched()
     said(f"{steps + 2} steps against the clock")
     timed, traffic, table, kernels, offset = rounds.timed(steps)
@@ -192,6 +204,7 @@ def measure(
         kernels=kernels,
         clock=offset,
         peak_flop_per_s=devices.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
+        compiled=is_compiled(plan.layout, target),
     )
 
 
@@ -202,13 +215,16 @@ class _Rounds:
         self.plan, self.mesh, self.device, self.pulse = plan, mesh, device, pulse
         self.count = plan.layout.micro_batches(plan.recipe.global_batch)
 
-    def _program(self, heard: Callable[[str], None]) -> Program:
+    def _program(self, heard: Callable[[str], None], layout: Layout | None = None) -> Program:
+        plan, mesh = self.plan, self.mesh
+        if layout is not None:
+            plan, mesh = replace(plan, layout=layout), replace(mesh, layout=layout)
         self.pulse.step = 0
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        masked = self.plan.recipe.document_mask and self.plan.layout.cp == 1
-        return _Real(plan=self.plan, mesh=self.mesh, device=self.device, told=heard, documents=masked)
+        masked = plan.recipe.document_mask and plan.layout.cp == 1
+        return _Real(plan=plan, mesh=mesh, device=self.device, told=heard, documents=masked)
 
     def witnessed(self) -> Testimony:
         """Build, the first steps, evaluation, what a checkpoint reads."""
@@ -232,9 +248,9 @@ class _Rounds:
         return witness.testimony()
 
     def watched(self) -> tuple[Seen, Watch]:
-        """The same under a watch."""
+        """The same under a watch, not compiled."""
         watch = Watch(BLOCK_BYTES[self.device.type])
-        program = self._program(lambda name: None)
+        program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 
     def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Offset]:

@@ -81,8 +81,9 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Operations inside higher-order ones count too."""
-        return True
+        """No: a compiled function runs as it was written while a watch is entered. Inside compiled code memory is taken
+        by calls that no mode sees, so what it holds would be missing."""
+        return False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen and look at what came out."""
