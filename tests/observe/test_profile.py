@@ -15,10 +15,9 @@ from meshwright.observe.calls import Call, Wait
 from meshwright.observe.clock import HostClock
 from meshwright.observe.documents import checked
 from meshwright.observe.measured import measured
-from meshwright.observe.operations import overlap
 from meshwright.observe.profile import FIRST, Profile, RankProfile, _Rounds, gathered, measure
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, covered_s, part_of
+from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, part_of
 from meshwright.observe.testimony import POINTS, thinned
 from meshwright.observe.trace import trace
 from meshwright.parallel import make_mesh
@@ -261,13 +260,6 @@ def test_a_step_by_hand() -> None:
     expected = dict.fromkeys(PARTS, 0.0) | {"compute": 6.0, "exchange": 1.0, "bubble": 1.5, "other": 3.5}
     assert step.parts == pytest.approx(expected)
     assert step.streams == pytest.approx({"compute_s": 9.5, "communication_s": 1.5, "exposed_s": 1, "idle_s": 1.5})
-
-
-def test_kernels_of_a_gpu_overlap() -> None:
-    kernels = [("gemm", 0.0, 4.0), ("ncclDevKernel_AllGather".lower(), 3.0, 6.0), ("gemm", 7.0, 8.0)]
-    found = overlap(kernels)
-    assert (found.compute_s, found.communication_s, found.exposed_s, found.idle_s) == (5, 3, 2, 1)
-    assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
 
 
 def test_a_curve_keeps_its_peak() -> None:

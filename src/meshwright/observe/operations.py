@@ -1,7 +1,8 @@
 """Time of each operation of a step, by torch's profiler; on a GPU also what its kernels overlap."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -43,16 +44,22 @@ def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[Op
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch_profile(activities=activities) as profile:
         step()
-    rows = [
+    return listed(profile.key_averages(), cuda=cuda), _kernels(profile) if cuda else None
+
+
+def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[Operation, ...]:
+    """The most expensive of torch's averages. A GPU's second stands there up to three times: in the row of an operation
+    that launched a kernel, of the kernel, and of each stretch that somebody gave a name; it counts in the first."""
+    found = [
         Operation(
             name=row.key,
             calls=row.count,
             seconds=(row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e6,
         )
-        for row in profile.key_averages()
+        for row in rows
+        if row.device_type == DeviceType.CPU and not row.is_user_annotation
     ]
-    most = sorted((row for row in rows if row.seconds), key=lambda row: -row.seconds)[:LISTED]
-    return tuple(most), _kernels(profile) if cuda else None
+    return tuple(sorted((row for row in found if row.seconds), key=lambda row: -row.seconds)[:LISTED])
 
 
 def _kernels(profile: torch_profile) -> Kernels:
