@@ -275,7 +275,7 @@ def test_a_wait_is_noted_in_its_span() -> None:
         start = recorder.clock.mark()
         call = Call("world", "all_reduce", 4, start)
         recorder._waited(Wait(call, start, recorder.clock.mark()))
-    found: Any = recorder.timed(100.0)
+    found: Any = recorder.timed(lambda seconds: seconds + 100.0)
     assert [wait.part for wait in found.waits] == ["other"] and found.waits[0].start_s > 100.0
 
 

@@ -83,7 +83,8 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
             }
             for span in step.spans
         ],
-        "clock_offset_s": one.clock.seconds,
+        "clock_offset_s": one.clock.first.seconds,
+        "clock_drift_s": one.clock.drift_s,
         "clock_residual_s": one.clock.residual_s,
     }
 

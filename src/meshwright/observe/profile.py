@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.clock import Offset, align, clock_of
+from meshwright.observe.clock import Aligned, align, clock_of
 from meshwright.observe.moments import Moment, moments
 from meshwright.observe.operations import Kernels, Operation, operations
 from meshwright.observe.program import Program
@@ -67,7 +67,7 @@ class RankProfile:
     operations: tuple[Operation, ...]
     kernels: Kernels | None
     """Of a GPU."""
-    clock: Offset
+    clock: Aligned
     peak_flop_per_s: float | None
     compiled: bool = False
     """Whether the witnessed and the timed program were: the watched one never is."""
@@ -190,7 +190,7 @@ def measure(
     said(f"{FIRST} steps with every storage watched, not compiled")
     seen, watch = rounds.watched()
     said(f"{steps + 2} steps against the clock")
-    timed, traffic, table, kernels, offset = rounds.timed(steps)
+    timed, traffic, table, kernels, aligned = rounds.timed(steps)
     return RankProfile(
         rank=mesh.rank,
         device=devices.title(target),
@@ -202,7 +202,7 @@ def measure(
         steps=timed,
         operations=table,
         kernels=kernels,
-        clock=offset,
+        clock=aligned,
         peak_flop_per_s=devices.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
         compiled=is_compiled(plan.layout, target),
     )
@@ -253,12 +253,12 @@ class _Rounds:
         program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 
-    def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Offset]:
+    def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Aligned]:
         """A step that does not count, the ones that do, one for the table of operations."""
         program = self._program(lambda name: None)
         program.build()
         self._step(program, 1)
-        offset = align(self.mesh.rank, self.mesh.layout.world)
+        first = align(self.mesh.rank, self.mesh.layout.world)
         clock = clock_of(self.device)
         recorders = []
         before = self.mesh.traffic.snapshot()
@@ -269,10 +269,12 @@ class _Rounds:
                 self._step(program, number)
         sent = self.mesh.traffic.since(before)
         clock.settle()
-        timed = tuple(one.timed(offset.seconds) for one in recorders)
+        last = align(self.mesh.rank, self.mesh.layout.world)
+        aligned = Aligned(first=first, last=last, device_residual_s=clock.residual_s)
+        timed = tuple(one.timed(aligned.seconds) for one in recorders)
         table, kernels = operations(lambda: self._step(program, steps + 2), self.device)
         self.pulse.step = 0
-        return timed, sent, table, kernels, offset
+        return timed, sent, table, kernels, aligned
 
     def _step(self, program: Program, number: int) -> None:
         """One step, to its end."""
