@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DispatchMode = TorchDispatchMode
@@ -273,6 +274,35 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def operation_name(operation: Any) -> str:
+    """`mm` of aten::mm.default. torch prints an operation with its overload; the bare name has no public question."""
+    return getattr(operation, "_opname", "") or str(operation or "")
+
+
+def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
+    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that has stopped
+    and listened to memory. torch's public figures of memory are sums by operation; single events are in Kineto's tree.
+    """
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        node = waiting.pop()
+        kind, told = node.typed
+        if kind.name == "Allocation" and told.device.type == "cpu":
+            yield node.start_time_ns, told.ptr, told.alloc_size
+        waiting.extend(node.children)
+
+
+def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of what a GPU did, from a profiler that has stopped. The public `events()` makes a
+    tree of Python objects of all that the host did too, where only a GPU's kernels are asked for.
+    """
+    return [
+        (event.name(), event.start_ns() / 1e9, event.end_ns() / 1e9)
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -9,6 +9,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from meshwright import compat
 from meshwright.observe.steps import covered_s
 
 LISTED = 30
@@ -44,7 +45,7 @@ def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[Op
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch_profile(activities=activities) as profile:
         step()
-    return listed(profile.key_averages(), cuda=cuda), _kernels(profile) if cuda else None
+    return listed(profile.key_averages(), cuda=cuda), overlap(compat.heard_kernels(profile)) if cuda else None
 
 
 def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[Operation, ...]:
@@ -62,21 +63,10 @@ def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[Operation, ...]:
     return tuple(sorted((row for row in found if row.seconds), key=lambda row: -row.seconds)[:LISTED])
 
 
-def _kernels(profile: torch_profile) -> Kernels:
-    profiler = profile.profiler
-    assert profiler is not None and profiler.kineto_results is not None
-    found = [
-        (event.name().lower(), event.start_ns() / 1e9, event.end_ns() / 1e9)
-        for event in profiler.kineto_results.events()
-        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-    ]
-    return overlap(found)
-
-
 def overlap(kernels: Sequence[tuple[str, float, float]]) -> Kernels:
     """Of (name, start, end) of kernels on any streams."""
-    sent = [(start, end) for name, start, end in kernels if COMMUNICATION in name]
-    rest = [(start, end) for name, start, end in kernels if COMMUNICATION not in name]
+    sent = [(start, end) for name, start, end in kernels if COMMUNICATION in name.lower()]
+    rest = [(start, end) for name, start, end in kernels if COMMUNICATION not in name.lower()]
     compute, communication, either = covered_s(rest), covered_s(sent), covered_s([*rest, *sent])
     whole = max((end for _, _, end in kernels), default=0.0) - min((start for _, start, _ in kernels), default=0.0)
     return Kernels(compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=whole - either)

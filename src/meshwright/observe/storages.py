@@ -10,7 +10,6 @@ import sys
 import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -127,16 +126,6 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A stretch of the program; what comes after belongs to the one around it again."""
-        before = self.phases[-1].name
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
     def enter(self, name: str) -> None:
         """From now on."""
         self.phases.append(Phase(name, len(self._event_record)))
@@ -157,7 +146,7 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
             size_bytes=size,
             born=len(self._event_record),
             phase=len(self.phases) - 1,
-            operation=getattr(operation, "_opname", "") or str(operation or ""),
+            operation=compat.operation_name(operation),
             line=line,
             module=self.module,
             shape=tuple(tensor.shape),
