@@ -86,7 +86,7 @@ def dried(run: Finished, plan: Plan, dryer: DryRunner | None = None) -> Column:
         about = f"the real program on tensors without values, as on a {kept.device} device ({DRYRUN})"
         return Column(title="dry run", found=kept, about=about, timeless=timeless)
     if dryer is None:
-        why = f"its {DRYRUN} is of another plan or device" if kept else f"there is no {DRYRUN} in the folder"
+        why = f"its {DRYRUN} is of another plan, device or version" if kept else f"there is no {DRYRUN} in the folder"
         return Column(title="dry run", found=None, about=f"{why}: meshwright compare makes it", timeless=timeless)
     found = dryer(plan, run.device)
     about = f"the real program on tensors without values, as on a {found.device} device"
