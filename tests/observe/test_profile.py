@@ -197,7 +197,7 @@ def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert len(said["ranks"]) == 2 and said["traffic"]
     assert {"gradients", "compute"} <= {row["what"] for row in said["time"] if row["seconds"] > 0}
     assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    assert sorted(os.listdir(tmp_path / "run")) == ["profile.json", "trace.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["plan.yaml", "profile.json", "trace.json"]
 
 
 def test_the_verb_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
