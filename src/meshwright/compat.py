@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -308,6 +308,30 @@ def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
         for event in profile.profiler.kineto_results.events()
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
     ]
+
+
+def record_allocations(entries: int) -> bool:
+    """Have a GPU's allocator keep its last so many events, without tracebacks; False where this torch or this allocator
+    cannot (cudaMallocAsync). torch documents it (CUDA memory usage), under a private name, and may change it."""
+    begin = getattr(torch.cuda.memory, "_record_memory_history", None)
+    try:
+        if begin is None:
+            return False
+        begin("all", context=None, max_entries=entries, clear_history=True)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def recorded_allocations() -> dict[str, Any] | None:
+    """End what `record_allocations` began, and what was kept; None where that fails. See there."""
+    try:
+        found = torch.cuda.memory._snapshot()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        found = None
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        torch.cuda.memory._record_memory_history(None)
+    return found if isinstance(found, dict) else None
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -52,6 +52,8 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
         "device": one.device,
         "peak_bytes": one.testimony.peak_bytes,
         "reserved_bytes": one.testimony.reserved_bytes,
+        "active_bytes": one.testimony.active_bytes,
+        "inactive_split_bytes": one.testimony.inactive_split_bytes,
         "watched_bytes": one.seen.peak_bytes,
         "when": one.seen.when,
         "memory": kinds(one.seen.kinds),
@@ -63,10 +65,13 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
                 "name": moment.name,
                 "bytes": moment.allocated_bytes,
                 "reserved_bytes": moment.reserved_bytes,
+                "active_bytes": moment.active_bytes,
+                "inactive_split_bytes": moment.inactive_split_bytes,
                 "memory": kinds(moment.kinds),
             }
             for moment in one.memory
         ],
+        "allocator_events": one.testimony.events,
         "allocated": [[seconds, size] for seconds, size in one.testimony.curve],
         "traffic": traffic(one.traffic),
         "time": _time(step.parts),

@@ -28,7 +28,7 @@ from meshwright.observe.operations import Kernels, Operation, operations
 from meshwright.observe.program import Program
 from meshwright.observe.spans import Span, told
 from meshwright.observe.steps import Recorder, TimedStep
-from meshwright.observe.storages import Watch
+from meshwright.observe.storages import ROUNDING_BYTES, Watch
 from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
 from meshwright.observe.witness import patient
@@ -46,8 +46,6 @@ FIRST = 4
 """Steps whose memory is looked at: the first may differ, the last ones are alike."""
 STEPS = 4
 """Steps that are timed, unless somebody wants more."""
-BLOCK_BYTES = {"cuda": 512, "cpu": 1}
-"""What torch's allocators make of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +247,7 @@ class _Rounds:
 
     def watched(self) -> tuple[Seen, Watch]:
         """The same under a watch, not compiled."""
-        watch = Watch(BLOCK_BYTES[self.device.type])
+        watch = Watch(ROUNDING_BYTES[self.device.type])
         program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 

@@ -27,6 +27,8 @@ OWN = f"{PACKAGE}.observe"
 DEVICE = torch.ops.prim.device.default
 META = torch.device("meta")
 WRAPPERS = (DTensor, Piece)
+ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
+"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
 DEEPEST = 60
 """Frames that are looked through for the line that made a tensor."""
 
