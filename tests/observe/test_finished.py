@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright import __version__
+from meshwright.observe.columns import columns
 from meshwright.observe.document import dry
 from meshwright.observe.documents import Document, checked
 from meshwright.observe.dryrun import dry_run
@@ -136,3 +137,10 @@ def test_a_profile_of_the_batch_that_a_ramp_came_to_is_of_the_folder(tmp_path: P
     run = with_last(tmp_path / "run", lambda row: row.update(global_batch=2))
     assert open_run(run).plan_as_run.recipe.global_batch == 2
     refuse_other(run, changed(global_batch=2))
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_that_kinds_are_of_the_program_uncompiled_stands_in_the_comparison(tmp_path: Path, steps: int) -> None:
+    note = "kinds of memory are of the program uncompiled"
+    run = open_run(write(tmp_path / "run", steps=steps, profile=profiled(PLAN) | {"notes": [note]}))
+    assert f"a profile of the plan (profile.json); {note}" in columns(run)[2].about
