@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 DispatchMode = TorchDispatchMode
 """What sees every operation. torch documents it and has no public name for it."""
+_CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -287,9 +288,8 @@ def operation_name(operation: Any) -> str:
 
 
 def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
-    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that has stopped
-    and listened to memory. torch's public figures of memory are sums by operation; single events are in Kineto's tree.
-    """
+    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that listened to
+    memory and has stopped. torch's public figures of memory are sums by operation; events are in Kineto's tree only."""
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         node = waiting.pop()
@@ -300,9 +300,7 @@ def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of what a GPU did, from a profiler that has stopped. The public `events()` makes a
-    tree of Python objects of all that the host did too, where only a GPU's kernels are asked for.
-    """
+    """(name, start, end) in seconds of what a GPU did. The public `events()` are all of the host's too."""
     return [
         (event.name(), event.start_ns() / 1e9, event.end_ns() / 1e9)
         for event in profile.profiler.kineto_results.events()
@@ -313,23 +311,18 @@ def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
 def record_allocations(entries: int) -> bool:
     """Have a GPU's allocator keep its last so many events, without tracebacks; False where this torch or this allocator
     cannot (cudaMallocAsync). torch documents it (CUDA memory usage), under a private name, and may change it."""
-    begin = getattr(torch.cuda.memory, "_record_memory_history", None)
-    try:
-        if begin is None:
-            return False
-        begin("all", context=None, max_entries=entries, clear_history=True)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return False
-    return True
+    with suppress(*_CANNOT):
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+        return True
+    return False
 
 
 def recorded_allocations() -> dict[str, Any] | None:
     """End what `record_allocations` began, and what was kept; None where that fails. See there."""
-    try:
+    found = None
+    with suppress(*_CANNOT):
         found = torch.cuda.memory._snapshot()
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        found = None
-    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+    with suppress(*_CANNOT):
         torch.cuda.memory._record_memory_history(None)
     return found if isinstance(found, dict) else None
 

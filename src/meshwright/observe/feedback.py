@@ -43,7 +43,7 @@ def seconds_of(run: Finished) -> float:
     taken = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in own]
     if len(taken) <= WARMING:
         raise RunError(f"{run.path} has {len(taken)} steps: it takes {WARMING + 1} or more to learn from a run")
-    seconds = statistics.median(taken[WARMING:])
+    seconds = float(statistics.median(taken[WARMING:]))
     if seconds <= 0:
         raise RunError(f"{run.path / 'metrics.jsonl'} is of another program: its steps took no time")
     return seconds

@@ -168,7 +168,8 @@ class DeviceWitness:
 
     def testimony(self) -> Testimony:
         """What was read. The curve is that of the events, with the readings for what came before the first one kept."""
-        events = self.history.allocated if self.history else ()
+        told = self.history
+        events = told.allocated if told else ()
         before = [point for point in self.readings if not events or point[0] < events[0][0]]
         active = [one.active_bytes for one in self.stretches if one.active_bytes is not None]
         split = [one.inactive_split_bytes for one in self.stretches if one.inactive_split_bytes is not None]
@@ -177,8 +178,8 @@ class DeviceWitness:
             reserved_bytes=max(one.reserved_bytes for one in self.stretches),
             stretches=tuple(self.stretches),
             curve=thinned([((at - self.started) / 1e9, size) for at, size in (*before, *events)]),
-            active_bytes=max(active) if active else self.history and self.history.active_peak_bytes,
-            inactive_split_bytes=max(split) if split else self.history and self.history.inactive_split_bytes,
+            active_bytes=max(active, default=told.active_peak_bytes if told else None),
+            inactive_split_bytes=max(split, default=told.inactive_split_bytes if told else None),
             events=len(events),
         )
 
