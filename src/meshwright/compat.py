@@ -3,16 +3,18 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DispatchMode = TorchDispatchMode
 """What sees every operation. torch documents it and has no public name for it."""
+_CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -278,6 +280,51 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def operation_name(operation: Any) -> str:
+    """`mm` of aten::mm.default. torch prints an operation with its overload; the bare name has no public question."""
+    return getattr(operation, "_opname", "") or str(operation or "")
+
+
+def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
+    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that listened to
+    memory and has stopped. torch's public figures of memory are sums by operation; events are in Kineto's tree only."""
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        node = waiting.pop()
+        kind, told = node.typed
+        if kind.name == "Allocation" and told.device.type == "cpu":
+            yield node.start_time_ns, told.ptr, told.alloc_size
+        waiting.extend(node.children)
+
+
+def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of what a GPU did. The public `events()` are all of the host's too."""
+    return [
+        (event.name(), event.start_ns() / 1e9, event.end_ns() / 1e9)
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
+
+
+def record_allocations(entries: int) -> bool:
+    """Have a GPU's allocator keep its last so many events, without tracebacks; False where this torch or this allocator
+    cannot (cudaMallocAsync). torch documents it (CUDA memory usage), under a private name, and may change it."""
+    with suppress(*_CANNOT):
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+        return True
+    return False
+
+
+def recorded_allocations() -> dict[str, Any] | None:
+    """End what `record_allocations` began, and what was kept; None where that fails. See there."""
+    found = None
+    with suppress(*_CANNOT):
+        found = torch.cuda.memory._snapshot()
+    with suppress(*_CANNOT):
+        torch.cuda.memory._record_memory_history(None)
+    return found if isinstance(found, dict) else None
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -14,7 +14,7 @@ from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.apart import apart
 from meshwright.observe.program import Program, at_whole, shortened
-from meshwright.observe.storages import Watch
+from meshwright.observe.storages import ROUNDING_BYTES, Watch
 from meshwright.observe.watched import Seen, Watched
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
@@ -24,9 +24,6 @@ from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
 from meshwright.train.device import resident_peak_bytes
-
-ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
-"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import sys
 import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -28,6 +27,8 @@ OWN = f"{PACKAGE}.observe"
 DEVICE = torch.ops.prim.device.default
 META = torch.device("meta")
 WRAPPERS = (DTensor, Piece)
+ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
+"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
 DEEPEST = 60
 """Frames that are looked through for the line that made a tensor."""
 
@@ -81,8 +82,9 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Operations inside higher-order ones count too."""
-        return True
+        """No: a compiled function runs as it was written while a watch is entered. Inside compiled code memory is taken
+        by calls that no mode sees, so what it holds would be missing."""
+        return False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen and look at what came out."""
@@ -126,16 +128,6 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A stretch of the program; what comes after belongs to the one around it again."""
-        before = self.phases[-1].name
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
     def enter(self, name: str) -> None:
         """From now on."""
         self.phases.append(Phase(name, len(self._event_record)))
@@ -156,7 +148,7 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
             size_bytes=size,
             born=len(self._event_record),
             phase=len(self.phases) - 1,
-            operation=getattr(operation, "_opname", "") or str(operation or ""),
+            operation=compat.operation_name(operation),
             line=line,
             module=self.module,
             shape=tuple(tensor.shape),
