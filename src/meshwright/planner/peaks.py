@@ -65,10 +65,11 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
-    steps = [(int(n > 0),) for n in range(min(micro_batches, 3))]  # the first, one between, the last
-    found = [Moment("loss", 0, (1,), (0,), graded) for graded in dict.fromkeys(steps)]
-    for n, graded in enumerate(steps, start=1):
-        final = n == len(steps)
+    found = [Moment("loss", 0, (1,), (0,), (graded,)) for graded in range(min(micro_batches, 2))]
+    passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
+    if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
+        passes.append(((int(micro_batches > 1),), True))
+    for graded, final in passes:
         found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
         found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded))
     return tuple(found)

@@ -11,7 +11,7 @@ const moments = new Map();
 
 function momentsOf(layout, m, rank) {
   const {pp, vp} = layout, name = layout.schedule;
-  if (pp === 1) return momentsAlone(m);
+  if (pp === 1) return momentsAlone(layout.zero, m);
   const width = Math.floor(m / Math.max(1, Math.floor(m / pp)));
   const all = name === "afab" || m <= (ENOUGH + 1) * width;
   const few = all ? m : ENOUGH * width + (vp === 1 ? m % pp : 0);
@@ -20,14 +20,13 @@ function momentsOf(layout, m, rank) {
   return moments.get(key)[rank];
 }
 
-function momentsAlone(m) {
-  const steps = [0, 1, 1].slice(0, m); // the first, one between, the last
-  const found = [...new Set(steps)].map((graded) => ["loss", 0, [1], [0], [graded]]);
-  steps.forEach((graded, n) => {
-    const final = n === steps.length - 1;
+function momentsAlone(zero, m) {
+  const found = [0, 1].slice(0, m).map((graded) => ["loss", 0, [1], [0], [graded]]);
+  const passes = m > 1 ? [[Number(m > 2), false]] : []; // one between is above the first
+  if (m < 3 || zero < 2) passes.push([Number(m > 1), true]); // and the last, but where all gradients are summed in that
+  for (const [graded, final] of passes)
     found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
       [final ? "end" : "embedding", 0, [0], [0], [graded]]);
-  });
   return found;
 }
 
