@@ -289,6 +289,60 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+class FakeMaker:
+    """Makes fake tensors as a mode of them would, in a tenth of the time.
+
+    FakeTensor's constructor checks and normalizes its arguments and sets a dozen attributes one by one; here they are
+    taken from one that it made.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        self.mode, self.kind = mode, FakeTensor
+        self._states: dict[torch.device, dict[str, Any]] = {}
+
+    def fresh(
+        self, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor with memory of its own."""
+        with torch._C._DisableTorchDispatch():
+            return self._over(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"), device)
+
+    def view(
+        self, storage: torch.UntypedStorage, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...],
+        dtype: torch.dtype, device: torch.device,
+    ) -> torch.Tensor:  # fmt: skip
+        """A tensor in the memory of another one."""
+        with torch._C._DisableTorchDispatch():
+            empty = torch.empty(0, dtype=dtype, device="meta")
+            empty.set_(storage, offset, sizes, strides)  # type: ignore[call-overload]
+            return self._over(empty, device)
+
+    def _over(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        state = self._states.get(device)
+        if state is None:
+            state = self._states[device] = dict(self.kind(self.mode, meta.new_empty(0), device).__dict__)
+        made: torch.Tensor = torch.Tensor._make_subclass(
+            self.kind, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(state)
+        return made
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors are the same to torch: sizes, memory, attributes, and what is called for their kind."""
+    with torch._C._DisableTorchDispatch():
+        sizes = [(x.shape, x.stride(), x.dtype, x.storage_offset(), x.layout, x.is_neg(), x.is_conj()) for x in (a, b)]
+    return (
+        sizes[0] == sizes[1]
+        and a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+        and a.__dict__ == b.__dict__
+        and torch._C._dispatch_key_set(a) == torch._C._dispatch_key_set(b)
+    )
+
+
 def data_dependent() -> tuple[type[Exception], ...]:
     """What torch raises where a fake tensor's value is asked for."""
     from torch._subclasses import fake_tensor

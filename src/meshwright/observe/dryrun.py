@@ -14,6 +14,7 @@ from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.apart import apart
 from meshwright.observe.program import Program, at_whole, shortened
+from meshwright.observe.remembered import Remembered
 from meshwright.observe.storages import Watch
 from meshwright.observe.watched import Seen, Watched
 from meshwright.parallel import make_mesh
@@ -126,13 +127,14 @@ def device_of(plan: Plan) -> str:
 
 def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
     """One rank, in this process; a process can do this once (torch keeps groups by name)."""
-    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), acting_as(device):
+    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = Program(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
             documents=plan.recipe.document_mask and plan.layout.cp == 1,
         )  # fmt: skip
         try:
-            return Watched(program, Watch(ROUNDING_BYTES[device])).run(counts)
+            call = Remembered(compat.FakeMaker(fake)).call
+            return Watched(program, Watch(ROUNDING_BYTES[device], call)).run(counts)
         except compat.data_dependent() as error:
             raise PlanError(
                 f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"

@@ -9,7 +9,7 @@ go of gathered parameters) change their size. It works on fake tensors and on re
 import sys
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,12 +64,18 @@ class Phase:
     """First event."""
 
 
-class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(operation, its arguments, those by name) -> what it gives."""
 
-    def __init__(self, round_bytes: int = 1) -> None:
+
+class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands for
+    calling an operation."""
+
+    def __init__(self, round_bytes: int = 1, call: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.round_bytes = round_bytes
+        self.call = call or _call
         self.records: list[Record] = []
         self.phases: list[Phase] = [Phase("start", 0)]
         self.module = ""
@@ -91,7 +97,7 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if issubclass(kind, WRAPPERS):
                 return NotImplemented  # its own operations on what it holds come by here
-        out = operation(*args, **(kwargs or {}))
+        out = self.call(operation, args, kwargs or {})
         if type(out) is tuple or type(out) is list:
             for one in out:
                 if isinstance(one, Tensor):
@@ -184,6 +190,10 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         self._event_bytes.append(size)
         self._alive += size
         self.peak_bytes = max(self.peak_bytes, self._alive)
+
+
+def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return operation(*args, **kwargs)
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:
