@@ -11,8 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-DispatchMode = TorchDispatchMode
-"""What sees every operation. torch documents it and has no public name for it."""
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What sees every operation. torch documents it and has no public name for it.
+
+    torch wraps the methods of modes to keep torch.compile out of them, at microseconds a call, unless a mode says that
+    there is no need: what is seen here is never compiled.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -302,11 +311,16 @@ class FakeMaker:
         self.mode, self.kind = mode, FakeTensor
         self._states: dict[torch.device, dict[str, Any]] = {}
 
+    def below(self) -> AbstractContextManager[Any]:
+        """Inside, operations pass by all modes."""
+        found: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+        return found
+
     def fresh(
         self, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A tensor with memory of its own."""
-        with torch._C._DisableTorchDispatch():
+        with self.below():
             return self._over(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"), device)
 
     def view(
@@ -314,7 +328,7 @@ class FakeMaker:
         dtype: torch.dtype, device: torch.device,
     ) -> torch.Tensor:  # fmt: skip
         """A tensor in the memory of another one."""
-        with torch._C._DisableTorchDispatch():
+        with self.below():
             empty = torch.empty(0, dtype=dtype, device="meta")
             empty.set_(storage, offset, sizes, strides)  # type: ignore[call-overload]
             return self._over(empty, device)

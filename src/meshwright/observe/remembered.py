@@ -1,11 +1,12 @@
 """What operations on tensors without values gave before, given again without asking torch.
 
-Sizes, strides and dtypes of what goes in say all about what comes out, and the layers and micro-batches of a step repeat
-each other. torch's FakeTensorMode remembers too, but takes ten times as long to look it up. Whatever is not plain
-(values that are known, sizes changed in place, other packages' operations) is left to it.
+Sizes, strides and dtypes of what goes in say all about what comes out, and the layers and micro-batches of a step
+repeat each other. torch's FakeTensorMode remembers too, but takes ten times as long to look it up. Whatever is not
+plain (values that are known, sizes changed in place, other packages' operations) is left to it.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from meshwright import compat
 
 PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 SEQUENCES = (list, tuple, torch.Size)
+TORCH_S = ("aten", "fsdp")
+"""Packages of operations whose results follow from sizes."""
 CHANGING = frozenset(("set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh", "lift_fresh_copy"))
 """Operations that do more than their sizes tell."""
 
@@ -94,40 +97,60 @@ class Remembered:
     def __init__(self, maker: compat.FakeMaker) -> None:
         self.maker, self.fake = maker, maker.kind
         self._known: dict[tuple[Any, ...], Outcome | None] = {}
-        self._plain: dict[Any, bool] = {}
+        self._plain: dict[int, tuple[Any, bool]] = {}
+        self._work: dict[int, tuple[Any, bool, Any]] = {}
 
     def call(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """operation(*args, **kwargs)."""
         tensors: list[Tensor] = []
         key = self._key(operation, tensors, args, kwargs)
         if key is None:
+            return self._other(operation, args, kwargs)
+        before = self._known.get(key, self)
+        if before is None:
             return operation(*args, **kwargs)
-        if key in self._known:
-            before = self._known[key]
-            if before is not None:
-                try:
-                    return before.make(self.maker, tensors)
-                except NotSo:
-                    pass
-            return operation(*args, **kwargs)
+        if before is not self:
+            try:
+                return before.make(self.maker, tensors)  # type: ignore[union-attr]
+            except NotSo:
+                return operation(*args, **kwargs)
         out = operation(*args, **kwargs)
         if self._key(operation, [], args, kwargs) != key:
             self._known[key] = None  # it changed what it was given
         else:
-            try:
+            with suppress(NotSo):  # not to be told from this call
                 self._known[key] = self._outcome(out, tensors)
-            except NotSo:
-                pass  # not to be told from this call
         return out
+
+    def _other(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """operation(*args, **kwargs). Collectives of ranks that do not exist leave tensors as they are and have always
+        ended: what they give to wait for is made once. Marks for a profiler have no tensors."""
+        if getattr(operation, "namespace", "") == "profiler":
+            with self.maker.below():
+                return operation(*args, **kwargs)
+        if getattr(operation, "namespace", "") != "c10d" or kwargs or not self._is_fake(args[0]):
+            return operation(*args, **kwargs)
+        known = self._work.get(id(operation))
+        if known is None:
+            out = operation(*args)
+            first, work = out if type(out) is tuple and len(out) == 2 else (None, out)
+            if isinstance(work, torch.ScriptObject) and (first is None or _same(first, args[0])):
+                self._work[id(operation)] = operation, first is not None, work
+            return out
+        _, gives_first, work = known
+        return (args[0], work) if gives_first else work
+
+    def _is_fake(self, given: Any) -> bool:
+        return all(type(one) is self.fake for one in (given if isinstance(given, (list, tuple)) else (given,)))
 
     def _key(self, operation: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """All that tells what comes out, the tensors given; None where it is not plain."""
-        plain = self._plain.get(operation)
-        if plain is None:
-            plain = self._plain[operation] = _is_plain(operation)
-        if not plain or torch.is_inference_mode_enabled():
+        known = self._plain.get(id(operation))  # its own hash is slow
+        if known is None:
+            known = self._plain[id(operation)] = operation, _is_plain(operation)
+        if not known[1] or torch.is_inference_mode_enabled():
             return None
-        key: list[Any] = [operation, torch.get_default_dtype()]
+        key: list[Any] = [id(operation), torch.get_default_dtype()]
         if not self._add(key, tensors, args):
             return None
         if kwargs:
@@ -189,9 +212,16 @@ class Remembered:
 
 def _is_plain(operation: Any) -> bool:
     """Whether it is one of torch's own that does no more than its sizes tell."""
-    if getattr(operation, "namespace", "") != "aten" or operation._opname in CHANGING:
+    if getattr(operation, "namespace", "") not in TORCH_S or operation._opname in CHANGING:
         return False
     return not {torch.Tag.inplace_view, torch.Tag.data_dependent_output} & {*operation.tags}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two are one tensor, or lists of the same."""
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_same, a, b))
+    return a is b
 
 
 def _needed_bytes(tensor: Tensor) -> int:

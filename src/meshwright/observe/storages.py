@@ -69,8 +69,8 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands for
-    calling an operation."""
+    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands
+    for calling an operation."""
 
     def __init__(self, round_bytes: int = 1, call: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
