@@ -345,6 +345,18 @@ class FakeMaker:
         return made
 
 
+def fake_maker(mode: Any) -> FakeMaker | None:
+    """What makes fake tensors for a mode that is entered; None where this torch makes them in another way."""
+    try:
+        maker = FakeMaker(mode)
+        made = maker.fresh((2, 3), (3, 1), torch.float32, torch.device("cpu"))
+        seen = maker.view(made.untyped_storage(), 1, (2,), (1,), torch.float32, torch.device("cpu"))
+        whole = torch.empty(2, 3, dtype=torch.float32, device="cpu")
+        return maker if alike(made, whole) and alike(seen, whole.view(-1)[1:3]) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
 def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors are the same to torch: sizes, memory, attributes, and what is called for their kind."""
     with torch._C._DisableTorchDispatch():

@@ -47,7 +47,9 @@ class Counted(Remembered):
 @pytest.fixture
 def counted() -> Iterator[Counted]:
     with compat.fake_tensors() as fake:
-        made = Counted(compat.FakeMaker(fake))
+        maker = compat.fake_maker(fake)
+        assert maker is not None
+        made = Counted(maker)
         with Watch(1, made.call):
             yield made
 

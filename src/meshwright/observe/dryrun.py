@@ -135,7 +135,8 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int], 
             documents=plan.recipe.document_mask and plan.layout.cp == 1,
         )  # fmt: skip
         try:
-            call = Remembered(compat.FakeMaker(fake)).call
+            maker = compat.fake_maker(fake)
+            call = Remembered(maker).call if maker is not None else None
             return Watched(program, Watch(ROUNDING_BYTES[device], call)).run(counts, last)
         except compat.data_dependent() as error:
             raise PlanError(
