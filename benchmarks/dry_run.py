@@ -55,7 +55,7 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "sp": (LLAMA, 32, 128, {"tp": 2, "sp": True, "micro_batch": 16}),
     "sp-selective": (LLAMA, 32, 128, {"tp": 2, "sp": True, "micro_batch": 16, "recompute": "selective"}),
     "cp": (LLAMA, 4, 512, {"cp": 2, "micro_batch": 2}),
-    "cp-gather": (LLAMA, 4, 512, {"cp": 2, "micro_batch": 2, "context": "gather"}),
+    "cp-gather": (LLAMA, 4, 512, {"cp": 2, "micro_batch": 2, "context": "all-gather"}),
     "pp": (LLAMA, 32, 128, {"pp": 2, "micro_batch": 8}),
     "pp-full": (LLAMA, 64, 128, {"pp": 2, "micro_batch": 16, "recompute": "full"}),
     "afab": (LLAMA, 32, 128, {"pp": 2, "micro_batch": 8, "schedule": "afab"}),
@@ -71,15 +71,21 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "sp-z2": (LLAMA, 64, 128, {"tp": 2, "sp": True, "dp_shard": 2, "zero": 2, "micro_batch": 16}),
     "cp-z3": (LLAMA, 16, 256, {"cp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 4}),
     "pp-z1": (LLAMA, 64, 128, {"pp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 8}),
+    "one-bf16": (LLAMA, 16, 128, {"micro_batch": 8, "precision": "bf16"}),
+    "z2-bf16": (LLAMA, 64, 128, {"dp_shard": 2, "zero": 2, "micro_batch": 16, "precision": "bf16"}),
+    "sp-bf16": (LLAMA, 64, 128, {"tp": 2, "sp": True, "micro_batch": 32, "precision": "bf16"}),
+    "zb-h1-bf16": (LLAMA, 64, 128, {"pp": 2, "micro_batch": 16, "schedule": "zb-h1", "precision": "bf16"}),
     "ep-pp": (MOE, 64, 128, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 8}),
 }
-"""name -> (shape, sequences of a step, tokens of each, layout)."""
+"""name -> (shape, sequences of a step, tokens of each, layout, and its precision where it is not fp32)."""
 
 
 def plan_of(name: str) -> Plan:
     """A case as a plan."""
-    shape, batch, sequence, layout = CASES[name]
-    recipe = Recipe(sequence=sequence, global_batch=batch, document_mask=False)
+    shape, batch, sequence, given = CASES[name]
+    layout = {key: value for key, value in given.items() if key != "precision"}
+    precision = given.get("precision", "fp32")
+    recipe = Recipe(sequence=sequence, global_batch=batch, precision=precision, document_mask=False)
     return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
 
 

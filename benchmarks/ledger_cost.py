@@ -3,7 +3,8 @@
     python -m benchmarks.ledger_cost [--json] [--steps 40]
 
 Two ranks of tensor and sequence parallelism, whose many small collectives are all counted. Without: nothing is told and
-nothing is looked at. Seconds are of the processes' own CPU time, since others use the machine.
+nothing is looked at; the call of an empty function stays at each collective, some 0.1 us. Seconds are of the processes'
+own CPU time, since others use the machine.
 """
 
 import argparse

@@ -127,17 +127,22 @@ def has_flash_attention(device: str) -> bool:
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
+def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
+
+
 def cuda_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
     is_causal: bool, scale: float, enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
     """What scaled_dot_product_attention calls on a GPU, for fake tensors that stand in for a GPU's: it would choose
-    after the device that they say. Its flash kernel takes neither masks nor fp32 nor values of another width."""
-    if attn_mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256:
+    after the device that they say. AssertionError where torch would store the S x T weights: unequal heads that its
+    flash kernel does not take."""
+    if attn_mask is None and takes_flash(q, v):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
         return found[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    assert not enable_gqa, "torch's other fused kernel takes equal heads only"
     bias = None
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))

@@ -1,10 +1,12 @@
 """`meshwright compare` and `meshwright report`: what they print, leave and refuse."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshwright.spec import Cluster
 from tests.cli.toy import call, refused, train, write_texts
 from tests.observe.folders import PLAN, dried, profiled, write
 
@@ -45,6 +47,30 @@ def test_beyond_the_tolerance_is_exit_code_4(tmp_path: Path, capsys: pytest.Capt
     assert call(capsys, "compare", run, "--tolerance", "0.6")[0] == 0
     code, out, _ = call(capsys, "compare", run, "--json")
     assert code == 4 and json.loads(out)["first"]["what"] == "peak"
+
+
+def test_the_planned_column_can_be_of_a_device_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), profile=profiled(PLAN))
+    assert json.loads(call(capsys, "compare", run, "--no-dry-run", "--json")[1])["columns"]["planned"][
+        "about"
+    ].endswith("local")
+    _, out, _ = call(capsys, "compare", run, "--no-dry-run", "--json", "--cluster", "a100x4")
+    found = json.loads(out)
+    assert found["columns"]["planned"]["about"].endswith("A100-SXM-80")
+    assert next(row for row in found["rows"] if row["what"] == "step")["planned"] > 0
+    assert (
+        call(capsys, "report", run, "--cluster", "a100x4")[0] == 0
+        and "A100-SXM-80" in (run / "report.html").read_text()
+    )
+    for verb in ("compare", "report"):
+        assert "nowhere.toml" in refused(capsys, verb, run, "--cluster", "nowhere.toml")
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), ledger=None)
+    assert "no figure is known twice" in refused(capsys, "compare", run, "--no-dry-run")
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

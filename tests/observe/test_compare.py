@@ -12,7 +12,7 @@ from meshwright.observe.compare import Comparison, compare
 from meshwright.observe.explain import explanation
 from meshwright.observe.finished import open_run
 from meshwright.observe.table import as_json, lines
-from meshwright.spec import Cluster
+from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
 
@@ -52,7 +52,7 @@ def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
     assert activations.values[1:] == (None, None)
     assert "there is no dryrun.json" in activations.missing[1] and "meshwright profile" in activations.missing[2]
     gradients = row(found, "memory", "gradients", rank=0)
-    assert gradients.tolerance is None and "update" in gradients.note and gradients.error(0) is None
+    assert not gradients.known_twice and "update" in gradients.note and gradients.error(0) is None
     step = row(found, "time", "step")
     assert step.values[2] == pytest.approx(0.2)  # the first step, with its second of start, is not counted
     assert "meshwright profile" in row(found, "use", "bubble").missing[2]
@@ -181,3 +181,78 @@ def test_json_and_lines_say_the_same(tmp_path: Path) -> None:
             assert one["what"] in printed
     missing = [one for one in document["rows"] if one["measured"] is None]
     assert missing and all(one["missing"]["measured"] for one in missing)
+
+
+def off(document: dict[str, Any], kind: str, times: float) -> dict[str, Any]:
+    """The same with so much more of a kind on every rank."""
+    for one in document["ranks"]:
+        for held in one["memory"]:
+            held["bytes"] = round(held["bytes"] * times) if held["kind"] == kind else held["bytes"]
+    return document
+
+
+def test_gradients_are_judged_where_nothing_was_measured(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30))
+    (folder / "ledger.json").unlink()
+    assert "gradients" in {one.what for one in laid(folder).disagreeing}
+
+
+def test_gradients_of_plan_and_dry_run_are_judged_beside_those_of_the_update(tmp_path: Path) -> None:
+    found = laid(write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30)))
+    bad = row(found, "memory", "gradients", rank=0)
+    assert (bad.reference, bad.beyond, bad.aside) == (1, (0,), (2,)) and "update" in bad.note
+
+
+def test_only_bytes_to_experts_may_differ(tmp_path: Path) -> None:
+    experts = replace(
+        PLAN, layout=Layout(dp_shard=4, ep=2, zero=1, micro_batch=1),
+        model=replace(presets.model("mixtral-8x7b"), layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=1024),
+    )  # fmt: skip
+    document = profiled(experts)
+    for sent in document["ranks"][0]["traffic"]:
+        sent["bytes"] += 1 + sent["bytes"] // 20
+    found = laid(write(tmp_path / "run", experts, ledger=None, dryrun=dried(experts), profile=document))
+    bad = {one.what for one in found.disagreeing if one.section == "traffic"}
+    sent = {one.what for one in found.rows if one.section == "traffic" and any(one.values)}
+    assert "ep all_to_all" in sent and bad == sent - {"ep all_to_all"}
+    next(s for s in document["ranks"][0]["traffic"] if s["axis"] == "ep" and s["collective"] == "all_to_all")[
+        "calls"
+    ] += 1
+    found = laid(write(tmp_path / "more", experts, dryrun=dried(experts), profile=document))
+    assert ("ep all_to_all", "calls") in {(one.what, one.unit) for one in found.disagreeing}
+
+
+def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
+    """The dry run's peak stands at the head, the others' inside a layer: its total counts, what it is made of not."""
+    dry = dried(PLAN)
+    first = dry["ranks"][0]
+    inside = sum(held["bytes"] for held in first["memory"] if held["kind"] in ("activations", "temporaries"))
+    first["memory"] = [held for held in first["memory"] if held["kind"] not in ("activations", "temporaries", "logits")]
+    first["memory"].append({"kind": "logits", "bytes": inside})
+    found = laid(write(tmp_path / "run", dryrun=dry, profile=profiled(PLAN)))
+    assert found.disagreeing == ()
+    logits = row(found, "memory", "logits", rank=0)
+    assert logits.aside == (1,) and logits.error(1) is None and "dry run at head and loss" in logits.note
+    assert row(found, "memory", "moments", rank=0).aside == ()
+    told = "\n".join(lines(found))
+    assert "not of one moment: " in told and "peak of rank 0 at: planned" in told
+    json.dumps(as_json(found, "run"), allow_nan=False)
+
+
+def test_training_beside_a_profile_is_judged_too(tmp_path: Path) -> None:
+    document = ledger(PLAN)
+    document["ranks"][0]["peak_bytes"] *= 2
+    document["ranks"][0]["traffic"][0]["calls"] += 7
+    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN), ledger=json.dumps(document)))
+    bad = [(one.what, one.unit, one.rank) for one in found.disagreeing]
+    assert ("peak, in training", "bytes", 0) in bad
+    [traffic] = [what for what, unit, rank in bad if (unit, rank) == ("calls", 0)]
+    assert traffic.endswith(", in training")
+    assert explanation(found, found.disagreeing[-1])
+
+
+def test_nothing_known_twice_is_no_agreement(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)))
+    (folder / "ledger.json").unlink()
+    found = laid(folder)
+    assert found.judged == () and as_json(found, "run")["agrees"] is None

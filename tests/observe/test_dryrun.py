@@ -17,7 +17,7 @@ from meshwright.observe.dryrun import dry_run, see
 from meshwright.observe.ranks import SERVER, on_ranks
 from meshwright.observe.routing import Routing
 from meshwright.parallel.group import Group
-from meshwright.spec import Layout, Plan, Recipe
+from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import memory
 
@@ -36,6 +36,10 @@ def plan(shape: Any, batch: int, sequence: int = 64, precision: str = "fp32", **
 
 REAL = {
     "one": plan(SMALL, 16, micro_batch=8),
+    "noise": replace(
+        plan(SMALL, 4, micro_batch=1),
+        recipe=replace(plan(SMALL, 4, micro_batch=1).recipe, noise_scale_every=5),
+    ),
     "z3": plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8),
     "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
@@ -53,6 +57,11 @@ def test_peak_and_traffic_of_real_processes(world: int) -> None:
         compared = row(str(one.layout), found, [rank[index] for rank in ranks], 0.0)
         assert compared["same_traffic"], one.layout
         assert abs(compared["error"]) < 0.03, compared
+
+
+def test_measuring_the_noise_scale_takes_one_more_copy_of_the_gradients() -> None:
+    noisy, plain = (dry_run(one, device="cpu").ranks[0] for one in (REAL["noise"], plan(SMALL, 4, micro_batch=1)))
+    assert noisy.peak_bytes > plain.peak_bytes + 0.4 * plain.kinds["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -173,3 +182,12 @@ def test_a_dry_run_leaves_the_process_as_it_was() -> None:
     found = dry_run(plan(TINY, 2, micro_batch=1), device="cpu")
     assert not torch.distributed.is_initialized()
     assert dry(found)["fits"] is True
+
+
+def test_workspaces_of_a_gpu_come_to_what_tensors_hold() -> None:
+    found = dry_run(plan(TINY, 2, micro_batch=1), device="cpu")
+    described = replace(found, plan=replace(found.plan, cluster=presets.cluster("h100x1")))
+    room = dry(described)["capacity_bytes"]
+    for device, fits in (("cpu", True), ("cuda", False)):
+        full = replace(described, device=device, ranks=(replace(found.worst, peak_bytes=room - 1000),))
+        assert dry(full)["fits"] is fits, device

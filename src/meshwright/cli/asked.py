@@ -24,6 +24,14 @@ AskedCluster = Annotated[
         help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
     ),
 ]
+RunCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help="What the planned column is of, as for plan. [default: the plan's own]",
+    ),
+]
 AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")]
 AskedRecipe = Annotated[
     list[str] | None,
@@ -72,6 +80,14 @@ def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
     if cluster is not None and is_file(cluster):
         return asked(cluster)[0].estimator(plan)
     return estimator(plan)
+
+
+def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
+    """What counts a plan that has been run, on a device that is named now or as a cluster file measured it; None = the
+    plan's own device. PlanError in one line where there is no such device or file."""
+    if cluster is None:
+        return None
+    return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
 
 
 def _cluster(name: str, nodes: int) -> "Cluster":

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.asked import RunCluster, planner_of
+
 if TYPE_CHECKING:
     from meshwright.observe.columns import DryRunner
+    from meshwright.observe.compare import Comparison
     from meshwright.observe.documents import Document
     from meshwright.observe.finished import Finished
     from meshwright.spec import Plan
@@ -23,6 +26,7 @@ def compare(
         bool,
         typer.Option("--dry-run/--no-dry-run", help="Make the dry run where the folder keeps none, and keep it there."),
     ] = True,
+    cluster: RunCluster = None,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:
     """Lay plan, dry run and measurement of a run side by side: memory by kind, traffic, time, MFU, bubble.
@@ -30,7 +34,7 @@ def compare(
     What is not known is left open, with the reason. Exit code 4 where a row disagrees by more than the tolerance; the
     first one is explained.
     """
-    from meshwright.spec.errors import OutsideTolerance, PlanError
+    from meshwright.spec.errors import OutsideTolerance, PlanError, RunError
 
     if not 0 <= tolerance < float("inf"):
         raise PlanError(f"--tolerance {tolerance} must be a number of 0 or more, as 0.1 for a tenth")
@@ -42,15 +46,27 @@ def compare(
     from meshwright.observe.table import as_json, lines
 
     finished = open_run(run)
-    found = lay(finished.plan_as_run, columns(finished, dryer=_dryer(finished) if dryrun else None), tolerance)
+    plan = finished.plan_as_run
+    three = columns(finished, planner_of(plan, cluster), _dryer(finished) if dryrun else None)
+    found = lay(plan, three, tolerance)
     if json:
         print_json(as_json(found, str(run)))
     else:
         for line in lines(found):
             print(line)
+    if not found.judged:
+        raise RunError(f"{run}: nothing could be compared, no figure is known twice: {_wanting(found)}")
     bad = found.disagreeing
     if bad:
         raise OutsideTolerance(f"{run}: {explanation(found, bad[0])[0]}")
+
+
+def _wanting(found: "Comparison") -> str:
+    """What would make a second column."""
+    planned, dry, measured = found.columns
+    if measured.found is None:
+        return f"{measured.about}; train the plan, or run meshwright profile"
+    return f"{dry.about}; compare without --no-dry-run" if dry.found is None else planned.about
 
 
 def _dryer(run: "Finished") -> "DryRunner":

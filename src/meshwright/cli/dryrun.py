@@ -88,13 +88,23 @@ def unfit(found: "DryRun", room: int) -> str:
     worst = found.worst
     kind = max(worst.kinds, key=worst.kinds.__getitem__)
     return (
-        f"the dry run of rank {worst.rank} needs {gib(worst.peak_bytes)} of {gib(room)} ({worst.when}; most of it "
+        f"the dry run of rank {worst.rank} needs {_needed(found)} of {gib(room)} ({worst.when}; most of it "
         f"{kind}: {gib(worst.kinds[kind])}): `meshwright plan` names layouts that fit"
     )
 
 
+def _needed(found: "DryRun") -> str:
+    """The peak of its tensors, and what comes to it."""
+    from meshwright.observe.document import reserve_bytes
+    from meshwright.spec.units import gib
+
+    reserve = reserve_bytes(found.device)
+    return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
+
+
 def lines(found: "DryRun", room: int) -> Iterator[str]:
     """For people."""
+    from meshwright.observe.document import reserve_bytes
     from meshwright.spec.units import gib
 
     plan, worst = found.plan, found.worst
@@ -105,8 +115,9 @@ def lines(found: "DryRun", room: int) -> Iterator[str]:
     yield ""
     yield from _table(found)
     yield ""
-    verdict = "" if not room else f" of {gib(room)}: {'fits' if worst.peak_bytes <= room else 'does not fit'}"
-    yield f"Peak {gib(worst.peak_bytes)}{verdict} (rank {worst.rank}, {worst.when})"
+    fits = worst.peak_bytes + reserve_bytes(found.device) <= room
+    verdict = "" if not room else f" of {gib(room)}: {'fits' if fits else 'does not fit'}"
+    yield f"Peak {_needed(found)}{verdict} (rank {worst.rank}, {worst.when})"
     yield from _largest(worst)
     yield ""
     traffic = found.traffic(worst.rank)

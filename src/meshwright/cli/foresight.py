@@ -39,7 +39,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
         return Foreseen(sentences=tuple(said))
     document = dry(found)
     room = document["capacity_bytes"] = room_here(plan, target)
-    document["fits"] = found.peak_bytes <= room
+    document["fits"] = found.peak_bytes + document["reserve_bytes"] <= room
     of = f" of {gib(room)}" if room else ""
     said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
     if document["fits"] is False and not anyway:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.asked import RunCluster, planner_of
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
@@ -15,6 +17,7 @@ def report(
         ),
     ] = None,
     tolerance: Annotated[float, typer.Option("--tolerance", help="Of the table, as for compare.")] = 0.1,
+    cluster: RunCluster = None,
 ) -> None:
     """Write a page with loss, throughput, memory, the pipeline's timeline, traffic, the three-column table, the plan.
 
@@ -30,7 +33,9 @@ def report(
     from meshwright.observe.report import page
     from meshwright.train.durable import replace_file
 
-    replace_file(target, page([open_run(run) for run in runs], tolerance=tolerance).encode())
+    found = [open_run(run) for run in runs]
+    planners = [planner_of(run.plan_as_run, cluster) for run in found]
+    replace_file(target, page(found, planners, tolerance).encode())
     print(f"{target}: {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
 
 

@@ -75,9 +75,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, or the blockwise
     form where that is faster (training on a CPU below AVX-512).
 
-    On a GPU no fused kernel takes both a mask and unequal heads, and torch would fall back to the S x T form: keys and
-    values are repeated first. A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA)
-    are padded with zeros for the fused CPU kernel, which wants equal widths; the padding is cut off again.
+    On a GPU flash attention alone takes unequal heads, and neither masks nor fp32 nor heads wider than 256: torch would
+    fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units attends in
+    fp32. Values narrower than the keys (MLA) are padded with zeros for the fused CPU kernel, which wants equal widths;
+    the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
     if q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q):
@@ -85,7 +86,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
-    if grouped and kind(q) == "cuda" and mask.allowed is not None:
+    if grouped and kind(q) == "cuda" and not (mask.allowed is None and compat.takes_flash(q, v)):
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     if kind(q) == "cpu" and width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))

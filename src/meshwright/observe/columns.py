@@ -24,6 +24,8 @@ class Column:
     """What it is of; or, where nothing was found, why."""
     timeless: str = ""
     """Why it has no times."""
+    trained: Document | None = None
+    """Beside a profile, what training itself measured."""
 
     def rank(self, rank: int) -> Rank | None:
         """What it says of a rank."""
@@ -40,7 +42,8 @@ def columns(
 
 def planned(plan: Plan, of: Estimator | None = None) -> Column:
     """The planner's prediction, of every pipeline place; times only where the device is known."""
-    known, device = of is not None or plan.cluster.device.bf16_flop_per_s > 0, plan.cluster.device.name
+    cluster = of.cluster if of else plan.cluster
+    known, device = of is not None or cluster.device.bf16_flop_per_s > 0, cluster.device.name
     prediction = (of or estimator(plan)).predict(plan)
     found = replace(checked(document(prediction), "the prediction"), ranks=_places(prediction))
     if not known:
@@ -109,4 +112,5 @@ def of_measured(run: Finished, plan: Plan) -> Column:
             ranks[one.rank] = replace(ranks[one.rank], traffic=one.traffic)
     found = replace(profile, ranks=tuple(ranks[rank] for rank in sorted(ranks)), time=(*profile.time, *own.time))
     speed = f", which took {own.step_seconds:.3g} s each" if own.step_seconds else ""
-    return Column(title="measured", found=found, about=f"a profile of the plan ({PROFILE}); {trained}{speed}")
+    about = f"a profile of the plan ({PROFILE}); {trained}{speed}"
+    return Column(title="measured", found=found, about=about, trained=own)

@@ -1,14 +1,16 @@
 """planned | dry run | measured, row by row: every kind of memory, all traffic, every part of the step, and use.
 
 A row is judged by how far the others are from the measured figure, or from the dry run where nothing was measured.
-Traffic must agree exactly, unless a router decides where tokens go. A small part is held against a quarter of its
-whole: an error in it counts as much as one there. Whatever is not known is None, with the reason.
+Traffic must agree exactly, but for the bytes that a router sends to experts. A small part is held against a quarter of
+its whole: an error in it counts as much as one there. A peak is a peak wherever it stands; but what it is made of is
+judged only between columns whose peaks stand at like moments. Whatever is not known is None, with the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.observe.columns import Column
+from meshwright.observe.documents import Rank
 from meshwright.observe.kinds import KINDS, STATES
 from meshwright.planner.memory import KINDS as PLANNED
 from meshwright.spec import Plan
@@ -24,7 +26,12 @@ USES = {
 UNITS = {"tokens_per_second_per_device": "tokens/s"}
 STATES_ONLY = "training counts what it keeps from step to step: meshwright profile measures the rest"
 RESIDENT = "resident memory of a process is no peak of its tensors: meshwright profile measures it"
-AT_UPDATE = "measured at the optimizer's update, the others at their peaks"
+AT_UPDATE = "at the optimizer's update"
+ROUTED = ("ep", "all_to_all")
+"""How much of it is sent is a router's choice."""
+IN_TRAINING = ", in training"
+PASSING = ("gradients", "activations", "logits", "buffers", "temporaries", "tokens")
+"""Kinds that come and go in a step."""
 UNCOUNTED = "the planner does not count it"
 Values = tuple[float | None, float | None, float | None]
 Columns = tuple[Column, Column, Column]
@@ -49,18 +56,23 @@ class Row:
     """What a small part is held against: a share of this."""
     missing: Whys = ("", "", "")
     """Why a value is None."""
+    aside: tuple[int, ...] = ()
+    """Columns that are of another moment than the rest: shown, and not judged."""
     note: str = ""
-    """Why the columns are not of the same thing: then they are shown, and no error is."""
+    """Which moments those are."""
 
     @property
     def reference(self) -> int | None:
         """The column that the others are held against."""
-        return next((place for place in (2, 1) if self.values[place] is not None), None)
+        return next((place for place in (2, 1) if self._judged(place)), None)
+
+    def _judged(self, place: int) -> bool:
+        return self.values[place] is not None and place not in self.aside
 
     def error(self, place: int) -> float | None:
         """(value - reference) / reference of a column; None where there is nothing to compare."""
         value, at = self.values[place], self.reference
-        if value is None or at is None or at <= place or self.note:
+        if value is None or at is None or at <= place or place in self.aside:
             return None
         base = self.values[at] or 0.0
         if value == base:
@@ -75,7 +87,23 @@ class Row:
             return ()
         base = self.values[at] or 0.0
         room = self.tolerance * max(abs(base), SMALL * self.whole)
-        return tuple(n for n, value in enumerate(self.values[:at]) if value is not None and abs(value - base) > room)
+        return tuple(
+            n
+            for n, value in enumerate(self.values[:at])
+            if value is not None and self._judged(n) and abs(value - base) > room
+        )
+
+    @property
+    def small(self) -> bool:
+        """Whether it is held against a share of its whole."""
+        at = self.reference
+        return at is not None and abs(self.values[at] or 0.0) < SMALL * self.whole
+
+    @property
+    def known_twice(self) -> bool:
+        """Whether there is anything to judge."""
+        at = self.reference
+        return self.tolerance is not None and at is not None and any(map(self._judged, range(at)))
 
     def agrees(self) -> bool:
         """Whether every column is near enough to the reference."""
@@ -94,6 +122,11 @@ class Comparison:
     plan: Plan
 
     @property
+    def judged(self) -> tuple[Row, ...]:
+        """Rows that are known twice, of like moments."""
+        return tuple(row for row in self.rows if row.known_twice)
+
+    @property
     def disagreeing(self) -> tuple[Row, ...]:
         """Rows beyond their tolerance, in order."""
         return tuple(row for row in self.rows if not row.agrees())
@@ -107,7 +140,8 @@ def compare(plan: Plan, columns: Columns, tolerance: float = 0.1) -> Comparison:
     rows = [
         *(_peak(one, columns, tolerance) for one in ranks),
         *(row for one in order for row in _kinds(one, columns, tolerance)),
-        *(row for one in order for row in _traffic(one, columns, tolerance if _routed(plan) else 0.0)),
+        *(row for one in order for row in _traffic(one, columns, tolerance)),
+        *(row for one in order for row in _in_training(one, columns, tolerance)),
         *_times(columns, tolerance),
         *_uses(columns),
     ]
@@ -126,11 +160,6 @@ def _fullest(plan: Plan, columns: Columns) -> int:
 
 def _three(of: Callable[[int], float | None]) -> Values:
     return of(0), of(1), of(2)
-
-
-def _routed(plan: Plan) -> bool:
-    """Whether a router decides how much is sent."""
-    return plan.model.moe is not None and plan.layout.ep > 1
 
 
 def _whys(columns: Columns, rank: int, measured: str) -> Whys:
@@ -161,7 +190,7 @@ def _peak(rank: int, columns: Columns, tolerance: float) -> Row:
 def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
     seen = [column.rank(rank) for column in columns]
     known = [{one.kind: one.bytes for one in found.memory} if found else {} for found in seen]
-    states_only = not any(kind not in STATES for kind in known[2])
+    states_only = bool(known[2]) and not any(kind not in STATES for kind in known[2])
     reach: tuple[Sequence[str], ...] = (PLANNED, KINDS, STATES if states_only else KINDS)
     whole = max((one.peak_bytes or 0 for one in seen if one), default=0)
     whys = _whys(columns, rank, STATES_ONLY)
@@ -169,19 +198,43 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
     def held(place: int, kind: str) -> float | None:
         return known[place].get(kind, 0) if known[place] and kind in reach[place] else None
 
+    moments = {
+        place: AT_UPDATE if place == 2 and states_only else moment(one)
+        for place, one in enumerate(seen)
+        if one and known[place]
+    }
+    aside = _aside(moments)
+    note = f"{'; '.join(f'{columns[place].title} {where}' for place, where in moments.items())}" if aside else ""
     for kind in dict.fromkeys((*KINDS, *PLANNED)):
         values = held(0, kind), held(1, kind), held(2, kind)
         if not any(values):
             continue
-        note = AT_UPDATE if kind == "gradients" and states_only else ""
+        passing = kind in PASSING
         yield Row(
             section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=whole,
-            tolerance=None if note or kind == "reserve" else tolerance, note=note,
+            tolerance=None if kind == "reserve" else tolerance,
+            aside=aside if passing else (), note=note if passing else "",
             missing=(UNCOUNTED, "no tensor", "no tensor") if kind == "reserve" else (UNCOUNTED, *whys[1:]),
         )  # fmt: skip
 
 
+def moment(of: Rank) -> str:
+    """Where in a step a peak stands: with the logits, inside a layer's pass, or at the update."""
+    kinds = {one.kind: one.bytes for one in of.memory}
+    if of.when.startswith(("update", "optimizer")):
+        return AT_UPDATE
+    return "at head and loss" if kinds.get("logits", 0) > kinds.get("temporaries", 0) else "in a layer's pass"
+
+
+def _aside(moments: dict[int, str]) -> tuple[int, ...]:
+    """Columns whose peak stands elsewhere than the measured one; that one, where plan and dry run stand alike."""
+    alike = len(moments) == 3 and moments[0] == moments[1] != moments[2]
+    best = moments[0 if alike else max(moments)] if moments else ""
+    return tuple(place for place, where in moments.items() if where != best)
+
+
 def _traffic(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
+    """`tolerance`: of what a router decides, the bytes that go to experts; all else is exact."""
     seen = [column.rank(rank) for column in columns]
     sent = [
         None if one is None or one.traffic is None else {(s.axis, s.collective): s for s in one.traffic} for one in seen
@@ -196,9 +249,26 @@ def _traffic(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
         for unit in ("bytes", "calls"):
             values = counted(0, key, unit), counted(1, key, unit), counted(2, key, unit)
             yield Row(
-                section="traffic", what=" ".join(key), unit=unit, rank=rank, values=values, tolerance=tolerance,
-                missing=whys,
+                section="traffic", what=" ".join(key), unit=unit, rank=rank, values=values, missing=whys,
+                tolerance=tolerance if key == ROUTED and unit == "bytes" else 0.0,
             )  # fmt: skip
+
+
+def _in_training(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
+    """Beside a profile, what training itself left of a rank: its peak, and traffic that is not the profile's."""
+    planned, dry, measured = columns
+    own = next((one for one in measured.trained.ranks if one.rank == rank), None) if measured.trained else None
+    if measured.trained is None or own is None:
+        return
+    other = planned, dry, replace(measured, found=measured.trained)
+    if own.peak_bytes is not None:
+        yield replace(_peak(rank, other, tolerance), what=f"peak{IN_TRAINING}")
+    if own.traffic is None:
+        return
+    profiled = {(row.what, row.unit): row.values[2] for row in _traffic(rank, columns, tolerance)}
+    for row in _traffic(rank, other, tolerance):
+        if profiled.get((row.what, row.unit), 0) != row.values[2]:
+            yield replace(row, what=row.what + IN_TRAINING)
 
 
 def _timeless(columns: Columns) -> Whys:

@@ -8,7 +8,9 @@ import torch
 from meshwright.observe.dryrun import DryRun
 from meshwright.observe.watched import Part, Seen
 from meshwright.parallel.traffic import Counts
+from meshwright.planner.memory import DRIVER_BYTES
 from meshwright.planner.search import usable_bytes
+from meshwright.planner.stack import MESHWRIGHT
 from meshwright.spec.plan import Plan
 from meshwright.train.fits import capacity_bytes
 
@@ -17,6 +19,7 @@ def dry(found: DryRun) -> dict[str, Any]:
     """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null."""
     worst = found.worst
     room = room_bytes(found.plan, found.device)
+    reserve = reserve_bytes(found.device)
     return {
         "source": "dryrun",
         "plan": asdict(found.plan),
@@ -33,15 +36,23 @@ def dry(found: DryRun) -> dict[str, Any]:
         "hfu": None,
         "bubble_fraction": None,
         "capacity_bytes": room,
-        "fits": worst.peak_bytes <= room if room else None,
+        "reserve_bytes": reserve,
+        "fits": worst.peak_bytes + reserve <= room if room else None,
         "ranks": [_rank(found, one) for one in found.ranks],
         "notes": list(found.notes),
     }
 
 
+def reserve_bytes(device: str) -> int:
+    """What a program takes of a GPU through torch's allocator beside its tensors (workspaces of matrix products), as
+    the planner counts it; a CPU's libraries have their own."""
+    return int(MESHWRIGHT.reserve_bytes) if device == "cuda" else 0
+
+
 def room_here(plan: Plan, target: torch.device) -> int:
     """What a rank can have of the machine that is there, and of the plan's device where that has less."""
-    here = capacity_bytes(target) // (plan.layout.world if target.type == "cpu" else 1)
+    here = capacity_bytes(target)
+    here = here // plan.layout.world if target.type == "cpu" else max(1, int(here - DRIVER_BYTES))
     return min(here, room_bytes(plan, target.type))
 
 
@@ -51,7 +62,8 @@ def room_bytes(plan: Plan, device: str) -> int:
     if plan.cluster.device.memory_bytes:
         return max(1, int(usable_bytes(plan)))
     if device == "cuda":
-        return capacity_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
+        here = torch.cuda.is_available()
+        return max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if here else 0
     return capacity_bytes(torch.device("cpu")) // plan.layout.world
 
 

@@ -2,11 +2,11 @@
 and how long it lived.
 
     parameters, shards, masters, moments, counters   what `train.memory.kept` finds after the model was built
-    gradients       what it finds before an update; in a backward pass, what has the shape of a parameter
+    gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
     buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
     logits          made inside the loss over the vocabulary
     activations     made in a forward pass and still there after it, or left by B for W
-    temporaries     made and gone within one pass; what the optimizer widens
+    temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
     tokens          the batch
 """
 
@@ -70,7 +70,7 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
         if not here:
             return "activations"
     elif phase in BACKWARD:
-        if record.shape in shapes:
+        if record.shape in shapes and not here:
             return "gradients"
         if not here and not any(word in record.line for word in COLLECTIVES):
             return "activations"

@@ -60,12 +60,14 @@ class Program:
         self.batches = self._tokens()
 
     def step(self, number: int, count: int) -> None:
-        """Optimizer step `number` (from 1) over the first `count` micro-batches."""
+        """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the
+        second step does: it keeps one more copy of all gradients."""
         recipe, state = self.plan.recipe, self.state
         self.told(f"step {number}")
         train_step(
             state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
             clip=recipe.clip, balance_loss=recipe.balance_loss, scaler=state.scaler,
+            measure_noise=bool(recipe.noise_scale_every) and number == 2,
             before_update=lambda: self.told(f"update {number}"),
         )  # fmt: skip
 

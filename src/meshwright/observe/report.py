@@ -36,12 +36,13 @@ MOMENTS = 400
 ALL_KINDS = tuple(dict.fromkeys((*PLANNED, *KINDS)))
 
 
-def page(runs: Sequence[Finished], of: Estimator | None = None, tolerance: float = 0.1) -> str:
-    """The HTML page; the first run is the one whose details are shown first."""
-    names = _names(runs)
+def page(runs: Sequence[Finished], planners: Sequence[Estimator | None] = (), tolerance: float = 0.1) -> str:
+    """The HTML page; the first run is the one whose details are shown first. `planners`: of each run one that knows
+    its machine, or None; none of them by default."""
+    names, planners = _names(runs), planners or [None] * len(runs)
     content = {
         "kinds": ALL_KINDS,
-        "runs": [data(run, name, of, tolerance) for run, name in zip(runs, names, strict=True)],
+        "runs": [data(*one, tolerance) for one in zip(runs, names, planners, strict=True)],
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = _own("page.html")

@@ -1,6 +1,6 @@
 """A comparison as JSON, and as lines for people."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
@@ -11,12 +11,14 @@ KEYS = ("planned", "dryrun", "measured")
 
 
 def as_json(found: Comparison, run: str) -> dict[str, Any]:
-    """All rows; errors are relative to the measured figure (`reference` says to which); null: not known."""
+    """All rows; errors are relative to the measured figure (`reference` says to which); null: not known, and of
+    `agrees`: no figure is known twice."""
     first = next(iter(found.disagreeing), None)
     return {
         "run": run,
         "tolerance": found.tolerance,
-        "agrees": first is None,
+        "judged": len(found.judged),
+        "agrees": first is None if found.judged else None,
         "rank": found.rank,
         "columns": {
             key: {"there": column.found is not None, "about": column.about}
@@ -44,6 +46,7 @@ def _row(row: Row) -> dict[str, Any]:
         **errors,
         "reference": None if at is None else KEYS[at],
         "tolerance": row.tolerance,
+        "aside": [KEYS[place] for place in row.aside],
         "note": row.note,
         "agrees": row.agrees(),
         "beyond": [KEYS[place] for place in row.beyond],
@@ -79,7 +82,7 @@ def brief(found: Comparison, run: str) -> Iterator[str]:
     rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
     yield f"{'':<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
     yield from (_line(found, row) for row in rows)
-    yield from (f"{row.what} - {row.note}" for row in rows if row.note)
+    yield from _notes(rows)
     yield f"more: meshwright compare {run}; what is missing: meshwright profile {run}/plan.yaml"
 
 
@@ -107,7 +110,8 @@ def _percent(error: float | None) -> str:
 def _missing(found: Comparison) -> Iterator[str]:
     """Each reason once, with the rows it is of."""
     rows = [row for row in found.rows if row.rank in (None, found.rank)]
-    yield from (f"{row.what} - {row.note}" for row in rows if row.note)
+    yield from _peaks(found)
+    yield from _notes(rows)
     for place, title in enumerate(TITLES):
         reasons: dict[str, list[str]] = {}
         for row in rows:
@@ -117,19 +121,34 @@ def _missing(found: Comparison) -> Iterator[str]:
             yield f"not {title}: {', '.join(dict.fromkeys(names))} - {why}"
 
 
+def _notes(rows: Iterable[Row]) -> Iterator[str]:
+    """Each note once, with the rows it is of."""
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            notes.setdefault(row.note, []).append(row.what)
+    for note, names in notes.items():
+        yield f"not of one moment: {', '.join(names)} - {note}"
+
+
+def _peaks(found: Comparison) -> Iterator[str]:
+    """Where in the step the peak of the fullest rank stands, by each column that knows."""
+    seen = [(column.title, column.rank(found.rank)) for column in found.columns]
+    told = [f"{title} {one.when}" for title, one in seen if one and one.when]
+    if told:
+        yield f"peak of rank {found.rank} at: {'; '.join(told)}"
+
+
 def verdict(found: Comparison) -> Iterator[str]:
     """One line, and the explanation where something disagrees."""
-    bad, judged = found.disagreeing, [row for row in found.rows if _judged(row)]
+    bad, judged = found.disagreeing, found.judged
     if not judged:
         yield "Nothing could be compared: no figure is known twice."
     elif not bad:
+        small = sum(row.small for row in judged)
         held = f"traffic exactly, the others within {found.tolerance:.0%}"
+        held += f", {small} small parts within {found.tolerance:.0%} of a quarter of their whole" if small else ""
         yield f"All {len(judged)} rows that are known twice agree: {held}."
     else:
         yield f"{len(bad)} of {len(judged)} rows that are known twice disagree, the first of them:"
         yield from (f"  {sentence}" for sentence in explanation(found, bad[0]))
-
-
-def _judged(row: Row) -> bool:
-    at = row.reference
-    return row.tolerance is not None and at is not None and any(value is not None for value in row.values[:at])

@@ -62,8 +62,8 @@ class Group:
         whole = x.new_empty(self.size, *x.shape)
         work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, goes_on)
         if prod(x.shape[:dim]) == 1:  # lies in memory as it should: no copy
-            return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work)
-        return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim))
+            return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work, sent=x)
+        return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim), x)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
@@ -81,7 +81,7 @@ class Group:
         pieces = torch.stack(x.chunk(self.size, dim)) if copies else x.contiguous()
         part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
-        return Pending(part, work)
+        return Pending(part, work, sent=pieces)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
@@ -129,7 +129,7 @@ class Group:
             self.traffic.tell(self.axis, "reduce_scatter", (self.size - 1) * _bytes(whole) // self.size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A collective under way, or one that has ended (no work)."""
 
@@ -137,11 +137,14 @@ class Pending:
     work: dist.Work | None = None
     made_of: Callable[[Tensor], Tensor] | None = None
     """What makes the result of the tensor that was waited for."""
+    sent: Tensor | None = None
+    """What the collective reads until it has ended."""
 
     def wait(self) -> Tensor:
         """The result, once it is there."""
         if self.work is not None:
             self.work.wait()
+        self.sent = None
         return self.tensor if self.made_of is None else self.made_of(self.tensor)
 
 

@@ -158,7 +158,8 @@ ARCHITECTURES: dict[str, dict[str, float]] = {
     "B300": {"processors": 148, "product_share": 0.85},
     "GB300": {"processors": 152, "product_share": 0.85},
 }
-"""Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets, CUDA cores."""
+"""Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets,
+CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
 HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
 BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
 FLASH: dict[str, dict[int, tuple[float, float]]] = {

@@ -2,7 +2,7 @@
 saving."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout
 
@@ -59,6 +59,11 @@ class Layout:
             raise IllegalLayout(f"layout.stages={list(self.stages)}: each stage has at least 1 layer")
         if self.micro_batch < 0:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
+        for field, words in WORDS.items():
+            if getattr(self, field) not in words:
+                raise IllegalLayout(
+                    f"layout.{field}={getattr(self, field)!r} is unknown: take one of {', '.join(map(str, words))}"
+                )
 
     @property
     def dp(self) -> int:
@@ -90,3 +95,9 @@ class Layout:
             f"recipe.global_batch={global_batch} is not micro_batch={max(1, self.micro_batch)} x accumulation x "
             f"dp={self.dp} for any whole accumulation: take recipe.global_batch={nearest}"
         )
+
+
+WORDS: dict[str, tuple[object, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(Layout).items() if get_origin(hint) is Literal
+}
+"""Fields of a layout that are one of a few words, and which."""

@@ -49,7 +49,7 @@ function drawTable() {
   });
   element("rows").innerHTML = head + groups.join("");
   const verdict = element("verdict");
-  verdict.className = run.comparison.agrees ? "" : "bad";
+  verdict.className = run.comparison.agrees === false ? "bad" : "";
   verdict.innerHTML = run.verdict.map((line) => `<p>${escaped(line.trim())}</p>`).join("");
   element("about").innerHTML = SOURCES.map(([key, title]) => `<div><b>${title}</b>: ${escaped(run.comparison.columns[key].about)}.</div>`).join("") +
     `<div>Percentages: against the measured figure, or against the dry run where nothing was measured. A dash is explained when pointed at.</div>`;
@@ -70,7 +70,7 @@ function rowOf(row, run) {
 
 function errorOf(row, key) {
   const error = row[`${key}_error`];
-  if (row.reference === key || row.reference === null || row.note) return "<small></small>";
+  if (row.reference === key || row.reference === null || row.aside.includes(key)) return "<small></small>";
   if (error === null) return "<small>new</small>";
   if (error === 0) return `<small class="same">=</small>`;
   const shown = 100 * error;
