@@ -335,7 +335,7 @@ class FakeMaker:
         """A tensor in the memory of another one."""
         with self.below():
             empty = torch.empty(0, dtype=dtype, device="meta")
-            empty.set_(storage, offset, sizes, strides)  # type: ignore[call-overload]
+            empty.set_(storage, offset, sizes, strides)
             return self._over(empty, device)
 
     def _over(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.observe.dryrun import see
-from meshwright.observe.program import evaluated, shortened
+from meshwright.observe.program import shortened
 from meshwright.observe.ranks import SERVER
 from meshwright.observe.remembered import Remembered
 from meshwright.observe.storages import Watch
 from meshwright.observe.watched import Seen
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Plan
 from tests.observe.test_dryrun import MIXED, TINY, plan
 
 PLANS = {
@@ -127,7 +126,7 @@ def _seen(one: Plan, remembers: bool) -> Seen:
     if not remembers:
         Remembered.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
     rank = one.layout.world - 1
-    return see(one, rank, "cuda", 1.0, shortened(one, rank), evaluated(one.layout))
+    return see(one, rank, "cuda", 1.0, shortened(one, rank))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -135,17 +134,3 @@ def test_a_dry_run_is_the_same_to_the_byte(name: str) -> None:
     with ProcessPoolExecutor(1, mp_context=SERVER, max_tasks_per_child=1) as pool:
         remembered, asked = [pool.submit(_seen, PLANS[name], told).result() for told in (True, False)]
     assert remembered == asked
-
-
-def test_an_evaluation_of_few_micro_batches_holds_as_much_as_one_of_all() -> None:
-    one = plan(replace(TINY, layers=8), 16, pp=8, micro_batch=1, sequence=64)
-    assert evaluated(one.layout) < 8 == evaluated(Layout(pp=8, vp=2, schedule="interleaved"))
-    for rank in (0, 3, 7):
-        with ProcessPoolExecutor(1, mp_context=SERVER, max_tasks_per_child=1) as pool:
-            few, every = [pool.submit(_parts, one, rank, last).result() for last in (evaluated(one.layout), 0)]
-        assert few == every
-
-
-def _parts(one: Plan, rank: int, last: int) -> dict[str, int]:
-    seen = see(one, rank, "cuda", 1.0, shortened(one, rank), last)
-    return {part.name: part.peak_bytes for part in seen.parts if part.name in ("evaluate", "step 2")}

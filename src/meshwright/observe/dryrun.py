@@ -13,7 +13,7 @@ import torch
 from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.apart import apart
-from meshwright.observe.program import Program, at_whole, evaluated, shortened
+from meshwright.observe.program import Program, at_whole, shortened
 from meshwright.observe.remembered import Remembered
 from meshwright.observe.storages import Watch
 from meshwright.observe.watched import Seen, Watched
@@ -102,8 +102,7 @@ def dry_run(
     device = device or device_of(plan)
     counts = {rank: _counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
-    last = 0 if whole else evaluated(plan.layout)
-    tasks = [(plan, rank, device, load, counts[rank], last) for rank in longest_first]
+    tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     found: dict[int, Seen] = {}
     costs: dict[int, Cost] = {}
     for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
@@ -126,9 +125,8 @@ def device_of(plan: Plan) -> str:
     return "cuda" if known or torch.cuda.is_available() else "cpu"
 
 
-def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int], last: int = 0) -> Seen:
-    """One rank, in this process; a process can do this once (torch keeps groups by name). Two steps of `counts`
-    micro-batches, an evaluation of `last` (0: one for each pipeline rank)."""
+def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
+    """One rank, in this process; a process can do this once (torch keeps groups by name)."""
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = Program(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
@@ -137,7 +135,7 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int], 
         try:
             maker = compat.fake_maker(fake)
             call = Remembered(maker).call if maker is not None else None
-            return Watched(program, Watch(ROUNDING_BYTES[device], call)).run(counts, last)
+            return Watched(program, Watch(ROUNDING_BYTES[device], call)).run(counts)
         except compat.data_dependent() as error:
             raise PlanError(
                 f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
@@ -149,9 +147,9 @@ def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     return (every, every) if whole else shortened(plan, rank)
 
 
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int], last: int) -> tuple[Seen, Cost]:
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, Cost]:
     torch.set_num_threads(1)
-    found = see(plan, rank, device, load, counts, last)
+    found = see(plan, rank, device, load, counts)
     return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 

@@ -14,7 +14,6 @@ from meshwright.data import Sequences
 from meshwright.model.moe import Experts
 from meshwright.observe.routing import Routing
 from meshwright.parallel import Mesh
-from meshwright.parallel.mail import AHEAD, UNDER_WAY
 from meshwright.planner.memory import in_flight
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
@@ -71,10 +70,10 @@ class Program:
             before_update=lambda: self.told(f"update {number}"),
         )  # fmt: skip
 
-    def rest(self, count: int = 0) -> None:
-        """Evaluation of `count` micro-batches (default: one for each pipeline rank), and what a checkpoint reads."""
+    def rest(self) -> None:
+        """Evaluation, and what a checkpoint reads."""
         self.told("evaluate")
-        summed_loss(self.state.engine, self.batches[: count or self.plan.layout.pp])
+        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp])
         self.told("save")
         self.state.pieces()
         self.told("end")
@@ -106,12 +105,6 @@ def shortened(plan: Plan, rank: int) -> tuple[int, int]:
     enough = next((index for index, count in enumerate(legal) if moments(count) == full), len(legal))
     # One round more: the first backward passes find no gradients yet, those after them do.
     return (legal[0], legal[enough + 1] if enough + 1 < len(legal) else whole) if legal else (whole, whole)
-
-
-def evaluated(layout: Layout) -> int:
-    """Micro-batches of an evaluation after which nothing new happens: some leave, some arrive, one is computed, and one
-    comes before them all. Where a rank has several stages, one for each pipeline rank."""
-    return min(layout.pp, AHEAD + UNDER_WAY + 2) if layout.vp == 1 else layout.pp
 
 
 ENOUGH = 3

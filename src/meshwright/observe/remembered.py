@@ -206,7 +206,7 @@ class Remembered:
         needed = _needed_bytes(out)
         if shared and needed > storage.nbytes():
             raise NotSo
-        found = View(shared[0], needed, out.storage_offset(), like) if shared else like
+        found = View(shared[0], needed, int(out.storage_offset()), like) if shared else like
         return found if compat.alike(found.make(self.maker, tensors), out) else None
 
 

@@ -74,8 +74,8 @@ class Watched:
         self.parts: list[tuple[str, int]] = []
         self.sent: list[Counts] = []
 
-    def run(self, counts: Sequence[int], evaluated: int = 0) -> Seen:
-        """Build, steps of so many micro-batches, evaluation (0: of as many as the program says), state."""
+    def run(self, counts: Sequence[int]) -> Seen:
+        """Build, steps of so many micro-batches, evaluation, state."""
         program, watch = self.program, self.watch
         program.told = self._part
         resized = watch.resized
@@ -99,7 +99,7 @@ class Watched:
                 before = program.mesh.traffic.snapshot()
                 program.step(number, count)
                 self.sent.append(program.mesh.traffic.since(before))
-            program.rest(evaluated)
+            program.rest()
             label_states(watch, program.state)
         label_rest(watch, self._shapes(), program.plan.layout)
         return self._seen()
