@@ -104,7 +104,7 @@ def shortened(plan: Plan, rank: int) -> tuple[int, int]:
     full = moments(min(whole, MOST * layout.pp * layout.vp) if layout.schedule != "afab" else whole)
     enough = next((index for index, count in enumerate(legal) if moments(count) == full), len(legal))
     # One round more: the first backward passes find no gradients yet, those after them do.
-    return (legal[0], legal[enough + 1]) if enough + 1 < len(legal) else (whole, whole)
+    return (legal[0], legal[enough + 1] if enough + 1 < len(legal) else whole) if legal else (whole, whole)
 
 
 ENOUGH = 3
