@@ -145,7 +145,7 @@ def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def attention_backward(kernel: str) -> Any:
-    """The operation that is the gradient of torch's `flash` or `efficient` attention; None where this torch has none."""
+    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
     packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
     return packet.default if packet is not None else None
 
