@@ -96,6 +96,15 @@ def test_few_micro_batches_stand_for_many(schedule: str) -> None:
         assert dict(short.traffic(few.rank)) == dict(whole.traffic(few.rank))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
+    one = plan(TINY, 4, pp=4, micro_batch=1, schedule=schedule)
+    short, whole = dry_run(one, ranks=[0], device="cuda"), dry_run(one, ranks=[0], device="cuda", whole=True)
+    assert short.run == {0: (1, 4)} and whole.run == {0: (4, 4)}
+    assert (short.peak_bytes, short.ranks[0].kinds) == (whole.peak_bytes, whole.ranks[0].kinds)
+    assert dict(short.traffic(0)) == dict(whole.traffic(0))
+
+
 def test_accumulation_is_shortened_too() -> None:
     one = plan(TINY, 12, dp_shard=2, zero=2, micro_batch=1)
     short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)

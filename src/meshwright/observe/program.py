@@ -101,7 +101,7 @@ def shortened(plan: Plan, rank: int) -> tuple[int, int]:
     full = moments(layout, whole, place)
     enough = next((index for index, count in enumerate(legal) if moments(layout, count, place) == full), len(legal))
     enough = max(1, enough)  # two steps of different sizes tell what a micro-batch costs
-    return (legal[0], legal[enough]) if enough < len(legal) else (whole, whole)
+    return (legal[0], legal[enough] if enough < len(legal) else whole) if legal else (whole, whole)
 
 
 ENOUGH = 3

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +12,28 @@ import torch.distributed as dist
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwright.compat.fakes import FakeMaker as FakeMaker
+from meshwright.compat.fakes import alike as alike
+from meshwright.compat.fakes import data_dependent as data_dependent
+from meshwright.compat.fakes import fake_maker as fake_maker
+from meshwright.compat.fakes import fake_tensors as fake_tensors
+from meshwright.compat.fakes import fake_world as fake_world
+from meshwright.compat.fakes import storage_key as storage_key
+
+_CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
+
+
 DispatchMode = TorchDispatchMode
 """What sees every operation. torch documents it and has no public name for it."""
-_CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
+
+
+class BareMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same for a program of which nothing is compiled: torch wraps the methods of modes to keep torch.compile out
+    of them, at microseconds a call, unless a mode says that there is no need."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -123,6 +142,12 @@ def has_flash_attention(device: str) -> bool:
 def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
+
+
+def attention_backward(kernel: str) -> Any:
+    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
+    return packet.default if packet is not None else None
 
 
 def cuda_attention(
@@ -266,22 +291,6 @@ def real_tensors() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-@contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
-    """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
-    once and leave tensors as they are.
-
-    torch keeps its fake backend with its tests.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def operation_name(operation: Any) -> str:
     """`mm` of aten::mm.default. torch prints an operation with its overload; the bare name has no public question."""
     return getattr(operation, "_opname", "") or str(operation or "")
@@ -325,25 +334,3 @@ def recorded_allocations() -> dict[str, Any] | None:
     with suppress(*_CANNOT):
         torch.cuda.memory._record_memory_history(None)
     return found if isinstance(found, dict) else None
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
-    would not do: fake ones have none."""
-    return int(storage._cdata)
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have sizes and no values. torch's FakeTensorMode has no public name yet (2.13)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
-
-
-def data_dependent() -> tuple[type[Exception], ...]:
-    """What torch raises where a fake tensor's value is asked for."""
-    from torch._subclasses import fake_tensor
-
-    names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
-    return tuple(getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name))
