@@ -199,6 +199,23 @@ def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
     assert small < 0.5 * large
 
 
+@pytest.mark.parametrize("name", ["noise", "fp32"])
+def test_copies_that_few_plans_have_are_counted_as_the_dry_run_does(name: str) -> None:
+    """Of gradients, for the noise scale; of keys for each head, in fp32 on a GPU."""
+    shape = replace(LLAMA, layers=2, vocab=4096)
+    recipe = Recipe(sequence=256, global_batch=4, precision="bf16", document_mask=False)
+    asked = {
+        "noise": plan(shape, replace(recipe, noise_scale_every=10), micro_batch=1, compile="off"),
+        "fp32": plan(
+            replace(shape, kv_heads=1, layers=6, ffn=8192),
+            replace(recipe, sequence=2048, precision="fp32"), micro_batch=4, compile="off",
+        ),
+    }[name]  # fmt: skip
+    seen, planned = dry_run(asked, device="cuda").ranks[0], predict(asked).worst
+    total = planned.total_bytes - planned.kinds["reserve"]
+    assert total == pytest.approx(seen.peak_bytes, rel=0.04), (planned.kinds, seen.kinds)
+
+
 @pytest.mark.parametrize(("schedule", "vp"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("zb-v", 2)])
 @pytest.mark.parametrize("compiled", ["auto", "off"])
 def test_sifted_moments_hold_as_much_as_all(

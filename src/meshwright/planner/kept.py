@@ -176,10 +176,11 @@ def _heads_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
     """Queries, keys and values as the core takes them. torchtitan's policy keeps every other product: q and v."""
     word = of.tokens * of.width
     whole = word * (widths.queries + widths.keys_values)
-    if of.masked and of.cp == 1:  # a mask wants keys and values for each head; it is made anew for each layer
+    if of.repeats:
         repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
         yield Kept("queries, keys and values of all heads", repeated, whole)
-        yield Kept("mask", of.batch * of.sequence**2 * of.width, 0.0)
+        if of.masked:  # made anew for each layer
+            yield Kept("mask", of.batch * of.sequence**2 * of.width, 0.0)
         return
     half = word * (widths.queries + widths.keys_values / 2)
     yield Kept("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)

@@ -39,6 +39,14 @@ class Local:
     compiled: bool = False
     """Blocks are compiled: a split backward pass leaves what the compiler leaves alone, and nothing else."""
 
+    gpu: bool = False
+    """Of a device whose kernels are those of a GPU."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether keys and values are kept once for each head: for masks, and on a GPU in fp32."""
+        return self.cp == 1 and (self.masked or (self.stack.own and self.gpu and self.width >= 4))
+
     @property
     def masked(self) -> bool:
         """Whether attention reads a mask that is a tensor: for documents, or for a window where heads are whole."""
@@ -67,7 +75,7 @@ class Local:
 
 def local(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
-    documents: bool = False,
+    documents: bool = False, gpu: bool = False,
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     return Local(
@@ -86,4 +94,5 @@ def local(
         documents=documents and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
         compiled=stack.own and layout.compile != "off",
+        gpu=gpu,
     )

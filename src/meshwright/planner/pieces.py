@@ -37,6 +37,11 @@ class Pieces:
     def _known(self) -> Known:
         return Known()
 
+    @property
+    def _gpu(self) -> bool:
+        """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
+        return self.cluster.device.bf16_flop_per_s > 0 and self.speeds.host is None
+
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
         return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, splits, layout.compile == "off", batch
@@ -56,7 +61,7 @@ class Pieces:
             width = 4 if self.recipe.precision == "fp32" else 2
             recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
             documents = recipe.document_mask
-            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents)
+            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents, self._gpu)
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]
 

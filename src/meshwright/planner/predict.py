@@ -124,6 +124,8 @@ class Estimator(Pieces):
         for rank in ranks:
             count = self.held(layout, rank)
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
+                state.step["gradients"] *= 2
             found.append(self._memory(layout, m, stages, state, rank, of, count, exact))
         return tuple(found)
 
