@@ -29,6 +29,8 @@ DESCRIBED = {
     "gpt-22b": (4, 1, 1, 4), "gpt-175b": (1, 8, 3, 64), "gpt-530b": (1, 35, 3, 280), "gpt-1t": (1, 64, 1, 512),
 }  # fmt: skip
 """(micro-batch, pp, vp, global batch of one replica) of Korthikanti et al. 2022, table 3, for rows of its figures."""
+LOCAL_BATCH = {"llama3_h100_202412_torchtitan.md T5": 32, "llama3_h100_202412_torchtitan.md T6": 8}
+"""Sequences of one replica in a step, as headings of torchtitan's tables say."""
 
 
 def number(columns: dict[str, str], name: str, default: float | None = None) -> float:
@@ -142,6 +144,10 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
     batch = whole(columns, "global_batch_seqs", described[3] * dp if described else 0)
     if not micro and (found := re.search(r"max batch fitting = (\d+)", columns.get("notes", ""))):
         micro = batch = int(found[1])  # curves of the Ultra-Scale Playbook: one replica, one micro-batch a step
+    if not batch:
+        batch = dp * next((n for name, n in LOCAL_BATCH.items() if name in columns["source"]), 0)
+    if not micro and "torchtitan" in columns["framework"]:
+        micro = batch // (dp * whole(columns, "pp", 1))  # torchtitan's own default: as many as there are ranks
     if not batch and "quantity" in columns:
         # Tables of memory print no batch; the peak does not depend on it once a pipeline is full.
         micro = micro or 1
