@@ -149,8 +149,8 @@ def rank_memory(
     border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
     found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by closed form, which is not above the peak.
-    `units`, `found`: of this package's own engine, and its moments."""
+    """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
+    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:

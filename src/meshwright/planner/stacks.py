@@ -86,8 +86,12 @@ NANOTRON_GATHERED = replace(
     "of logit_peak fitted to the 1B and 8B rows",
 )
 NANOTRON_GATHERED_PIPELINE = replace(
-    NANOTRON, tensor_kept=2.0, source="the first runs with a pipeline: one gathered input of a layer; fitted, like slack"
+    NANOTRON,
+    tensor_kept=2.0,
+    source="the first runs with a pipeline: one gathered input of a layer; fitted, like slack",
 )
+RUN_TWICE = {NANOTRON_GATHERED: NANOTRON, NANOTRON_GATHERED_PIPELINE: NANOTRON}
+"""What a layout ran out of memory with -> what it was run with again."""
 FSDP1 = Stack(
     name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
 )  # fmt: skip
