@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright import planfile
+from meshwright import __version__, planfile
 from meshwright.planner.predict import predict
 from meshwright.planner.report import document
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -49,7 +49,8 @@ def of_ranks(plan: Plan) -> list[dict[str, Any]]:
 
 def dried(plan: Plan) -> dict[str, Any]:
     """dryrun.json."""
-    return {"source": "dryrun", "plan": asdict(plan), "device": "cuda", "ranks": of_ranks(plan), "notes": []}
+    return {"source": "dryrun", "plan": asdict(plan), "device": "cuda", "ranks": of_ranks(plan), "notes": [],
+            "environment": {"meshwright": __version__}}  # fmt: skip
 
 
 def profiled(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.dry_run import LLAMA, MOE, measured, row
 from meshwright.cli.main import main
+from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.observe.document import dry
 from meshwright.observe.dryrun import dry_run, see
@@ -93,6 +94,15 @@ def test_few_micro_batches_stand_for_many(schedule: str) -> None:
         tokens = all_of_them.kinds.get("tokens", 0) - few.kinds.get("tokens", 0)
         assert few.peak_bytes + tokens == pytest.approx(all_of_them.peak_bytes, abs=SCALARS)
         assert dict(short.traffic(few.rank)) == dict(whole.traffic(few.rank))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
+    one = plan(TINY, 4, pp=4, micro_batch=1, schedule=schedule)
+    short, whole = dry_run(one, ranks=[0], device="cuda"), dry_run(one, ranks=[0], device="cuda", whole=True)
+    assert short.run == {0: (1, 4)} and whole.run == {0: (4, 4)}
+    assert (short.peak_bytes, short.ranks[0].kinds) == (whole.peak_bytes, whole.ranks[0].kinds)
+    assert dict(short.traffic(0)) == dict(whole.traffic(0))
 
 
 def test_accumulation_is_shortened_too() -> None:
@@ -178,10 +188,22 @@ def test_the_verb_says_what_does_not_fit(written: Path, capsys: pytest.CaptureFi
     assert "does not fit" in told.out and told.err.count("\n") == 1 and "needs" in told.err
 
 
-def test_a_dry_run_leaves_the_process_as_it_was() -> None:
-    found = dry_run(plan(TINY, 2, micro_batch=1), device="cpu")
-    assert not torch.distributed.is_initialized()
-    assert dry(found)["fits"] is True
+def _left_behind() -> list[tuple[bool, bool, str]]:
+    """Of a dry run in this very process, and of one that fails: a process group, a mode, a device that is acted as."""
+    found = []
+    for run in (lambda: see(plan(TINY, 2, micro_batch=1), 0, "cuda", 1.0, (1, 1)), _reads_a_value):
+        run()
+        found.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, acts()))
+    return found
+
+
+def test_a_dry_run_leaves_its_process_as_it_was() -> None:
+    with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
+        assert pool.submit(_left_behind).result() == [(False, False, "")] * 2
+
+
+def test_the_document_says_what_fits() -> None:
+    assert dry(dry_run(plan(TINY, 2, micro_batch=1), device="cpu"))["fits"] is True
 
 
 def test_workspaces_of_a_gpu_come_to_what_tensors_hold() -> None:

@@ -1,7 +1,7 @@
 """A run's steps fed back: the next prediction for this machine is nearer."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from meshwright import planfile
 from meshwright.cli.main import main
 from meshwright.observe.feedback import learned, seconds_of
+from meshwright.observe.finished import open_run
 from meshwright.planner.clusterfile import ClusterFile, load
 from meshwright.planner.clusterwriting import text
 from meshwright.spec.errors import RunError
@@ -26,21 +27,57 @@ def finished(folder: Path, seconds: list[float], **layout: object) -> Path:
     """A run folder of so many steps: plan and metrics, as train leaves them."""
     folder.mkdir()
     planfile.write(replace(plan(machine(), **layout), run=str(folder)), folder / "plan.yaml")  # type: ignore[arg-type]
-    rows = [{"step": n, "step_seconds": one, "data_wait_seconds": 0.01} for n, one in enumerate(seconds, start=1)]
+    same = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds"), 1.0)
+    rows = [
+        {"step": n, **same, "step_seconds": one, "data_wait_seconds": 0.01} for n, one in enumerate(seconds, start=1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def test_the_median_without_waiting_and_without_the_first_steps(tmp_path: Path) -> None:
     run = finished(tmp_path / "a", [9.0, 8.0, 0.51, 0.41, 0.91])
-    assert seconds_of(run) == pytest.approx(0.5)
-    (run / "profile.json").write_text('{"step_seconds": 0.25}')
-    assert seconds_of(run) == 0.25
-    (run / "profile.json").write_text("{")
-    with pytest.raises(RunError, match="no profile"):
-        seconds_of(run)
+    assert seconds_of(open_run(run)) == pytest.approx(0.5)
+    profiled(run, step_seconds=0.25)
+    assert seconds_of(open_run(run)) == 0.25
     with pytest.raises(RunError, match="2 steps"):
-        seconds_of(finished(tmp_path / "b", [1.0, 1.0]))
+        seconds_of(open_run(finished(tmp_path / "b", [1.0, 1.0])))
+
+
+def profiled(run: Path, **changes: object) -> None:
+    """A profile.json of the folder's plan, with these keys otherwise."""
+    document = {"source": "measured", "plan": asdict(planfile.read(run / "plan.yaml")), "device": "cpu"}
+    (run / "profile.json").write_text(json.dumps(document | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step_seconds": float("nan")}, "no JSON"),
+        ({"step_seconds": -1.0}, "no seconds of a step"),
+        ({"step_seconds": 0}, "no seconds of a step"),
+        ({"step_seconds": None}, "no seconds of a step"),
+        ({"step_seconds": "1 s"}, "step_seconds"),
+        ({"step_seconds": 123.0, "plan": {}}, "of another plan"),
+    ],
+)
+def test_a_profile_that_is_none_of_this_plan_teaches_nothing(
+    tmp_path: Path, changes: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, known, out = finished(tmp_path / "a", [0.5] * 5), tmp_path / "first.toml", tmp_path / "second.toml"
+    known.write_text(text(quick()))
+    profiled(run, **changes)
+    line = toy.refused(capsys, "calibrate", "--from", run, "--cluster", known, "--out", out)
+    assert said in line and "profile.json" in line and not out.exists()
+
+
+def test_a_profile_of_another_layout_teaches_nothing(tmp_path: Path) -> None:
+    run, other = finished(tmp_path / "a", [0.5] * 5), finished(tmp_path / "b", [0.5] * 5, micro_batch=2)
+    profiled(other, step_seconds=123.0)
+    (run / "profile.json").write_bytes((other / "profile.json").read_bytes())
+    assert seconds_of(open_run(other)) == 123.0
+    with pytest.raises(RunError, match="of another plan"):
+        learned(quick(), [run])
 
 
 def test_what_was_learned_of_some_runs_holds_for_another(tmp_path: Path) -> None:
@@ -68,7 +105,7 @@ def test_a_real_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert main(toy.train(texts, run, "recipe.steps=6")) == 0
     first.write_text(text(quick()))
     assert main(["calibrate", "--from", str(run), "--cluster", str(first), "--out", str(second)]) == 0
-    took = seconds_of(run)
+    took = seconds_of(open_run(run))
     asked = planfile.read(run / "plan.yaml")
     errors = []
     for path in (first, second):

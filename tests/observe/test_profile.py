@@ -15,13 +15,15 @@ from meshwright.observe.calls import Call, Wait
 from meshwright.observe.clock import HostClock
 from meshwright.observe.documents import checked
 from meshwright.observe.measured import measured
-from meshwright.observe.operations import overlap
-from meshwright.observe.profile import FIRST, Profile, RankProfile, gathered, measure
+from meshwright.observe.profile import FIRST, Profile, RankProfile, _Rounds, gathered, measure
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, covered_s, part_of
+from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, part_of
 from meshwright.observe.testimony import POINTS, thinned
 from meshwright.observe.trace import trace
+from meshwright.parallel import make_mesh
+from meshwright.parallel.apply import is_compiled
 from meshwright.parallel.mesh import Made
+from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Layout, Plan
 from meshwright.spec.schedule import Action, schedule
 from meshwright.train import loop
@@ -170,6 +172,23 @@ def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: s
         assert any(event["ph"] == "C" and event["args"]["parameters"] > 0 for event in mine)
 
 
+@pytest.mark.parametrize(("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 1)])
+def test_the_watched_round_is_never_compiled(
+    compile: Any, target: str, said: int, profiles: dict[str, Profile]
+) -> None:
+    """It would not see what compiled code takes; that its kinds are of another program than the peak is said."""
+    one = plan(Layout(micro_batch=2, compile=compile))
+    assert is_compiled(one.layout, torch.device(target)) == bool(said)
+    rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Pulse())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *given, **named: pytest.fail("the watched program was compiled"))
+        seen, _ = rounds.watched()
+    off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Pulse())
+    assert seen.kinds == off.watched()[0].kinds
+    rank = replace(profiles["1f1b"].ranks[0], compiled=bool(said))
+    assert len(measured(Profile(plan=one, ranks=(rank,)))["notes"]) == said
+
+
 def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", *_words(tmp_path), "layout.dp_replicate=2", "--steps", "1", "--json"]
     assert main(words) == 0
@@ -178,7 +197,7 @@ def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert len(said["ranks"]) == 2 and said["traffic"]
     assert {"gradients", "compute"} <= {row["what"] for row in said["time"] if row["seconds"] > 0}
     assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    assert sorted(os.listdir(tmp_path / "run")) == ["profile.json", "trace.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["plan.yaml", "profile.json", "trace.json"]
 
 
 def test_the_verb_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,13 +262,6 @@ def test_a_step_by_hand() -> None:
     assert step.streams == pytest.approx({"compute_s": 9.5, "communication_s": 1.5, "exposed_s": 1, "idle_s": 1.5})
 
 
-def test_kernels_of_a_gpu_overlap() -> None:
-    kernels = [("gemm", 0.0, 4.0), ("ncclDevKernel_AllGather".lower(), 3.0, 6.0), ("gemm", 7.0, 8.0)]
-    found = overlap(kernels)
-    assert (found.compute_s, found.communication_s, found.exposed_s, found.idle_s) == (5, 3, 2, 1)
-    assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
-
-
 def test_a_curve_keeps_its_peak() -> None:
     points = [(i / 1000, i % 977) for i in range(20_000)]
     found = thinned(points)
@@ -263,7 +275,7 @@ def test_a_wait_is_noted_in_its_span() -> None:
         start = recorder.clock.mark()
         call = Call("world", "all_reduce", 4, start)
         recorder._waited(Wait(call, start, recorder.clock.mark()))
-    found: Any = recorder.timed(100.0)
+    found: Any = recorder.timed(lambda seconds: seconds + 100.0)
     assert [wait.part for wait in found.waits] == ["other"] and found.waits[0].start_s > 100.0
 
 

@@ -1,5 +1,6 @@
 """What a dry run takes a GPU's kernels to need."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from meshwright import compat
 from meshwright.kernels.attention import Mask, attend
 from meshwright.kernels.target import acting_as
 from meshwright.observe.storages import Watch
+from meshwright.observe.workspaces import workspace_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,25 @@ def test_a_gpu_never_stores_the_weights_of_attention(dtype: torch.dtype, heads: 
     largest = max(math.prod(record.shape) for record in watch.records)
     assert largest <= 8 * length * dim < 8 * length * length
     assert q.grad is not None and k.grad is not None and k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_kernel_takes_inside_counts_while_it_runs(dtype: torch.dtype) -> None:
+    """By hand: sums of dQ (fp32) and a number a row; dK and dV of each head where flash attention has fewer keys."""
+    peaks = []
+    for within in (None, workspace_bytes):
+        with compat.fake_tensors(), acting_as("cuda"), Watch(within=within) as watch:
+            q, k, v = (torch.empty(1, 200, n, 64, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+            out = attend(q, k, v, Mask(), scale=0.3)
+            watch.enter("backward")
+            out.backward(torch.empty_like(out))
+        assert sum(size for _, size in watch.events()) == sum(r.size_bytes for r in watch.records)
+        inside = [record for record in watch.records if record.dtype == "uint8"]
+        peaks.append(max(itertools.accumulate(size for _, size in watch.events())))
+    rows, dims = 4 * (256 if dtype == torch.bfloat16 else 200), 64
+    flash = rows * (dims + 1) * 4 + 2 * 200 * 4 * 64 * 2
+    assert [record.shape for record in inside] == [(flash if dtype == torch.bfloat16 else rows * 4,)]
+    assert peaks[1] > peaks[0]
 
 
 def test_what_torch_would_store_is_no_dry_run() -> None:

@@ -1,6 +1,8 @@
 """What the planner says of this package's engine, moment by moment, against the engine and against a dry run of it."""
 
 from dataclasses import replace
+from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import torch
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun import dry_run
+from meshwright.observe.program import shortened
+from meshwright.parallel.recompute import block_call
 from meshwright.planner import predict as of_estimator
 from meshwright.planner.backward import queued
 from meshwright.planner.block import _widths
 from meshwright.planner.local import local
 from meshwright.planner.memory import moments as in_flight
+from meshwright.planner.moments import moments_of
 from meshwright.planner.peaks import standing
 from meshwright.planner.predict import estimator, predict
 from meshwright.planner.speeds import speeds_of
@@ -20,6 +25,7 @@ from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.traffic import Held, sharing, traffic
 from meshwright.planner.work import Product
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.shape import MoEShape
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
 LLAMA = presets.model("llama-3.1-8b")
@@ -43,6 +49,24 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
     of = local(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
     planned = SHAPE.layers * queued(of, _widths(of), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> None:
+    """The graph would hold the stage's input, and its gradient."""
+    tokens = torch.randint(0, SHAPE.vocab, (1, 32))
+    model, call = build(replace(SHAPE, layers=2)), block_call(recompute)
+    for block in model.layers.values():
+        block.forward = partial(call, block)  # type: ignore[method-assign]
+    x = torch.randn(1, 32, SHAPE.hidden, requires_grad=True)
+    with splitting():
+        loss = model.stage(x, tokens, tokens)[1].cross_entropy
+        queue = WeightGradients()
+        with queue:
+            loss.backward()
+    left = ref(x)
+    del x, loss
+    assert len(queue) and left() is None
 
 
 def test_compiled_blocks_leave_nothing_and_gain_nothing() -> None:
@@ -138,6 +162,43 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
 
 
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2, "schedule": "afab", "dp_shard": 8, "zero": 1}])
+def test_ends_that_are_most_of_a_model(layout: dict[str, object]) -> None:
+    """A chunk of logits is gone before the next, and parameters with a stage's last backward pass."""
+    recipe = Recipe(sequence=8192, global_batch=16, precision="bf16", document_mask=False)
+    asked = plan(replace(SHAPE, vocab=131072), recipe, compile="off", recompute="full", micro_batch=1, **layout)
+    said, run = predict(asked), dry_run(asked, device="cuda")
+    for one, seen in zip(said.memory, run.ranks, strict=True):
+        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.03), one.when
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "vp", "whole"), [("zb-v", 4, 2, 16), ("zb-h1", 2, 1, 8), ("interleaved", 4, 3, 16)]
+)
+def test_a_shortened_step_holds_as_much_as_the_whole(schedule: str, ranks: int, vp: int, whole: int) -> None:
+    recipe = Recipe(sequence=4096, global_batch=whole, precision="bf16", document_mask=False)
+    one = plan(LLAMA, recipe, pp=ranks, vp=vp, schedule=schedule, micro_batch=1, recompute="full", compile="off")
+    for rank, said in enumerate(predict(one).memory):
+        first, count = shortened(one, rank)
+        assert first < count < whole
+        short = predict(replace(one, recipe=replace(recipe, global_batch=count)))
+        assert short.memory[rank].total_bytes == said.total_bytes
+
+
+def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
+    """Those of a step's second micro-batch are the first to find any."""
+    found = moments_of("zb-h1", 2, 1, 1, 1)
+    assert {one.what for one in found} == {"loss", "inputs", "split", "weights", "reduce"}
+    assert all(one.graded == (one.what == "reduce",) for one in found)
+    assert (1,) in {one.graded for one in moments_of("zb-h1", 2, 3, 1, 1) if one.what == "weights"}
+    small, large = (
+        predict(plan(LLAMA, Recipe(sequence=4096, global_batch=batch, precision="bf16"), pp=2, schedule="zb-h1",
+                     micro_batch=1, compile="off")).memory[0].kinds["gradients"]
+        for batch in (1, 8)
+    )  # fmt: skip
+    assert small < 0.5 * large
+
+
 @pytest.mark.parametrize(("schedule", "vp"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("zb-v", 2)])
 @pytest.mark.parametrize("compiled", ["auto", "off"])
 def test_sifted_moments_hold_as_much_as_all(
@@ -157,3 +218,30 @@ def test_sifted_moments_hold_as_much_as_all(
         assert [rank.total_bytes for rank in sifted] == pytest.approx(
             [rank.total_bytes for rank in estimator(one).memory(one.layout, range(4))]
         )
+
+
+def test_parameters_go_with_a_stages_last_backward_pass() -> None:
+    shape = replace(SHAPE, layers=8, hidden=1024, ffn=4096, vocab=65536)
+    recipe = Recipe(sequence=1024, global_batch=16, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, pp=2, schedule="afab", dp_shard=8, zero=1, micro_batch=1, recompute="full", compile="off")
+    said, run = predict(one), dry_run(one, ranks=[0], device="cuda")
+    planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
+    assert planned == pytest.approx(run.peak_bytes, rel=0.03), said.memory[0].when
+
+
+def test_a_routed_layer_keeps_two_copies_of_its_input_and_not_the_input() -> None:
+    shape = replace(SHAPE, layers=8, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=8, top_k=1, ffn=256))
+    recipe = Recipe(sequence=4096, global_batch=1, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, recompute="none", compile="off")
+    said, run = predict(one).memory[0], dry_run(one, device="cuda")
+    assert said.kinds["activations"] == pytest.approx(run.worst.kinds["activations"], rel=0.02)
+    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+
+
+def test_gradients_of_weights_are_made_one_at_a_time() -> None:
+    """Beside none of another weight; a split pass makes none of them. After the last they are reduced unit by unit."""
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=16, top_k=1, ffn=2048))
+    recipe = Recipe(sequence=512, global_batch=64, precision="bf16", document_mask=False)
+    one = plan(shape, recipe, pp=2, schedule="zb-h1", dp_shard=8, zero=1, micro_batch=1, compile="off")
+    for said, seen in zip(predict(one).memory, dry_run(one, device="cuda").ranks, strict=True):
+        assert said.total_bytes - said.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.02), said.when

@@ -31,12 +31,13 @@ def profile(
     """Make a few real steps of a plan and measure them: memory by kind and over time, traffic, time.
 
     Alone on a machine it starts the processes itself: one for each GPU, or Gloo processes on a CPU; under torchrun it
-    takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev.
+    takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev, and
+    RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
     """
     from meshwright import planfile
     from meshwright.cli.launch import processes
     from meshwright.cli.train import shape_from_folder
-    from meshwright.spec.errors import IllegalLayout, PlanError, RunError
+    from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
     # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
@@ -51,9 +52,10 @@ def profile(
     if violation:
         raise IllegalLayout(violation)
     plan.check()
-    if Path(plan.run).exists() and not Path(plan.run).is_dir():
-        raise RunError(f"run={plan.run} is a file, not a folder: choose another run=")
 
+    from meshwright.observe.finished import refuse_other
+
+    refuse_other(Path(plan.run), plan)
     from meshwright.cli.output import console, print_json
     from meshwright.observe.measured import measured
     from meshwright.observe.trace import trace
@@ -63,7 +65,7 @@ def profile(
     if found is None:
         return
     document = measured(found)
-    files = _written(Path(plan.run), {"profile.json": document, "trace.json": trace(found)})
+    files = _written(plan, {"profile.json": document, "trace.json": trace(found)})
     if json:
         print_json(document)
         return
@@ -90,16 +92,21 @@ def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
         return gathered(measure(plan, steps=steps, pulse=pulse, said=said), plan)
 
 
-def _written(folder: Path, documents: dict[str, object]) -> list[Path]:
-    """Each file whole or not at all. RunError where the folder cannot be written."""
+def _written(plan: "Plan", documents: dict[str, object]) -> list[Path]:
+    """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
+    fed back. RunError where the folder cannot be written."""
     from json import dumps
 
+    from meshwright import planfile
     from meshwright.cli.output import plain
     from meshwright.spec.errors import RunError
     from meshwright.train.durable import replace_file
 
+    folder = Path(plan.run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "plan.yaml").exists():
+            planfile.write(plan, folder / "plan.yaml")
         for name, document in documents.items():
             replace_file(folder / name, (dumps(plain(document), allow_nan=False) + "\n").encode())
     except OSError as error:
@@ -127,6 +134,7 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
     yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
         f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
     )
+    yield from found.notes
     yield _first_steps(found)
     yield _ranks(found)
     yield _traffic(found)
@@ -156,6 +164,9 @@ def _ranks(found: "Profile") -> "Table":
     table = _table("rank", *(str(one.rank) for one in some))
     table.add_row("peak", *(gib(one.testimony.peak_bytes) for one in some))
     table.add_row("reserved", *(gib(one.testimony.reserved_bytes) for one in some))
+    split = [one.testimony.inactive_split_bytes for one in some]
+    if any(size is not None for size in split):
+        table.add_row("free in pieces", *("-" if size is None else gib(size) for size in split))
     steps = [one.steps[found.chosen] for one in some]
     for part in PARTS:
         table.add_row(part, *(_ms(step.parts[part]) for step in steps))

@@ -71,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.weight_gradient.addmm_(logits.t(), part)
             elif want_weight:
                 ctx.weight_gradient += logits.t() @ part
+            del logits, part  # else a chunk stands beside the next
         return loss if scale is None else loss * scale
 
     @staticmethod

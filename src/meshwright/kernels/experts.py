@@ -78,7 +78,7 @@ class _SplitExperts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows_gradient = _rows_gradient(gradient, weights, ctx.counts)
         if ctx.needs_input_grad[1]:
-            product = partial(_stack_gradient, gradient, rows, ctx.counts, weights.dtype)
+            product = partial(_stack_gradient, gradient, rows.detach(), ctx.counts, weights.dtype)
             weights_gradient = None if is_left(ctx.leaf, product) else product()
         return rows_gradient, weights_gradient, None, None
 

@@ -106,6 +106,7 @@ class WeightGradients:
                     weight.grad = total.to(weight.grad_dtype)
                 else:
                     weight.grad += total
+                del total  # else it stands beside the next weight's
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
         """Keep what makes a gradient of `weight`, and whatever it holds, until `run`."""
@@ -164,7 +165,8 @@ def parameter_gradients(
     count = len(weights)
     wanted = ctx.needs_input_grad[-2 * count :]
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
+    rows = None if x is None else x.detach().reshape(-1, x.shape[-1])
     wide: Tensor | None = None
     for gradient, weight, leaf, wants in zip(narrow, weights, ctx.leaves, wanted[:count], strict=True):
         if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype)):

@@ -33,11 +33,17 @@ class Clock(Protocol):
         """Whether what is started now is in line with what computes."""
         ...
 
+    @property
+    def residual_s(self) -> float:
+        """How wrong its seconds can be as those of the host's clock, after `settle`."""
+        ...
+
 
 class HostClock:
     """Of a CPU, whose work is done when a call returns."""
 
     computes_here = True
+    residual_s = 0.0
 
     def mark(self) -> int:
         """Nanoseconds."""
@@ -52,15 +58,15 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a GPU, which works later than the host asks it to: events on the stream that computes."""
+    """Of a GPU, which works later than the host asks it to: events on the stream that computes. The host's time is told
+    from two of them, at the beginning and when it settles, since the two clocks do not run equally fast."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.current_stream()
         torch.cuda.synchronize()
-        self._base = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._base.record()
-        self._base.synchronize()
-        self._base_s = time.perf_counter()
+        self._first = self._anchor()
+        self._rate = 1.0
+        self.residual_s = self._first.residual_s
 
     @property
     def computes_here(self) -> bool:
@@ -75,11 +81,34 @@ class DeviceClock:
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         """On the host's clock."""
-        return self._base_s + float(self._base.elapsed_time(mark)) / 1e3
+        return self._first.at_s + self._rate * float(self._first.event.elapsed_time(mark)) / 1e3
 
     def settle(self) -> None:
         """Until the device has done everything."""
         torch.cuda.synchronize()
+        last = self._anchor()
+        between_s = float(self._first.event.elapsed_time(last.event)) / 1e3
+        if between_s > 0:
+            self._rate = (last.at_s - self._first.at_s) / between_s
+            self.residual_s = max(self._first.residual_s, last.residual_s)
+
+    def _anchor(self) -> "_Anchor":
+        """An event of an idle device, which happened between two looks at the host's clock; the quickest of some."""
+        return min((self._looked() for _ in range(ROUNDS)), key=lambda one: one.residual_s)
+
+    def _looked(self) -> "_Anchor":
+        before = time.perf_counter()
+        event = self.mark()
+        event.synchronize()
+        after = time.perf_counter()
+        return _Anchor(event=event, at_s=(before + after) / 2, residual_s=(after - before) / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Anchor:
+    event: torch.cuda.Event
+    at_s: float
+    residual_s: float
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -94,6 +123,35 @@ class Offset:
     seconds: float = 0.0
     residual_s: float = 0.0
     """Half of the quickest question and answer: the answer was given at some moment between."""
+    at_s: float = 0.0
+    """When, on this rank's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned:
+    """A rank's clock laid over the first one's from before to after what was timed: crystals drift apart by millionths,
+    in a minute by more than the offset is uncertain."""
+
+    first: Offset = Offset()
+    last: Offset = Offset()
+    device_residual_s: float = 0.0
+    """Of a GPU's clock against its host's."""
+
+    def seconds(self, own_s: float) -> float:
+        """On the first rank's clock, the offset on the straight line between the two."""
+        between_s = self.last.at_s - self.first.at_s
+        share = (own_s - self.first.at_s) / between_s if between_s > 0 else 0.0
+        return own_s + self.first.seconds + share * self.drift_s
+
+    @property
+    def drift_s(self) -> float:
+        """How far the two clocks came apart meanwhile."""
+        return self.last.seconds - self.first.seconds
+
+    @property
+    def residual_s(self) -> float:
+        """How wrong a moment between can be."""
+        return max(self.first.residual_s, self.last.residual_s) + self.device_residual_s
 
 
 def align(rank: int, world: int) -> Offset:
@@ -116,4 +174,5 @@ def _asked(told: torch.Tensor) -> Offset:
     dist.send(told, 0)
     dist.recv(told, 0)
     after = time.perf_counter_ns()
-    return Offset(seconds=(told.item() - (before + after) / 2) / 1e9, residual_s=(after - before) / 2e9)
+    middle = (before + after) / 2
+    return Offset(seconds=(told.item() - middle) / 1e9, residual_s=(after - before) / 2e9, at_s=middle / 1e9)

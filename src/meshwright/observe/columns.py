@@ -86,7 +86,7 @@ def dried(run: Finished, plan: Plan, dryer: DryRunner | None = None) -> Column:
         about = f"the real program on tensors without values, as on a {kept.device} device ({DRYRUN})"
         return Column(title="dry run", found=kept, about=about, timeless=timeless)
     if dryer is None:
-        why = f"its {DRYRUN} is of another plan or device" if kept else f"there is no {DRYRUN} in the folder"
+        why = f"its {DRYRUN} is of another plan, device or version" if kept else f"there is no {DRYRUN} in the folder"
         return Column(title="dry run", found=None, about=f"{why}: meshwright compare makes it", timeless=timeless)
     found = dryer(plan, run.device)
     about = f"the real program on tensors without values, as on a {found.device} device"
@@ -104,13 +104,13 @@ def of_measured(run: Finished, plan: Plan) -> Column:
         what = "" if run.ledger else ", which left no ledger.json"
         timeless = "training keeps no parts of its time: meshwright profile measures them"
         return Column(title="measured", found=own, about=f"{trained}{what}{other}", timeless=timeless)
+    profiled = "; ".join((f"a profile of the plan ({PROFILE})", *profile.notes))
     if own is None:
-        return Column(title="measured", found=profile, about=f"a profile of the plan ({PROFILE})")
+        return Column(title="measured", found=profile, about=profiled)
     ranks = {one.rank: one for one in own.ranks} | {one.rank: one for one in profile.ranks}
     for one in own.ranks:
         if ranks[one.rank].traffic is None:
             ranks[one.rank] = replace(ranks[one.rank], traffic=one.traffic)
     found = replace(profile, ranks=tuple(ranks[rank] for rank in sorted(ranks)), time=(*profile.time, *own.time))
     speed = f", which took {own.step_seconds:.3g} s each" if own.step_seconds else ""
-    about = f"a profile of the plan ({PROFILE}); {trained}{speed}"
-    return Column(title="measured", found=found, about=about, trained=own)
+    return Column(title="measured", found=found, about=f"{profiled}; {trained}{speed}", trained=own)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from meshwright import __version__
 from meshwright.observe.dryrun import DryRun
 from meshwright.observe.watched import Part, Seen
 from meshwright.parallel.traffic import Counts
@@ -24,6 +25,7 @@ def dry(found: DryRun) -> dict[str, Any]:
         "source": "dryrun",
         "plan": asdict(found.plan),
         "device": found.device,
+        "environment": {"meshwright": __version__},
         "peak_bytes": worst.peak_bytes,
         "peak_rank": worst.rank,
         "memory": kinds(worst.kinds),

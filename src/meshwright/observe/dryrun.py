@@ -14,8 +14,10 @@ from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.apart import apart
 from meshwright.observe.program import Program, at_whole, shortened
-from meshwright.observe.storages import Watch
+from meshwright.observe.remembered import Remembered
+from meshwright.observe.storages import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.watched import Seen, Watched
+from meshwright.observe.workspaces import workspace_bytes
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
@@ -24,9 +26,6 @@ from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.presets import device as preset
 from meshwright.spec.presets import device_names
 from meshwright.train.device import resident_peak_bytes
-
-ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
-"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +125,16 @@ def device_of(plan: Plan) -> str:
 
 def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
     """One rank, in this process; a process can do this once (torch keeps groups by name)."""
-    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), acting_as(device):
+    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = Program(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
             documents=plan.recipe.document_mask and plan.layout.cp == 1,
         )  # fmt: skip
         try:
-            return Watched(program, Watch(ROUNDING_BYTES[device])).run(counts)
+            maker = compat.fake_maker(fake)
+            call = Remembered(maker).call if maker is not None else None
+            within = workspace_bytes if device == "cuda" else None
+            return Watched(program, FakeWatch(ROUNDING_BYTES[device], call, within)).run(counts)
         except compat.data_dependent() as error:
             raise PlanError(
                 f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"

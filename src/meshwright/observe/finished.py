@@ -1,24 +1,24 @@
 """A run folder as it is when nothing runs in it any more: its plan, metrics and ledgers, and what they measured."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright import planfile
+from meshwright import __version__, planfile
 from meshwright.observe.documents import Document, Took, checked, read, read_json
+from meshwright.observe.records import records
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.train.run import MetricsLog, RunFolder
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.train.run import RunFolder
 
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
 """In the run folder, beside ledger.json: the shared documents of a dry run and of a profile."""
 WARM_UP = 0.1
 """Share of a run's steps, and at most WARM_UP_MOST of them, that are not counted for its speed: caches, compilation."""
 WARM_UP_MOST = 20
-NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds", "step_seconds")
-"""What every step's record has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,12 @@ def open_run(path: Path) -> Finished:
         plan = RunFolder.open(path).plan
     except PlanError as error:
         raise RunError(f"{path} is damaged or of another program: {error}") from None
-    records = MetricsLog.read(path / "metrics.jsonl")
+    steps, evaluations = records(path / "metrics.jsonl")
     found = Finished(
         path=path,
         plan=plan,
-        steps=tuple(_step(record, path) for record in records if "kind" not in record),
-        evaluations=tuple(record for record in records if record.get("kind") == "eval"),
+        steps=steps,
+        evaluations=evaluations,
         ledger=_ledger(path / "ledger.json"),
         dryrun=read(path / DRYRUN, "dryrun"),
         profile=read(path / PROFILE, "measured"),
@@ -87,7 +87,16 @@ def open_run(path: Path) -> Finished:
     )
     if not found.steps and found.profile is None:
         raise RunError(f"{path} holds no step of a run yet: train it first, or profile its plan")
+    _refuse_batch(found)
     return found
+
+
+def _refuse_batch(run: Finished) -> None:
+    """RunError where the last step is of a batch that its plan cannot have made."""
+    try:
+        run.plan_as_run.layout.micro_batches(run.plan_as_run.recipe.global_batch)
+    except MeshwrightError as error:
+        raise RunError(f"{run.path / 'metrics.jsonl'} is damaged or of another plan: its last step, {error}") from None
 
 
 def measured(run: Finished) -> Document | None:
@@ -114,19 +123,49 @@ def measured(run: Finished) -> Document | None:
 
 
 def same_program(plan: Plan, document: Document) -> bool:
-    """Whether a dry run or profile is of what this plan runs: all that memory, traffic or time depend on."""
+    """Whether a dry run or profile is of what this plan runs: all that memory, traffic or time depend on, and for a dry
+    run the version of the engine that it ran. A profile's device tells what compile=auto stands for."""
     ours, theirs = planfile.dump(plan), document.plan
     if not isinstance(theirs.get("recipe"), dict) or not isinstance(theirs.get("layout"), dict):
         return False
+    dry = document.source == "dryrun"
+    if dry and document.environment.get("meshwright") != __version__:
+        return False
     recipe = all(_same(ours["recipe"][key], theirs["recipe"].get(key)) for key in TELLING)
+    switches = all(bool(ours["recipe"][key]) == bool(theirs["recipe"].get(key)) for key in SWITCHES)
     layout = all(_same(ours["layout"][key], theirs["layout"].get(key)) for key in ours["layout"] if key not in FREE)
-    return recipe and layout and _same(ours["model"], theirs.get("model"))
+    compiled = dry or _compiled(ours, document.device) == _compiled(theirs, document.device)
+    return recipe and switches and layout and compiled and _same(ours["model"], theirs.get("model"))
 
 
 TELLING = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", "document_mask")
 """Keys of a recipe that memory, traffic or time depend on."""
+SWITCHES = ("clip", "balance_loss", "noise_scale_every")
+"""Keys of which only that they are 0 or not does: a norm, a loss, a copy of all gradients, or none."""
 FREE = ("compile", "saving")
-"""Keys of a layout that a dry run leaves aside."""
+"""Keys of a layout that a dry run leaves aside. Neither saves; whether it is compiled counts for a profile."""
+
+
+def _compiled(plan: dict[str, Any], device: str) -> Any:
+    asked = plan["layout"].get("compile")
+    return {"cuda": "on", "cpu": "off"}.get(device, asked) if asked == "auto" else asked
+
+
+def refuse_other(path: Path, plan: Plan) -> None:
+    """RunError where a folder is of another plan than this one, so that nothing measured of this one belongs there."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"run={path} is a file, not a folder: choose another run=")
+    if not (path / "plan.yaml").exists():
+        return
+    try:
+        kept = [RunFolder.open(path).plan]
+    except PlanError as error:
+        raise RunError(f"{path} is damaged or of another program: {error}; choose another run=") from None
+    with suppress(RunError):  # nothing measured there yet
+        kept.append(open_run(path).plan_as_run)
+    ours = Document(source="measured", plan=planfile.dump(plan))
+    if not any(same_program(one, ours) for one in kept):
+        raise RunError(f"{path} holds a plan.yaml of another model, recipe or layout: choose another run=")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -137,17 +176,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items()}
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _step(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    for name in NUMBERS:
-        value = record.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RunError(
-                f"{path / 'metrics.jsonl'} is of another program: the record of step {record.get('step')} has no "
-                f"number {name}"
-            )
-    return record
 
 
 def _ledger(path: Path) -> Document | None:

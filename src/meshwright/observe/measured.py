@@ -40,6 +40,7 @@ def measured(found: Profile) -> dict[str, Any]:
         "hfu": found.utilization(causal=True, hardware=True),
         "bubble_fraction": found.bubble_fraction,
         "clock_residual_s": found.residual_s,
+        "notes": list(found.notes),
         "ranks": [_rank(one, found.chosen, started_s) for one in found.ranks],
     }
 
@@ -51,6 +52,8 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
         "device": one.device,
         "peak_bytes": one.testimony.peak_bytes,
         "reserved_bytes": one.testimony.reserved_bytes,
+        "active_bytes": one.testimony.active_bytes,
+        "inactive_split_bytes": one.testimony.inactive_split_bytes,
         "watched_bytes": one.seen.peak_bytes,
         "when": one.seen.when,
         "memory": kinds(one.seen.kinds),
@@ -62,10 +65,13 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
                 "name": moment.name,
                 "bytes": moment.allocated_bytes,
                 "reserved_bytes": moment.reserved_bytes,
+                "active_bytes": moment.active_bytes,
+                "inactive_split_bytes": moment.inactive_split_bytes,
                 "memory": kinds(moment.kinds),
             }
             for moment in one.memory
         ],
+        "allocator_events": one.testimony.events,
         "allocated": [[seconds, size] for seconds, size in one.testimony.curve],
         "traffic": traffic(one.traffic),
         "time": _time(step.parts),
@@ -82,7 +88,8 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
             }
             for span in step.spans
         ],
-        "clock_offset_s": one.clock.seconds,
+        "clock_offset_s": one.clock.first.seconds,
+        "clock_drift_s": one.clock.drift_s,
         "clock_residual_s": one.clock.residual_s,
     }
 

@@ -20,6 +20,9 @@ class Moment:
     reserved_bytes: int
     kinds: dict[str, int]
     """By the watch."""
+    active_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    """As in a Stretch."""
 
 
 def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...]:
@@ -44,6 +47,8 @@ def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...
                 allocated_bytes=stretch.allocated_bytes if stretch else part.peak_bytes,
                 reserved_bytes=stretch.reserved_bytes if stretch else 0,
                 kinds=part.kinds,
+                active_bytes=stretch.active_bytes if stretch else None,
+                inactive_split_bytes=stretch.inactive_split_bytes if stretch else None,
             )
         )
     return tuple(found)

@@ -3,7 +3,7 @@
 Each rank builds and runs the program three times over, since whoever looks at storages slows it down:
 
     witnessed   the allocator's own account of what was held (observe.testimony)
-    watched     every storage, by kind (observe.storages); not compiled
+    watched     every storage, by kind (observe.storages); never compiled, since compiled code takes memory unseen
     timed       one step to warm up, then the steps that count, under nobody's eyes but a clock's; then one more under
                 torch's profiler, for the time of each operation
 
@@ -15,28 +15,29 @@ import gc
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.clock import Offset, align, clock_of
+from meshwright.observe.clock import Aligned, align, clock_of
 from meshwright.observe.moments import Moment, moments
 from meshwright.observe.operations import Kernels, Operation, operations
 from meshwright.observe.program import Program
 from meshwright.observe.spans import Span, told
 from meshwright.observe.steps import Recorder, TimedStep
-from meshwright.observe.storages import Watch
+from meshwright.observe.storages import ROUNDING_BYTES, Watch
 from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
 from meshwright.observe.witness import patient
 from meshwright.parallel import Mesh, make_mesh
+from meshwright.parallel.apply import is_compiled
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.traffic import Counts
-from meshwright.spec import Plan
+from meshwright.spec import Layout, Plan
 from meshwright.spec.flop import token_flop
 from meshwright.train import device as devices
 from meshwright.train.fits import check_fits
@@ -45,8 +46,6 @@ FIRST = 4
 """Steps whose memory is looked at: the first may differ, the last ones are alike."""
 STEPS = 4
 """Steps that are timed, unless somebody wants more."""
-BLOCK_BYTES = {"cuda": 512, "cpu": 1}
-"""What torch's allocators make of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,10 @@ class RankProfile:
     operations: tuple[Operation, ...]
     kernels: Kernels | None
     """Of a GPU."""
-    clock: Offset
+    clock: Aligned
     peak_flop_per_s: float | None
+    compiled: bool = False
+    """Whether the witnessed and the timed program were: the watched one never is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,15 @@ class Profile:
         return parts["bubble"] / busy if busy else 0.0
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What must be known to read the figures."""
+        if not self.worst.compiled:
+            return ()
+        return (
+            "kinds of memory and the largest tensors are of the program uncompiled, peaks and times of it compiled",
+        )
+
+    @property
     def residual_s(self) -> float:
         """How wrong the common clock can be."""
         return max(one.clock.residual_s for one in self.ranks)
@@ -175,10 +185,10 @@ def measure(
     rounds = _Rounds(plan, mesh, target, pulse)
     said(f"{FIRST} steps before the allocator's witness")
     testimony = rounds.witnessed()
-    said(f"{FIRST} steps with every storage watched")
+    said(f"{FIRST} steps with every storage watched, not compiled")
     seen, watch = rounds.watched()
     said(f"{steps + 2} steps against the clock")
-    timed, traffic, table, kernels, offset = rounds.timed(steps)
+    timed, traffic, table, kernels, aligned = rounds.timed(steps)
     return RankProfile(
         rank=mesh.rank,
         device=devices.title(target),
@@ -190,8 +200,9 @@ def measure(
         steps=timed,
         operations=table,
         kernels=kernels,
-        clock=offset,
+        clock=aligned,
         peak_flop_per_s=devices.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
+        compiled=is_compiled(plan.layout, target),
     )
 
 
@@ -202,13 +213,16 @@ class _Rounds:
         self.plan, self.mesh, self.device, self.pulse = plan, mesh, device, pulse
         self.count = plan.layout.micro_batches(plan.recipe.global_batch)
 
-    def _program(self, heard: Callable[[str], None]) -> Program:
+    def _program(self, heard: Callable[[str], None], layout: Layout | None = None) -> Program:
+        plan, mesh = self.plan, self.mesh
+        if layout is not None:
+            plan, mesh = replace(plan, layout=layout), replace(mesh, layout=layout)
         self.pulse.step = 0
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        masked = self.plan.recipe.document_mask and self.plan.layout.cp == 1
-        return _Real(plan=self.plan, mesh=self.mesh, device=self.device, told=heard, documents=masked)
+        masked = plan.recipe.document_mask and plan.layout.cp == 1
+        return _Real(plan=plan, mesh=mesh, device=self.device, told=heard, documents=masked)
 
     def witnessed(self) -> Testimony:
         """Build, the first steps, evaluation, what a checkpoint reads."""
@@ -232,17 +246,17 @@ class _Rounds:
         return witness.testimony()
 
     def watched(self) -> tuple[Seen, Watch]:
-        """The same under a watch."""
-        watch = Watch(BLOCK_BYTES[self.device.type])
-        program = self._program(lambda name: None)
+        """The same under a watch, not compiled."""
+        watch = Watch(ROUNDING_BYTES[self.device.type])
+        program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 
-    def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Offset]:
+    def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Aligned]:
         """A step that does not count, the ones that do, one for the table of operations."""
         program = self._program(lambda name: None)
         program.build()
         self._step(program, 1)
-        offset = align(self.mesh.rank, self.mesh.layout.world)
+        first = align(self.mesh.rank, self.mesh.layout.world)
         clock = clock_of(self.device)
         recorders = []
         before = self.mesh.traffic.snapshot()
@@ -253,10 +267,12 @@ class _Rounds:
                 self._step(program, number)
         sent = self.mesh.traffic.since(before)
         clock.settle()
-        timed = tuple(one.timed(offset.seconds) for one in recorders)
+        last = align(self.mesh.rank, self.mesh.layout.world)
+        aligned = Aligned(first=first, last=last, device_residual_s=clock.residual_s)
+        timed = tuple(one.timed(aligned.seconds) for one in recorders)
         table, kernels = operations(lambda: self._step(program, steps + 2), self.device)
         self.pulse.step = 0
-        return timed, sent, table, kernels, offset
+        return timed, sent, table, kernels, aligned
 
     def _step(self, program: Program, number: int) -> None:
         """One step, to its end."""

@@ -14,7 +14,7 @@ from meshwright.data import Sequences
 from meshwright.model.moe import Experts
 from meshwright.observe.routing import Routing
 from meshwright.parallel import Mesh
-from meshwright.planner.memory import in_flight
+from meshwright.planner.peaks import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -91,26 +91,21 @@ class Program:
 
 def shortened(plan: Plan, rank: int) -> tuple[int, int]:
     """Micro-batches of two steps after which nothing new happens on a rank: the whole step where it is short, else a
-    few, and as many as bring the most micro-batches into flight that ever are."""
+    few, and as many as bring every moment at which it may hold most: of micro-batches in flight, of gradients of
+    weights that wait, of gradients that are there already."""
     layout, whole = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
     if layout.pp == 1:
         return (whole, whole) if whole <= ENOUGH else (1, ENOUGH)
     place = place_of(layout, rank)["pp"]
     legal = [count for count in range(1, whole) if _has_schedule(layout, count)]
-
-    def moments(count: int) -> object:
-        return in_flight(layout.schedule, layout.pp, count, layout.vp, place)
-
-    full = moments(min(whole, MOST * layout.pp * layout.vp) if layout.schedule != "afab" else whole)
-    enough = next((index for index, count in enumerate(legal) if moments(count) == full), len(legal))
-    # One round more: the first backward passes find no gradients yet, those after them do.
-    return (legal[0], legal[enough + 1]) if enough + 1 < len(legal) else (whole, whole)
+    full = moments(layout, whole, place)
+    enough = next((index for index, count in enumerate(legal) if moments(layout, count, place) == full), len(legal))
+    enough = max(1, enough)  # two steps of different sizes tell what a micro-batch costs
+    return (legal[0], legal[enough] if enough < len(legal) else whole) if legal else (whole, whole)
 
 
 ENOUGH = 3
 """Micro-batches without a pipeline: the first, one that finds gradients, the last."""
-MOST = 4
-"""Rounds of a pipeline after which no schedule but AFAB brings more into flight."""
 
 
 def _has_schedule(layout: Layout, micro_batches: int) -> bool:

@@ -12,7 +12,7 @@ and the same in the planner's words (planner.timeline.StepTime).
 On a CPU, and for whoever comes first to a collective, waiting for it is also waiting for slower ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,11 +165,11 @@ class Recorder:
         call = wait.call
         self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
 
-    def timed(self, offset_s: float) -> TimedStep:
-        """What was recorded, in seconds of the first rank's clock; the clock has settled."""
+    def timed(self, common: Callable[[float], float]) -> TimedStep:
+        """What was recorded; `common` makes seconds of the first rank's clock of this one's, which has settled."""
 
         def at(mark: Mark) -> float:
-            return self.clock.seconds(mark) + offset_s
+            return common(self.clock.seconds(mark))
 
         def told_of(call: Call, start: Mark, end: Mark, part: str = "") -> TimedCall:
             found: dict[str, Any] = {"axis": call.axis, "collective": call.collective, "sent_bytes": call.sent_bytes}

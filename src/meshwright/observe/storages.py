@@ -9,8 +9,7 @@ go of gathered parameters) change their size. It works on fake tensors and on re
 import sys
 import weakref
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -28,6 +27,8 @@ OWN = f"{PACKAGE}.observe"
 DEVICE = torch.ops.prim.device.default
 META = torch.device("meta")
 WRAPPERS = (DTensor, Piece)
+ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
+"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
 DEEPEST = 60
 """Frames that are looked through for the line that made a tensor."""
 
@@ -64,12 +65,21 @@ class Phase:
     """First event."""
 
 
-class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes."""
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(operation, its arguments, those by name) -> what it gives."""
+Within = Callable[[Any, tuple[Any, ...]], int]
+"""(operation, its arguments) -> bytes."""
 
-    def __init__(self, round_bytes: int = 1) -> None:
+
+class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands
+    for calling an operation. `within`: bytes that an operation takes and gives back before it ends."""
+
+    def __init__(self, round_bytes: int = 1, call: Call | None = None, within: Within | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.round_bytes = round_bytes
+        self.call = call or _call
+        self.within = within
         self.records: list[Record] = []
         self.phases: list[Phase] = [Phase("start", 0)]
         self.module = ""
@@ -81,24 +91,29 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Operations inside higher-order ones count too."""
-        return True
+        """No: a compiled function runs as it was written while a watch is entered. Inside compiled code memory is taken
+        by calls that no mode sees, so what it holds would be missing."""
+        return False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def look(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let it happen and look at what came out."""
         if operation is DEVICE and hasattr(args[0], "fake_device"):  # half of all calls, and slow the usual way
             return args[0].fake_device
         for kind in types:
             if issubclass(kind, WRAPPERS):
                 return NotImplemented  # its own operations on what it holds come by here
-        out = operation(*args, **(kwargs or {}))
+        out = self.call(operation, args, kwargs or {})
         if type(out) is tuple or type(out) is list:
             for one in out:
                 if isinstance(one, Tensor):
                     self.see(one, operation)
         elif isinstance(out, Tensor):
             self.see(out, operation)
+        if self.within is not None and (size := self.within(operation, args)):
+            self._taken(operation, size)
         return out
+
+    __torch_dispatch__ = look
 
     def see(self, tensor: Tensor, operation: Any = None) -> Record | None:
         """Follow a tensor's storage from now on, and note its size where it changed."""
@@ -110,13 +125,13 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
             return None  # without memory of its own
         key = compat.storage_key(storage)
         found = self._known.get(key)
-        size = -(-storage.nbytes() // self.round_bytes) * self.round_bytes
+        size = self._round(storage.nbytes())
         if found is not None and found[0]() is not None:
             record = found[1]
             if size != record.size_bytes:
                 self._changed(record, size)
             return record
-        record = self._born(tensor, size, operation)
+        record = self._born(tuple(tensor.shape), tensor.dtype, size, operation)
         self._known[key] = weakref.ref(storage, partial(self._died, key)), record
         return record
 
@@ -124,17 +139,7 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         """A storage was given another size in place."""
         found = self._known.get(compat.storage_key(storage))
         if found is not None:
-            self._changed(found[1], -(-storage.nbytes() // self.round_bytes) * self.round_bytes)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A stretch of the program; what comes after belongs to the one around it again."""
-        before = self.phases[-1].name
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
+            self._changed(found[1], self._round(storage.nbytes()))
 
     def enter(self, name: str) -> None:
         """From now on."""
@@ -149,23 +154,33 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         """(number of a record, bytes more or less), in order."""
         return zip(self._event_record, self._event_bytes, strict=True)
 
-    def _born(self, tensor: Tensor, size: int, operation: Any) -> Record:
+    def _born(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> Record:
         line, outer = _line(sys._getframe(2))
         record = Record(
             number=len(self.records),
             size_bytes=size,
             born=len(self._event_record),
             phase=len(self.phases) - 1,
-            operation=getattr(operation, "_opname", "") or str(operation or ""),
+            operation=compat.operation_name(operation),
             line=line,
             module=self.module,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
             outer=outer,
         )
         self.records.append(record)
         self._event(record, size)
         return record
+
+    def _taken(self, operation: Any, size: int) -> None:
+        """Inside the operation that has just ended."""
+        record = self._born((size,), torch.uint8, self._round(size), operation)
+        record.died, record.death_phase = len(self._event_record), record.phase
+        self._event(record, -record.size_bytes)
+        record.size_bytes = 0
+
+    def _round(self, size: int) -> int:
+        return -(-size // self.round_bytes) * self.round_bytes
 
     def _changed(self, record: Record, size: int) -> None:
         self._event(record, size - record.size_bytes)
@@ -184,6 +199,16 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
         self._event_bytes.append(size)
         self._alive += size
         self.peak_bytes = max(self.peak_bytes, self._alive)
+
+
+class FakeWatch(compat.BareMode, Watch):
+    """The same for a dry run, of which nothing is compiled."""
+
+    __torch_dispatch__ = Watch.look
+
+
+def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return operation(*args, **kwargs)
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:

@@ -1,22 +1,28 @@
 """What the allocator itself says of memory over time: it knows nothing of `observe.storages`.
 
 On a CPU it is torch's profiler (observe.witness), which also hears of what operations take and give back inside. On a
-GPU it is the caching allocator's own statistics, read whenever a part of the program begins. Beside it stands what the
-process (CPU: resident, libraries and all) or the allocator (GPU) holds.
+GPU it is the caching allocator's own statistics, read whenever a part of the program begins, and its history of events
+(observe.history) for the curve between. Beside it stands what the process (CPU: resident, libraries and all) or the
+allocator (GPU) holds.
 """
 
 from dataclasses import dataclass
-from time import perf_counter, time_ns
+from time import time_ns
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from meshwright import compat
+from meshwright.observe.history import History, history
+from meshwright.observe.storages import ROUNDING_BYTES
 from meshwright.observe.witness import watching
 from meshwright.train.device import memory
 
 POINTS = 1000
 """Of a curve: of each of so many stretches of time, the highest one."""
+EVENTS = 500_000
+"""Of a GPU's allocator that are kept: at the end some 350 MB of the host's memory at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,10 @@ class Stretch:
     name: str
     allocated_bytes: int
     reserved_bytes: int
+    active_bytes: int | None = None
+    """GPU: with what was given back and another stream still used."""
+    inactive_split_bytes: int | None = None
+    """GPU: the most that lay free in pieces of segments otherwise in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +47,11 @@ class Testimony:
     stretches: tuple[Stretch, ...]
     curve: tuple[tuple[float, int], ...]
     """(seconds since the start, allocated bytes)."""
+    active_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    """The most of a GPU's, as in a Stretch; without statistics of them by its history: the second as of the end."""
+    events: int = 0
+    """Of the allocator, from which the curve was made; 0 = of a GPU only a point for each part is known."""
 
 
 class Testifier(Protocol):
@@ -108,6 +123,7 @@ class HostWitness:
                 for name, size, held in zip(self.names[:-1], most, self.held[1:], strict=False)
             ),
             curve=thinned([((at - self.begins[0]) / 1e9, size) for at, size in points]),
+            events=len(points),
         )
 
 
@@ -117,35 +133,54 @@ class DeviceWitness:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stretches: list[Stretch] = []
-        self.curve: list[tuple[float, int]] = []
-        self.name, self.started = "start", 0.0
+        self.readings: list[tuple[int, int]] = []
+        self.name, self.started = "start", 0
+        self.history: History | None = None
 
     def __enter__(self) -> "DeviceWitness":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.started = perf_counter()
+        self.started = time_ns()
+        self._recording = compat.record_allocations(EVENTS)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.begin("end")
+        told = compat.recorded_allocations() if self._recording else None
+        if told is not None:
+            self.history = history(told, self.device.index or 0, ROUNDING_BYTES["cuda"])
 
     def begin(self, name: str) -> None:
-        """Reads the peak since the last time."""
-        use = memory(self.device)
+        """Reads the peaks since the last time."""
+        use, all_of_it = memory(self.device), torch.cuda.memory_stats(self.device)
         self.stretches.append(
-            Stretch(name=self.name, allocated_bytes=use.allocated_bytes, reserved_bytes=use.reserved_bytes)
+            Stretch(
+                name=self.name,
+                allocated_bytes=use.allocated_bytes,
+                reserved_bytes=use.reserved_bytes,
+                active_bytes=all_of_it.get("active_bytes.all.peak"),
+                inactive_split_bytes=all_of_it.get("inactive_split_bytes.all.peak"),
+            )
         )
-        self.curve.append((perf_counter() - self.started, use.allocated_bytes))
+        self.readings.append((time_ns(), use.allocated_bytes))
         self.name = name
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def testimony(self) -> Testimony:
-        """What was read."""
+        """What was read. The curve is that of the events, with the readings for what came before the first one kept."""
+        told = self.history
+        events = told.allocated if told else ()
+        before = [point for point in self.readings if not events or point[0] < events[0][0]]
+        active = [one.active_bytes for one in self.stretches if one.active_bytes is not None]
+        split = [one.inactive_split_bytes for one in self.stretches if one.inactive_split_bytes is not None]
         return Testimony(
             peak_bytes=max(one.allocated_bytes for one in self.stretches),
             reserved_bytes=max(one.reserved_bytes for one in self.stretches),
             stretches=tuple(self.stretches),
-            curve=thinned(self.curve),
+            curve=thinned([((at - self.started) / 1e9, size) for at, size in (*before, *events)]),
+            active_bytes=max(active, default=told.active_peak_bytes if told else None),
+            inactive_split_bytes=max(split, default=told.inactive_split_bytes if told else None),
+            events=len(events),
         )
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright import compat
 from meshwright.observe.spans import replaced
 
 PAUSE_S = 0.001
@@ -27,28 +27,12 @@ Event = tuple[int, int, int]
 class Witness:
     """What was allocated while `watching`; read it afterwards."""
 
-    marks: list[tuple[int, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-
-    def mark(self, part: str) -> None:
-        """A part of the program begins."""
-        self.marks.append((time.time_ns(), part))
 
     @property
     def peak_bytes(self) -> int:
         """The most at any time."""
         return max((size for _, size in self.totals()), default=0)
-
-    def peaks(self) -> dict[str, int]:
-        """The most in each part."""
-        found: dict[str, int] = {}
-        part, marks = "start", iter(self.marks)
-        following = next(marks, None)
-        for at, size in self.totals():
-            while following is not None and following[0] <= at:
-                part, following = following[1], next(marks, None)
-            found[part] = max(found.get(part, 0), size)
-        return found
 
     def totals(self) -> Iterator[tuple[int, int]]:
         """(ns, bytes allocated then), after every event."""
@@ -79,18 +63,7 @@ def watching() -> Iterator[Witness]:
     found = Witness()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
         yield found
-    results = listening.profiler.kineto_results
-    found.events = sorted(_allocations(results.experimental_event_tree()))
-
-
-def _allocations(nodes: Iterable[Any]) -> Iterator[Event]:
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        kind, told = node.typed
-        if kind.name == "Allocation" and told.device.type == "cpu":
-            yield node.start_time_ns, told.ptr, told.alloc_size
-        waiting.extend(node.children)
+    found.events = sorted(compat.heard_allocations(listening))
 
 
 def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:

@@ -149,9 +149,14 @@ def _same_heads(shape: ModelShape, mesh: Mesh) -> Group:
     return make_group("tp", tp.ranks[start : start + copies], mesh)
 
 
+def is_compiled(layout: Layout, device: torch.device) -> bool:
+    """Whether blocks are compiled on a device: by default on a GPU, where it pays."""
+    return layout.compile == "on" or (layout.compile == "auto" and device.type == "cuda")
+
+
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
     """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
-    if layout.compile == "on" or (layout.compile == "auto" and device.type == "cuda"):
+    if is_compiled(layout, device):
         _keep_from_compiler(model)
         call = _compiled(layout.recompute)
     else:

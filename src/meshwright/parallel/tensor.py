@@ -203,6 +203,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 ctx.x_gradient[start : start + rows] = logits @ weights
             if want_weight:
                 ctx.weight_gradient += logits.t() @ part
+            del logits, part  # else a chunk stands beside the next
         return loss if scale is None else loss * scale
 
     @staticmethod

@@ -7,6 +7,6 @@ writing   Plan -> file, the commented file of `init`, the JSON Schema
 """
 
 from meshwright.planfile.reading import read
-from meshwright.planfile.writing import commented, dump, schema, write
+from meshwright.planfile.writing import commented, content, dump, schema, write
 
-__all__ = ["commented", "dump", "read", "schema", "write"]
+__all__ = ["commented", "content", "dump", "read", "schema", "write"]

@@ -44,10 +44,7 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
     does where that is changed.
     """
     path = Path(path)
-    content = dump(plan)
-    if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
-        content["recipe"]["warmup_steps"] = -1
-    text = yaml.safe_dump(content, sort_keys=False, width=WIDTH)
+    text = content(plan, open_warmup=open_warmup)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:
@@ -59,6 +56,14 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
         raise PlanError(f"{path}: the plan cannot be written, {(error.strerror or str(error)).lower()}") from error
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def content(plan: Plan, *, open_warmup: bool = False) -> str:
+    """What `write` puts into a file."""
+    found = dump(plan)
+    if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
+        found["recipe"]["warmup_steps"] = -1
+    return str(yaml.safe_dump(found, sort_keys=False, width=WIDTH))
 
 
 def commented() -> str:

@@ -41,7 +41,8 @@ class Routed(NamedTuple):
 def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept, ...]:
     """Of one layer."""
     found = [*_norm_kept(of, "attention"), *_attention_kept(of, widths), *_mask_kept(of, "attention")]
-    found += [*_norm_kept(of, "mlp"), *(_experts_kept(of, routed) if routed else _mlp_kept(of)), *_mask_kept(of, "mlp")]
+    found += [*_mlp_norm_kept(of, routed), *(_experts_kept(of, routed) if routed else _mlp_kept(of))]
+    found += _mask_kept(of, "mlp")
     if of.tp > 1 and of.stack.tensor_kept:
         copies = of.hidden_bytes * of.stack.tensor_kept / 2
         found.append(Kept("inputs of column-split products", copies, copies))
@@ -139,6 +140,13 @@ def _norm_kept(of: "Local", name: str) -> tuple[Kept, Kept]:
         Kept(f"{name} norm input", stream, stream if core else first),
         Kept(f"{name} norm output", normed, normed if core else 0.0),
     )
+
+
+def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[Kept, ...]:
+    """A router keeps an fp32 copy of its input, and what is dispatched is a copy too: nobody keeps the input itself."""
+    stream, normed = _norm_kept(of, "mlp")
+    copied = of.stack.own and of.width < 4 and routed and not (of.shape.moe and of.shape.moe.shared_experts)
+    return (stream,) if copied else (stream, normed)
 
 
 def _attention_kept(of: "Local", widths: Widths) -> Iterator[Kept]:

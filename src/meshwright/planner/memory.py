@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.moments import Moment
+from meshwright.planner.local import SPLIT
+from meshwright.planner.moments import Moment, What
 from meshwright.planner.peaks import Rank, Standing, Units, enough
 from meshwright.planner.stack import Stack
 from meshwright.planner.stages import Cost
@@ -97,7 +98,8 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
     name, p, v = layout.schedule, layout.pp, layout.vp
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
-    return Moment("pass", len(alive) - 1, alive, (0,) * len(alive), graded)
+    what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
+    return Moment(what, len(alive) - 1, alive, (0,) * len(alive), graded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,8 @@ def rank_memory(
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1)  # fmt: skip
+                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1,
+                   first=own_stages(layout, rank)[0] == 0)  # fmt: skip
         when, kinds = one.peak(found)
     else:
         when = "backward pass"

@@ -8,14 +8,15 @@ from typing import Literal, NamedTuple
 
 from meshwright.planner.timeline import actions_of
 
-What = Literal["loss", "pass", "sums", "split", "embedding", "end", "weights"]
+What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
 
 
 class Moment(NamedTuple):
     """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
-    gradients are reduced. `split`: one that leaves gradients of weights comes to its last layer. `embedding`: one ends
-    with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of weights that a split pass
-    has left are made. Numbers are by the rank's stages, ascending."""
+    gradients are reduced. `inputs`: so does one that leaves gradients of weights; `split`: it comes to its last layer.
+    `embedding`: one ends with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of
+    weights that a split pass has left are made; `reduce`: with them all of a stage are there, the first to be reduced.
+    Numbers are by the rank's stages, ascending."""
 
     what: What
     place: int
@@ -25,7 +26,7 @@ class Moment(NamedTuple):
     queued: tuple[int, ...]
     """Micro-batches between their backward pass and the gradients of weights that it has left."""
     graded: tuple[int, ...]
-    """1 where gradients of earlier micro-batches are there."""
+    """1 where gradients of earlier micro-batches are there, those of weights that a split pass leaves included."""
 
 
 @cache
@@ -50,6 +51,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive, queued, graded = ([0] * len(places) for _ in range(3))
     last = {action.stage: action for action in actions if action.kind in ("W", "BW")}
+    first_end = min(last.values(), key=actions.index)
 
     def now(what: What) -> Moment:
         return Moment(what, place, tuple(alive), tuple(queued), tuple(graded))
@@ -64,13 +66,16 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             yield now("weights")
             queued[place] -= 1
             graded[place] = 1
+            if action == first_end:
+                yield now("reduce")
         else:
             final = action == last[action.stage]
-            yield now("sums" if final else "pass")
+            yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
             alive[place] -= 1
             if action.kind == "B":
                 queued[place] += 1
                 yield now("split")
             if action.stage == 0:
                 yield now("end" if final else "embedding")
-            graded[place] = 1
+            if action.kind == "BW":
+                graded[place] = 1

@@ -16,13 +16,17 @@ from meshwright.spec.layout import Layout
 
 Kinds = dict[str, float]
 WORDS = {
-    "loss": "head and loss", "pass": "backward pass", "sums": "last backward pass", "split": "split backward pass",
+    "loss": "head and loss", "pass": "backward pass", "inputs": "backward pass", "sums": "last backward pass",
+    "split": "split backward pass",
     "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
+    "reduce": "sum of gradients",
 }  # fmt: skip
-CHANGING = ("gradients", "logits", "temporaries", "buffers", "activations")
+CHANGING = ("gradients", "logits", "temporaries", "buffers", "parameters", "activations")
 """Kinds of memory that a moment decides."""
-Sizes = tuple[float, float, float, float, float]
+Sizes = tuple[float, float, float, float, float, float]
 """Bytes of each."""
+Place = tuple[float, float, float, float, float]
+"""Of a place inside a pass: bytes of gradients, logits, temporaries, buffers, and of parameters that are gone."""
 ROUNDS = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
 
@@ -44,6 +48,8 @@ class Units:
     last: Unit
     summed: bool
     """Whether any other rank has gradients to be summed with these."""
+    tied: bool = False
+    """Both ends are one unit."""
 
 
 def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
@@ -59,10 +65,11 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
-    steps = ((0,), (1,)) if micro_batches > 1 else ((0,),)
-    found = [Moment("loss", 0, (1,), (0,), graded) for graded in steps]
-    for graded in steps:
-        final = layout.zero >= 2 or graded == steps[-1]
+    found = [Moment("loss", 0, (1,), (0,), (graded,)) for graded in range(min(micro_batches, 2))]
+    passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
+    if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
+        passes.append(((int(micro_batches > 1),), True))
+    for graded, final in passes:
         found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
         found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded))
     return tuple(found)
@@ -75,6 +82,8 @@ class Standing(NamedTuple):
     place: int
     again: bool
     """Whether the stage under way has gradients of earlier micro-batches."""
+    waits: bool
+    """Whether gradients of its weights wait to be made."""
     share: float
     """Of the rank's gradients that are there."""
     kept_bytes: float
@@ -84,14 +93,15 @@ class Standing(NamedTuple):
 def standing(found: tuple[Moment, ...], costs: list[Cost]) -> tuple[Standing, ...]:
     """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
     which of the stages before the last is under way."""
-    alike = len({(cost.transient_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
+    alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
     leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[Standing]] = {}
     for what, place, alive, waiting, graded in found:
         kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
-        one = Standing(what, place, bool(graded[place]), sum(graded) / len(graded), kept_bytes, alive[-1] * logits)
-        kinds.setdefault((what, place == end if alike else place, one.again), []).append(one)
+        share, again, waits = sum(graded) / len(graded), bool(graded[place]), bool(waiting[place])
+        one = Standing(what, place, again, waits, share, kept_bytes, alive[-1] * logits)
+        kinds.setdefault((what, place == end if alike else place, again, waits), []).append(one)
     return tuple(one for some in kinds.values() for one in _front(some))
 
 
@@ -114,6 +124,8 @@ class Rank:
     state: Kinds
     units: Units
     last: bool
+    first: bool
+    """Its first stage is."""
     made: float
     """Bytes of an element of a gradient as it is made."""
     summed: float
@@ -134,81 +146,106 @@ class Rank:
         what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
         return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
 
-    def at(self, moment: Standing) -> Iterator[Sizes]:
-        """What is held at the worst places of the pass under way, instead of the state's gradients."""
-        what, place, again, share, kept, logits = moment
-        cost, units, whole = self.costs[place], self.units, self.state["gradients"]
-        before = whole * share
-        copied = units.summed and what == "sums"
+    @property
+    def lets_go(self) -> bool:
+        """Whether parameters that were whole are gone when a stage's last backward pass has come by."""
+        return self.units.summed and bool(self.layout.zero) and not self.frees
 
-        def kinds(gradients: float, logits: float, temporaries: float, buffers: float) -> Sizes:
-            return gradients, logits, temporaries, buffers, kept
+    def at(self, moment: Standing) -> Iterator[Sizes]:
+        """What is held at the worst places of the pass under way, instead of the state's gradients and parameters."""
+        what, place, again, waits, share, kept, logits = moment
+        cost, units, whole = self.costs[place], self.units, self.state["gradients"]
+        ends, early = self.last and place == len(self.costs) - 1, waits and not again
+        before = whole * share + (units.last.gradients if ends and early else 0.0)
+        final = units.summed and what == "sums"
+
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float, gone: float = 0.0) -> Sizes:
+            return gradients, logits, temporaries, buffers, self.state["parameters"] - gone, kept
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
             buffers = units.last.parameters * (bool(gathered) + self.frees)
             yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
         elif what == "weights":
-            yield kinds(before, logits, cost.weights * (self.made + again * self.summed), 0.0)
+            wider = self.summed if self.made < self.summed and not again else 0.0
+            yield kinds(before, logits, cost.weights * (self.made + wider), 0.0)
+        elif what == "reduce":
+            if units.summed:
+                yield kinds(before, logits, 0.0, *self._reduction(self.first and place == 0, ends))
         elif what == "split":
             yield kinds(before, logits, cost.split_bytes, 0.0)
         elif what in ("embedding", "end"):
-            reduced = what == "end" and units.summed and bool(self.layout.zero)
-            after = before if again else before + whole / len(self.costs)
-            found = self._embedding(after, logits, again, reduced)
-            if what == "end" and units.summed and not self.layout.zero:  # put together in one buffer for their sum
-                found = *found[:2], max(found[2], units.first.gradients), found[3]
+            last = what == "end" and units.summed
+            after = before if again else before + (units.first.gradients if early else whole / len(self.costs))
+            found = self._embedding(after, logits, again, last and bool(self.layout.zero))
+            if last and not self.layout.zero:  # put together in one buffer for their sum
+                found = *found[:2], max(found[2], units.first.gradients), *found[3:]
             yield kinds(*found)
         else:
-            ends = self.last and place == len(self.costs) - 1
             if ends:
-                yield from (kinds(*one) for one in self._head(before, logits, cost, again, copied))
-            yield kinds(*self._layer(before, logits, cost, again, copied, ends))
+                yield from (kinds(*one) for one in self._head(before, logits, cost, again, final))
+            left = what == "inputs" and cost.left_bytes > 0
+            temporaries = cost.inputs_bytes if left else cost.transient_bytes
+            if again and not self.apart and not left:
+                temporaries = max(temporaries, cost.weights * (self.made + self.summed))
+            yield kinds(*self._layer(before, logits, temporaries, cost, again, final, ends))
 
-    def _head(
-        self, before: float, logits: float, cost: Cost, again: bool, copied: bool
-    ) -> Iterator[tuple[float, float, float, float]]:
+    def _head(self, before: float, logits: float, cost: Cost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
         last, gone = self.units.last, cost.logits.kept - cost.logits.held
         gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
-        yield before, logits, last.made, gathers
+        yield before, logits, last.made, gathers, 0.0
         if self.apart:
-            yield before + (0.0 if again else self._shard(last)), logits - gone, last.made, gathers + last.gradients
+            gradients = before + (0.0 if again else self._shard(last))
+            yield gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final)
             return
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0
-        if copied:
-            yield gradients, logits - gone, 0.0, last.gradients
+        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0, 0.0
+        if final:
+            yield gradients, logits - gone, 0.0, last.gradients, self._gone(final)
 
     def _layer(
-        self, before: float, logits: float, cost: Cost, again: bool, copied: bool, ends: bool
-    ) -> tuple[float, float, float, float]:
+        self, before: float, logits: float, temporaries: float, cost: Cost, again: bool, final: bool, ends: bool
+    ) -> Place:
         """The first layer of the pass. The head's gradients may still be under way."""
         last, block = self.units.last if ends else Unit(), self.units.block
         gone = cost.logits.kept - cost.logits.held if ends else 0.0
-        weights = cost.weights * (self.made + self.summed) if again and not self.apart else 0.0
-        temporaries = max(cost.transient_bytes, weights)
+        freed = self._gone(final and ends)
         if self.apart:
             gathers = 2 * block.parameters if self.frees else 0.0
             gradients = before + (0.0 if again else self._shard(last))
             made = max(0.0, block.made - cost.weights * self.made)
-            return gradients, logits - gone, temporaries + made, gathers + max(last.gradients, block.gradients) * copied
+            copies = max(last.gradients, block.gradients) * self.units.summed
+            return gradients, logits - gone, temporaries + made, gathers + copies, freed
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        return gradients, logits - gone, temporaries, 0.0
+        return gradients, logits - gone, temporaries, 0.0, freed
 
-    def _embedding(
-        self, gradients: float, logits: float, again: bool, reduced: bool
-    ) -> tuple[float, float, float, float]:
+    def _reduction(self, first: bool, ends: bool) -> tuple[float, float]:
+        """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
+        what was reduced stays."""
+        units = [*([self.units.first] if first else []), self.units.block]
+        if not self.layout.zero:
+            return max(unit.gradients for unit in (*units, *([self.units.last] if ends else []))), 0.0
+        unit = max(units, key=lambda unit: unit.gradients - unit.parameters)
+        return unit.gradients, unit.parameters
+
+    def _gone(self, final: bool) -> float:
+        """Parameters of the head, when its last backward pass has come by."""
+        return self.units.last.parameters if final and self.lets_go and not self.units.tied else 0.0
+
+    def _embedding(self, gradients: float, logits: float, again: bool, final: bool) -> Place:
         """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the other
-        layers are shards already."""
+        layers are shards already, and their parameters are gone."""
         first, block = self.units.first, self.units.block
+        gone = max(0.0, self.state["parameters"] - first.parameters) if final and self.lets_go else 0.0
         if self.apart:
             gathers = first.parameters if self.frees else 0.0
-            return self.state["gradients"], logits, first.made, gathers + max(first.gradients, block.gradients)
+            buffers = gathers + max(first.gradients, block.gradients)
+            return self.state["gradients"], logits, first.made, buffers, gone
         more = first.gradients if again and self.made < self.summed else 0.0
-        if reduced:
+        if final:
             gradients = min(gradients, first.gradients + block.gradients + self._shard(Unit(gradients=gradients)))
-        return gradients, logits, first.made + more, 0.0
+        return gradients, logits, first.made + more, 0.0, gone
 
     def _shard(self, unit: Unit) -> float:
         """Of gradients after their reduction."""

@@ -221,6 +221,7 @@ class Estimator(Pieces):
             block=unit((layers - 1,)),
             last=unit((), first=tied, last=True),
             summed=summed,
+            tied=tied,
         )
 
 

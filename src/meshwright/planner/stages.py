@@ -37,12 +37,19 @@ class Cost(NamedTuple):
     """Elements of the largest weight."""
     new_bytes: float = 0.0
     """Its gradient as it is made, part of mlp_bytes."""
+    left_bytes: float = 0.0
+    """Of new_bytes, what a split pass leaves for later."""
     logits: Logits = NONE
 
     @property
     def transient_bytes(self) -> float:
         """Largest moment of a layer's backward pass."""
         return max(self.mlp_bytes, self.attention_bytes)
+
+    @property
+    def inputs_bytes(self) -> float:
+        """The same of one that leaves gradients of weights."""
+        return max(self.mlp_bytes - self.left_bytes, self.attention_bytes)
 
     @property
     def backward_s(self) -> float:
@@ -66,6 +73,7 @@ class Cost(NamedTuple):
             split_bytes=max(self.split_bytes, other.split_bytes),
             weights=max(self.weights, other.weights),
             new_bytes=max(self.new_bytes, other.new_bytes),
+            left_bytes=max(self.left_bytes, other.left_bytes),
             logits=self.logits.plus(other.logits, times),
         )
 
@@ -143,6 +151,8 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         repeated = block.made_again_bytes(recompute)
     mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
     attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
+    new = block.backward.weights * of.width
+    left = 0.0 if of.compiled else new
     return Cost(
         forward_s=time.forward[0],
         input_s=time.inputs[0] + again[0] + time.within_s,
@@ -153,9 +163,10 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
         mlp_bytes=mlp,
         attention_bytes=attention,
         queued_bytes=block.backward.queued,
-        split_bytes=max(0.0, kept + max(mlp, attention) - block.backward.queued),
+        split_bytes=max(0.0, kept + max(mlp - left, attention) - block.backward.queued),
         weights=block.backward.weights,
-        new_bytes=block.backward.weights * of.width,
+        new_bytes=new,
+        left_bytes=left,
         logits=block.logits,
     )
 

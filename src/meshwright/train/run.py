@@ -42,7 +42,7 @@ class RunFolder:
             raise RunError(f"run={path} is a file, not a folder: choose another run=")
         with _one_line(path):
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "plan.yaml").exists() and not (path / "checkpoints").exists():
+            if not (path / "checkpoints").exists() and _is_others(path / "plan.yaml", plan):
                 raise RunError(f"{path} holds a plan.yaml that is no run's, and would be replaced: choose another run=")
             run = cls(path=path, plan=plan, lock=RunLock.take(path))
             try:
@@ -232,6 +232,12 @@ class MetricsLog:
         """Of every n-th step (0: of none), the last ones: more than what a smoothed curve still holds. RunError."""
         steps = [row for row in MetricsLog.read(path) if "kind" not in row] if every else []
         return tuple(row["loss"] for row in steps if row["step"] % every == 0)[-most:]
+
+
+def _is_others(path: Path, plan: Plan) -> bool:
+    """Whether a plan file would be lost if this plan were written there: not where it says the same, as after a profile
+    of the plan."""
+    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:

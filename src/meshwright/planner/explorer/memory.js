@@ -22,7 +22,7 @@ function memoryOf(data, recipe, layout) {
     const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), last);
     const state = stateBytes(data.memory, table.step, count);
     const costs = own.map((stage) => stages[stage]);
-    const worst = peakOf({layout, costs, state, units, last, table}, momentsOf(layout, m, rank));
+    const worst = peakOf({layout, costs, state, units, first: own.includes(0), last, table}, momentsOf(layout, m, rank));
     return rankMemory(data, table, count, worst, borders);
   });
 }
@@ -92,7 +92,7 @@ function unitsOf(data, layout, table) {
   };
   return {
     first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),
-    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1,
+    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
   };
 }
 

@@ -5,12 +5,13 @@ const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches a
 const WHEN = {
   loss: "head and loss", pass: "backward pass", sums: "last backward pass", split: "split backward pass",
   embedding: "gradient of the embedding", end: "gradient of the embedding", weights: "gradients of weights",
+  reduce: "sum of gradients",
 };
 const moments = new Map();
 
 function momentsOf(layout, m, rank) {
-  const {pp, vp, zero} = layout, name = layout.schedule;
-  if (pp === 1) return momentsAlone(zero, m);
+  const {pp, vp} = layout, name = layout.schedule;
+  if (pp === 1) return momentsAlone(layout.zero, m);
   const width = Math.floor(m / Math.max(1, Math.floor(m / pp)));
   const all = name === "afab" || m <= (ENOUGH + 1) * width;
   const few = all ? m : ENOUGH * width + (vp === 1 ? m % pp : 0);
@@ -20,13 +21,12 @@ function momentsOf(layout, m, rank) {
 }
 
 function momentsAlone(zero, m) {
-  const steps = m > 1 ? [0, 1] : [0];
-  const found = steps.map((graded) => ["loss", 0, [1], [0], [graded]]);
-  for (const graded of steps) {
-    const final = zero >= 2 || graded === steps[steps.length - 1];
+  const found = [0, 1].slice(0, m).map((graded) => ["loss", 0, [1], [0], [graded]]);
+  const passes = m > 1 ? [[Number(m > 2), false]] : []; // one between is above the first
+  if (m < 3 || zero < 2) passes.push([Number(m > 1), true]); // and the last, but where all gradients are summed in that
+  for (const [graded, final] of passes)
     found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
       [final ? "end" : "embedding", 0, [0], [0], [graded]]);
-  }
   return found;
 }
 
@@ -34,6 +34,7 @@ function momentsIn(own, lastStage) {
   const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
   const [alive, queued, graded] = [0, 0, 0].map(() => stages.map(() => 0));
   const last = new Map(own.filter(({kind}) => kind === "W" || kind === "BW").map((one) => [one.stage, one]));
+  const ended = own.find((action) => action === last.get(action.stage));
   const found = new Map();
   for (const action of own) {
     const {kind, stage} = action, place = stages.indexOf(stage);
@@ -48,6 +49,7 @@ function momentsIn(own, lastStage) {
       now("weights");
       queued[place]--;
       graded[place] = 1;
+      if (action === ended) now("reduce");
     } else {
       const final = action === last.get(stage);
       now(final ? "sums" : "pass");
@@ -57,7 +59,7 @@ function momentsIn(own, lastStage) {
         now("split");
       }
       if (stage === 0) now(final ? "end" : "embedding");
-      graded[place] = 1;
+      if (kind === "BW") graded[place] = 1;
     }
   }
   const all = [...found.values()];
@@ -85,52 +87,64 @@ function peakOf(rank, found) {
   return best;
 }
 
-function atMoment({layout, costs, state, units, last, table}, [what, place, alive, queued, graded]) {
+function atMoment({layout, costs, state, units, first, last, table}, [what, place, alive, queued, graded]) {
   const cost = costs[place], again = graded[place], whole = state.gradients;
   const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
   const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
   const logits = sum((one, n) => alive[n] * one.logits_kept);
-  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length;
+  const ends = last && place === costs.length - 1, early = queued[place] && !again; // gradients of weights wait
+  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length + (ends && early ? units.last.gradients : 0);
   const alone = layout.pp === 1, apart = alone && layout.zero >= 2, frees = alone && layout.zero === 3;
-  const copied = units.summed && what === "sums";
+  const final = units.summed && (what === "sums" || what === "end");
+  const letsGo = final && layout.zero && !frees; // parameters that were whole go with a stage's last backward pass
   const made = table.parameter_bytes, summed = table.gradient_bytes;
-  const kinds = (gradients, logits, temporaries, buffers) =>
-    ({gradients, activations: kept, logits, temporaries, buffers});
+  const kinds = (gradients, logits, temporaries, buffers, gone = 0) =>
+    ({gradients, activations: kept, logits, temporaries, buffers, parameters: state.parameters - gone});
 
   if (what === "loss") {
     const gathered = alone && units.summed && (frees || (layout.zero && !again));
     const transient = Math.max(cost.logits_chunk, cost.logits_matrix);
     return [kinds(before, logits + transient, 0, units.last.parameters * (Number(Boolean(gathered)) + Number(frees)))];
   }
-  if (what === "weights") return [kinds(before, logits, cost.weights * (made + again * summed), 0)];
+  const wider = made < summed && !again ? summed : 0;
+  if (what === "weights") return [kinds(before, logits, cost.weights * (made + wider), 0)];
+  if (what === "reduce") {
+    if (!units.summed) return [];
+    const some = [...(first && place === 0 ? [units.first] : []), units.block];
+    if (!layout.zero) {
+      const all = [...some, ...(ends ? [units.last] : [])];
+      return [kinds(before, logits, 0, Math.max(...all.map((unit) => unit.gradients)))];
+    }
+    const unit = some.reduce((a, b) => b.gradients - b.parameters > a.gradients - a.parameters ? b : a);
+    return [kinds(before, logits, 0, unit.gradients, unit.parameters)];
+  }
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
   if (what === "embedding" || what === "end") {
-    const {first, block} = units;
-    const after = whole * graded.reduce((a, b, n) => a + (n === place ? 1 : b), 0) / graded.length;
-    const reduced = what === "end" && units.summed && layout.zero;
+    const {first: embedding, block} = units;
+    const after = again ? before : before + (early ? embedding.gradients : whole / graded.length);
+    const rest = letsGo ? Math.max(0, state.parameters - embedding.parameters) : 0;
     if (apart) {
-      const gathers = frees ? first.parameters : 0;
-      return [kinds(whole, logits, first.made, gathers + Math.max(first.gradients, block.gradients))];
+      const gathers = frees ? embedding.parameters : 0;
+      return [kinds(whole, logits, embedding.made, gathers + Math.max(embedding.gradients, block.gradients), rest)];
     }
-    const more = again && made < summed ? first.gradients : 0;
-    const shards = first.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
-    const copy = what === "end" && units.summed && !layout.zero ? first.gradients : 0;
-    const inside = Math.max(first.made + more, copy);
-    return [kinds(reduced ? Math.min(after, shards) : after, logits, inside, 0)];
+    const more = again && made < summed ? embedding.gradients : 0;
+    const shards = embedding.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
+    const inside = Math.max(embedding.made + more, final && !layout.zero ? embedding.gradients : 0);
+    return [kinds(final && layout.zero ? Math.min(after, shards) : after, logits, inside, 0, rest)];
   }
-  const ends = last && place === costs.length - 1;
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;
+  const headless = ends && letsGo && !units.tied ? end.parameters : 0;
   const share = again ? 0 : end.gradients / (layout.dp_shard * layout.cp);
   const gradients = apart ? before + share : again ? before : Math.min(whole, before + end.gradients);
   const found = [];
   if (ends) {
     const gathers = frees ? end.parameters + block.parameters : 0;
     found.push(kinds(before, logits, end.made, gathers));
-    if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients));
+    if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients, headless));
     else {
       found.push(kinds(gradients, logits - gone, end.made + (again ? end.gradients : 0), 0));
-      if (copied) found.push(kinds(gradients, logits - gone, 0, end.gradients));
+      if (final) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
     }
   }
   const weights = again && !apart ? cost.weights * (made + summed) : 0;
@@ -138,8 +152,8 @@ function atMoment({layout, costs, state, units, last, table}, [what, place, aliv
   if (apart) {
     const gathers = frees ? 2 * block.parameters : 0;
     const rest = Math.max(0, block.made - cost.weights * made);
-    const copies = copied ? Math.max(end.gradients, block.gradients) : 0;
-    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies));
-  } else found.push(kinds(gradients, logits - gone, inside, 0));
+    const copies = units.summed ? Math.max(end.gradients, block.gradients) : 0;
+    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies, headless));
+  } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   return found;
 }

@@ -3,16 +3,37 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from meshwright.compat.fakes import FakeMaker as FakeMaker
+from meshwright.compat.fakes import alike as alike
+from meshwright.compat.fakes import data_dependent as data_dependent
+from meshwright.compat.fakes import fake_maker as fake_maker
+from meshwright.compat.fakes import fake_tensors as fake_tensors
+from meshwright.compat.fakes import fake_world as fake_world
+from meshwright.compat.fakes import storage_key as storage_key
+
+_CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
+
 
 DispatchMode = TorchDispatchMode
 """What sees every operation. torch documents it and has no public name for it."""
+
+
+class BareMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same for a program of which nothing is compiled: torch wraps the methods of modes to keep torch.compile out
+    of them, at microseconds a call, unless a mode says that there is no need."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _cpu_supports(operation: str) -> bool:
@@ -121,6 +142,12 @@ def has_flash_attention(device: str) -> bool:
 def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
+
+
+def attention_backward(kernel: str) -> Any:
+    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
+    return packet.default if packet is not None else None
 
 
 def cuda_attention(
@@ -264,39 +291,46 @@ def real_tensors() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-@contextmanager
-def fake_world(rank: int, world: int) -> Iterator[None]:
-    """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
-    once and leave tensors as they are.
-
-    torch keeps its fake backend with its tests.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def operation_name(operation: Any) -> str:
+    """`mm` of aten::mm.default. torch prints an operation with its overload; the bare name has no public question."""
+    return getattr(operation, "_opname", "") or str(operation or "")
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
-    would not do: fake ones have none."""
-    return int(storage._cdata)
+def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
+    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that listened to
+    memory and has stopped. torch's public figures of memory are sums by operation; events are in Kineto's tree only."""
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        node = waiting.pop()
+        kind, told = node.typed
+        if kind.name == "Allocation" and told.device.type == "cpu":
+            yield node.start_time_ns, told.ptr, told.alloc_size
+        waiting.extend(node.children)
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have sizes and no values. torch's FakeTensorMode has no public name yet (2.13)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of what a GPU did. The public `events()` are all of the host's too."""
+    return [
+        (event.name(), event.start_ns() / 1e9, event.end_ns() / 1e9)
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
 
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
+
+def record_allocations(entries: int) -> bool:
+    """Have a GPU's allocator keep its last so many events, without tracebacks; False where this torch or this allocator
+    cannot (cudaMallocAsync). torch documents it (CUDA memory usage), under a private name, and may change it."""
+    with suppress(*_CANNOT):
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+        return True
+    return False
 
 
-def data_dependent() -> tuple[type[Exception], ...]:
-    """What torch raises where a fake tensor's value is asked for."""
-    from torch._subclasses import fake_tensor
-
-    names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
-    return tuple(getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name))
+def recorded_allocations() -> dict[str, Any] | None:
+    """End what `record_allocations` began, and what was kept; None where that fails. See there."""
+    found = None
+    with suppress(*_CANNOT):
+        found = torch.cuda.memory._snapshot()
+    with suppress(*_CANNOT):
+        torch.cuda.memory._record_memory_history(None)
+    return found if isinstance(found, dict) else None

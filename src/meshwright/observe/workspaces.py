@@ -1,0 +1,51 @@
+"""Memory that a GPU's kernels take from torch's allocator inside an operation and give back before it ends: no tensor
+shows it, and it stands beside what the operation gives.
+
+Sources: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd) and
+mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: they are the planner's reserve.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from meshwright import compat
+
+FP32_BYTES = 4
+ROWS = 128
+"""Of queries, to a multiple of which the flash kernel rounds."""
+BLOCK = 64
+"""The same of the memory-efficient kernel."""
+
+
+def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
+    """What a GPU takes inside `operation` (as a dispatch mode is given it) beyond its results; 0 = nothing known."""
+    of = WORKSPACES.get(operation)
+    return of(*args[1:3]) if of else 0
+
+
+def _flash_backward(q: Tensor, k: Tensor) -> int:
+    """q (B, H, S, E), k (B, K, T, E): the gradient of q and a number a row in fp32; where keys are shared by heads,
+    gradients of keys and values for each head, which are summed then."""
+    batch, heads, rows, dim = q.shape
+    rounded = batch * heads * _up(rows, ROWS)
+    sums = rounded * (_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    apart = k.shape[1] != heads
+    return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
+
+
+def _efficient_backward(q: Tensor, k: Tensor) -> int:
+    """q (B, H, S, E): in 16 bits its gradient is summed in fp32; a number a row always."""
+    batch, heads, rows, dim = q.shape
+    sums = batch * heads * _up(rows, BLOCK) * _up(dim, BLOCK) * FP32_BYTES if q.element_size() < FP32_BYTES else 0
+    return sums + batch * heads * rows * FP32_BYTES
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+WORKSPACES = {
+    compat.attention_backward("flash"): _flash_backward,
+    compat.attention_backward("efficient"): _efficient_backward,
+}

@@ -1,0 +1,146 @@
+"""What a run folder is taken for: documents of the same program, records that are numbers, folders of one plan."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import __version__
+from meshwright.observe.columns import columns
+from meshwright.observe.document import dry
+from meshwright.observe.documents import Document, checked
+from meshwright.observe.dryrun import dry_run
+from meshwright.observe.finished import open_run, refuse_other, same_program
+from meshwright.spec import Plan
+from meshwright.spec.errors import RunError
+from tests.cli.toy import call, refused
+from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
+
+
+def of(plan: Plan, source: Any = "measured", device: str = "cuda", version: str = __version__) -> Document:
+    return Document(source=source, plan=asdict(plan), device=device, environment={"meshwright": version})
+
+
+def changed(**keys: Any) -> Plan:
+    """PLAN with keys of its recipe and layout otherwise."""
+    own = {key: value for key, value in keys.items() if hasattr(PLAN.recipe, key)}
+    rest = {key: value for key, value in keys.items() if key not in own}
+    return replace(PLAN, recipe=replace(PLAN.recipe, **own), layout=replace(PLAN.layout, **rest))
+
+
+@pytest.mark.parametrize(
+    ("keys", "dry_too", "profile_too"),
+    [
+        ({}, True, True),
+        ({"steps": 7, "learning_rate": 1.0, "seed": 3, "clip": 0.5, "balance_loss": 0.1}, True, True),
+        ({"saving": "sync"}, True, True),
+        ({"compile": "off"}, True, False),
+        ({"compile": "on"}, True, True),  # what auto is on a GPU
+        ({"clip": 0.0}, False, False),
+        ({"balance_loss": 0.0}, False, False),
+        ({"noise_scale_every": 10}, False, False),
+        ({"precision": "bf16"}, False, False),
+        ({"zero": 1}, False, False),
+    ],
+)
+def test_documents_of_the_same_program(keys: dict[str, Any], dry_too: bool, profile_too: bool) -> None:
+    other = changed(**keys)
+    assert same_program(PLAN, of(other, "dryrun")) is dry_too
+    assert same_program(PLAN, of(other)) is profile_too
+
+
+def test_what_compile_stands_for_is_told_by_the_device() -> None:
+    assert same_program(PLAN, of(changed(compile="off"), device="cpu"))
+    assert not same_program(PLAN, of(changed(compile="on"), device="cpu"))
+
+
+def test_a_dry_run_of_another_version_is_made_anew(tmp_path: Path) -> None:
+    assert not same_program(PLAN, of(PLAN, "dryrun", version="0.0.1")) and same_program(PLAN, of(PLAN, version="0.0.1"))
+    assert not same_program(PLAN, replace(of(PLAN, "dryrun"), environment={}))
+    small = replace(ALONE, recipe=replace(ALONE.recipe, sequence=8))
+    assert same_program(small, checked(json.loads(json.dumps(dry(dry_run(small, device="cpu")))), ""))
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize("verb", ["compare", "report"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.update(global_batch="x"), "no global_batch of 1 or more"),
+        (lambda row: row.update(global_batch=0), "no global_batch"),
+        (lambda row: row.update(global_batch=True), "no global_batch"),
+        (lambda row: row.update(global_batch=None), "no global_batch"),
+        (lambda row: row.update(global_batch=10**30), "no global_batch"),
+        (lambda row: row.update(global_batch=3), "its last step"),
+        (lambda row: row.update(global_batch=2**40), "its last step"),
+        (lambda row: row.update(tokens="NaN"), "no number tokens"),
+        (lambda row: row.update(seconds=[1]), "no number seconds"),
+        (lambda row: row.update(step_seconds="Infinity"), "no number step_seconds"),
+        (lambda row: row.update(loss=10**400), "no number loss"),
+        (lambda row: row.update(mfu_causal="much"), "no number mfu_causal"),
+        (lambda row: row.update(data_wait_seconds={}), "no number data_wait_seconds"),
+        (lambda row: row.pop("step"), "no step"),
+        (lambda row: row.update(step=-1), "no step"),
+        (lambda row: row.update(kind="eval", loss="NaN"), "no number loss"),
+        (lambda row: row.update(kind="eval", loss=None), "no number loss"),
+        (lambda row: row.update(kind="eval", bits_per_byte="Infinity"), "no number bits_per_byte"),
+    ],
+)
+def test_records_that_are_none_are_one_line(
+    tmp_path: Path, verb: str, change: Change, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--no-dry-run"] if verb == "compare" else []
+    line = refused(capsys, verb, with_last(tmp_path / "run", change, ALONE), *words)
+    assert "metrics.jsonl" in line and said in line
+
+
+def with_last(folder: Path, change: Change, plan: Plan = PLAN) -> Path:
+    """A run folder whose last step is another one."""
+    rows = [row for row in metrics(5) if "kind" not in row]
+    change(rows[-1])
+    write(folder, plan)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["compare", "report"])
+def test_an_overflow_and_a_null_are_training_s_own(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(row: dict[str, Any]) -> None:
+        row.update(grad_norm="Infinity", loss="NaN", mfu_causal=None)
+
+    words = ["--no-dry-run", "--tolerance", "1e9"] if verb == "compare" else []
+    assert call(capsys, verb, with_last(tmp_path / "run", change), *words)[0] == 0
+
+
+def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
+    refuse_other(tmp_path / "nowhere", PLAN)
+    (tmp_path / "empty").mkdir()
+    refuse_other(tmp_path / "empty", PLAN)
+    run = write(tmp_path / "run", profile=profiled(PLAN), dryrun=dried(PLAN))
+    refuse_other(run, changed(steps=9, learning_rate=1e-5))
+    for other in (ALONE, changed(compile="off"), changed(sequence=256)):
+        with pytest.raises(RunError, match=r"holds a plan\.yaml of another model, recipe or layout"):
+            refuse_other(run, other)
+    (run / "plan.yaml").write_text("name: ci\n")
+    with pytest.raises(RunError, match="damaged or of another program"):
+        refuse_other(run, PLAN)
+
+
+def test_a_profile_of_the_batch_that_a_ramp_came_to_is_of_the_folder(tmp_path: Path) -> None:
+    run = with_last(tmp_path / "run", lambda row: row.update(global_batch=2))
+    assert open_run(run).plan_as_run.recipe.global_batch == 2
+    refuse_other(run, changed(global_batch=2))
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_that_kinds_are_of_the_program_uncompiled_stands_in_the_comparison(tmp_path: Path, steps: int) -> None:
+    note = "kinds of memory are of the program uncompiled"
+    run = open_run(write(tmp_path / "run", steps=steps, profile=profiled(PLAN) | {"notes": [note]}))
+    assert f"a profile of the plan (profile.json); {note}" in columns(run)[2].about

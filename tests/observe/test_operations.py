@@ -1,0 +1,60 @@
+"""Time of operations: each second once, and none for what is no operation."""
+
+from time import sleep
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.profiler import record_function
+
+from meshwright.observe.operations import Operation, listed, operations, overlap
+from meshwright.observe.steps import covered_s
+
+
+def on_gpu() -> EventList:
+    """As torch makes it of one product: the operation on the host, its kernel, and FSDP's name for the stretch."""
+    operation = FunctionEvent(id=1, name="aten::mm", thread=1, start_us=0, end_us=10, device_type=DeviceType.CPU)
+    operation.append_kernel("gemm", 0, 100)
+    named = FunctionEvent(
+        id=2, name="FSDP::pre_forward", thread=1, start_us=0, end_us=30, device_type=DeviceType.CPU,
+        is_user_annotation=True,
+    )  # fmt: skip
+    kernel, stretch = (
+        FunctionEvent(
+            id=number, name=name, thread=7, start_us=20, end_us=120, device_type=DeviceType.CUDA,
+            is_user_annotation=number == 4,
+        )
+        for number, name in ((3, "sm90_gemm"), (4, "FSDP::pre_forward"))
+    )  # fmt: skip
+    events = [operation, named, kernel, stretch]
+    for one in events:
+        one.use_device, one.stack = "cuda", []
+    found = EventList(events, use_device="cuda")
+    found._build_tree()  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_a_second_of_a_gpu_is_listed_once() -> None:
+    rows = on_gpu().key_averages()
+    assert sum(row.self_device_time_total > 0 for row in rows) > 1
+    assert listed(rows, cuda=True) == (Operation(name="aten::mm", calls=1, seconds=100e-6),)
+
+
+def test_named_stretches_are_no_operations() -> None:
+    def step() -> None:
+        with record_function("FSDP::all_gather"):
+            sleep(0.01)
+            torch.ones(9) + 1
+
+    found, kernels = operations(step, torch.device("cpu"))
+    names = [one.name for one in found]
+    assert "aten::add" in names and "aten::ones" in names and kernels is None
+    assert not any("FSDP" in name for name in names) and sum(one.seconds for one in found) < 0.01
+
+
+def test_kernels_of_a_gpu_overlap() -> None:
+    kernels = [("gemm", 0.0, 4.0), ("ncclDevKernel_AllGather", 3.0, 6.0), ("gemm", 7.0, 8.0)]
+    found = overlap(kernels)
+    assert (found.compute_s, found.communication_s, found.exposed_s, found.idle_s) == (5, 3, 2, 1)
+    assert covered_s([(0, 2), (1, 3), (5, 6)]) == pytest.approx(4)

@@ -1,0 +1,57 @@
+"""The watch on storages of known sizes, and on what torch.compile would take from its eyes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.observe.storages import Watch
+
+WIDTH = 64
+
+
+def watched(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    """Peak, and how many storages there were, of a function on a matrix."""
+    x = torch.ones(WIDTH, WIDTH)
+    with Watch() as watch:
+        function(x)
+    return watch.peak_bytes, len(watch.records)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_function_is_seen_with_all_its_memory(before: bool) -> None:
+    """It runs as it was written: also one that was compiled before the watch came."""
+    torch.compiler.reset()  # what was once run uncompiled stays so
+    graphs, runs = [], []
+
+    def written(x: Tensor) -> Tensor:
+        return torch.sin(x @ x).sum()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+
+        def run(*given: Tensor) -> object:
+            runs.append(1)
+            with torch.utils._python_dispatch._disable_current_modes():
+                return graph.forward(*given)
+
+        return run
+
+    compiled = torch.compile(written, backend=backend)
+    if before:
+        compiled(torch.ones(WIDTH, WIDTH))
+    already = len(runs)
+    assert already == len(graphs) == int(before)
+    assert watched(compiled) == watched(written) == (2 * 4 * WIDTH * WIDTH, 3)
+    assert len(runs) == already
+
+
+def test_views_take_nothing_and_what_is_let_go_is_gone() -> None:
+    with Watch() as watch:
+        a = torch.ones(WIDTH)
+        b = a.view(8, 8).t()
+        assert watch.peak_bytes == 4 * WIDTH
+        del a, b
+        torch.ones(2 * WIDTH)
+    assert watch.peak_bytes == 8 * WIDTH and sum(size for _, size in watch.events()) == 0
