@@ -7,7 +7,7 @@ from math import lcm
 
 from meshwright.planner.named import gpt, shape_named, tied_by_count
 from meshwright.planner.stack import Stack
-from meshwright.planner.stacks import stack_of
+from meshwright.planner.stacks import NANOTRON, run_of_sweep, stack_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -67,6 +67,8 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     sequence = whole(columns, "seq_len", 2048 if _described(columns) else None)
     shape = _shape_of(columns, sequence)
     layout, batch = _layout(columns, shape, devices, cluster)
+    if stack == NANOTRON and "benchmarks_interactive" in columns["source"]:
+        stack = run_of_sweep(layout, number(columns, "params_b", 0.0))
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16")
     layout = replace(layout, **changes)  # type: ignore[arg-type]
     if layout.vp * layout.pp > shape.layers and layout.vp * layout.pp <= shape.layers + 2:

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.spec.layout import Layout
 
 MEGATRON_2022 = Stack(
     name="megatron-2022",
@@ -79,7 +80,7 @@ NANOTRON = Stack(
 )
 NANOTRON_GATHERED = replace(
     NANOTRON,
-    tensor_kept=4.0,
+    regather=False,
     logit_peak=12.0,
     slack=1.0,
     source="functional.py without tp_recompute_allgather: both column-split products keep their gathered input; a part "
@@ -88,7 +89,7 @@ NANOTRON_GATHERED = replace(
 NANOTRON_GATHERED_PIPELINE = replace(
     NANOTRON,
     tensor_kept=2.0,
-    source="the first runs with a pipeline: one gathered input of a layer; fitted, like slack",
+    source="the same with a pipeline, of which the public rows leave one gathered input of a layer, not two",
 )
 RUN_TWICE = {NANOTRON_GATHERED: NANOTRON, NANOTRON_GATHERED_PIPELINE: NANOTRON}
 """What a layout ran out of memory with -> what it was run with again."""
@@ -148,17 +149,16 @@ BY_FRAMEWORK = (
 """A word of a row's framework -> its software; the first that is found."""
 
 
-def _nanotron(columns: dict[str, str]) -> Stack:
-    """Its sweep was run twice, with code or settings that keep other things, and a row does not say in which run it was
-    made. The script runs pipelines of two stages again and leaves alone what has none; of the rest, the public rows
-    show that what takes many devices (512, tp=32, models of 70B and more) is of the second run (docs/accuracy.md)."""
-    pp, tp, devices = (int(float(columns.get(name) or 1)) for name in ("pp", "tp", "n_gpus"))
-    wide = devices >= 512
-    if float(columns.get("params_b") or 0) >= 70 or pp == 2:
+def run_of_sweep(layout: Layout, billions: float) -> Stack:
+    """nanotron as it ran a layout of the Ultra-Scale sweep, which was run twice, with code or settings that keep other
+    things; no row says in which run it was made. The sweep's script runs pipelines of two stages again and leaves alone
+    what has none; of the rest, public rows show that what takes many devices is of the second run."""
+    wide = layout.world >= 512
+    if billions >= 70 or layout.pp == 2:
         return NANOTRON
-    if pp == 1:
-        return NANOTRON if wide and tp <= 16 else NANOTRON_GATHERED
-    return NANOTRON if wide or tp > 16 else NANOTRON_GATHERED_PIPELINE
+    if layout.pp == 1:
+        return NANOTRON if wide and layout.tp <= 16 else NANOTRON_GATHERED
+    return NANOTRON if wide or layout.tp > 16 else NANOTRON_GATHERED_PIPELINE
 
 
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
@@ -167,8 +167,6 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     found = next((stack for word, stack in BY_FRAMEWORK if word in framework), None)
     if found is None:
         raise ValueError(f"framework={columns.get('framework')!r} is not known")
-    if found is NANOTRON:
-        found = _nanotron(columns)
     year = re.search(r"_(20\d\d)\d\d_", columns.get("source") or "")
     if found is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
         found = TORCHTITAN_2025
