@@ -76,7 +76,7 @@ NANOTRON = Stack(
     source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
     "sums beside the 16-bit gradients), parallel/tensor_parallel/functional.py (the loss writes fp32 logits beside "
     "those it is given, keeps one), models/base.py (stages), helpers.py (rank 0 writes its peak); slack and reserve "
-    "fitted to the 1B and 8B rows",
+    "fitted to public rows, those of the second run",
 )
 NANOTRON_GATHERED = replace(
     NANOTRON,
@@ -84,7 +84,7 @@ NANOTRON_GATHERED = replace(
     logit_peak=12.0,
     slack=1.0,
     source="functional.py without tp_recompute_allgather: both column-split products keep their gathered input; a part "
-    "of logit_peak fitted to the 1B and 8B rows",
+    "of logit_peak fitted to public rows",
 )
 NANOTRON_GATHERED_PIPELINE = replace(
     NANOTRON,
