@@ -149,10 +149,10 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
     border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
-    found: tuple[Standing, ...] = (),
+    found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output. Not `exact`: what is in flight by closed form, which is not above the peak.
-    `units`, `found`: of this package's own engine, and its moments."""
+    """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
+    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments."""
     costs = [stages[stage] for stage in own_stages(layout, rank)]
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
@@ -169,6 +169,11 @@ def rank_memory(
         gathers = layout.pp == 1 or stack.sharding == "flat"
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
+    if stack.step_buffers and layout.pp > 1:
+        own = own_stages(layout, rank)
+        ends = (0 in own) + (len(stages) - 1 in own)
+        kinds["buffers"] += (2 * len(own) - ends) * micro_batches * border_bytes
+        kinds["logits"] += micro_batches * logits_bytes if len(stages) - 1 in own else 0.0
     update = {**state.update, "temporaries": update_bytes}
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, "optimizer step"

@@ -177,6 +177,7 @@ class Estimator(Pieces):
             border_bytes=of.between_bytes,
             update_bytes=self._update_bytes(count),
             exact=exact,
+            logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
             units=self._units(layout, state) if self.stack.own else None,
             found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
         )  # fmt: skip

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.planner.conventions import convention_of
+from meshwright.planner.predict import predict
 from meshwright.planner.runs import number, plan_of
 from meshwright.planner.stack import Stack
+from meshwright.planner.stacks import RUN_TWICE
 from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.plan import Plan
 
@@ -87,6 +89,8 @@ def _row(line: int, columns: dict[str, str]) -> Row | Unreadable:
     try:
         part, value = _part(columns)
         plan, stack = plan_of(columns)
+        if stack in RUN_TWICE and not predict(plan, stack).fits:
+            stack = RUN_TWICE[stack]
         failed = bool(columns.get("status")) and columns["status"] != "ok"
         step_s, derived = (0.0, False) if failed or part else _step_s(columns, plan)
     except (ValueError, MeshwrightError) as error:

@@ -7,7 +7,7 @@ from math import lcm
 
 from meshwright.planner.named import gpt, shape_named, tied_by_count
 from meshwright.planner.stack import Stack
-from meshwright.planner.stacks import stack_of
+from meshwright.planner.stacks import NANOTRON, run_of_sweep, stack_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -29,6 +29,8 @@ DESCRIBED = {
     "gpt-22b": (4, 1, 1, 4), "gpt-175b": (1, 8, 3, 64), "gpt-530b": (1, 35, 3, 280), "gpt-1t": (1, 64, 1, 512),
 }  # fmt: skip
 """(micro-batch, pp, vp, global batch of one replica) of Korthikanti et al. 2022, table 3, for rows of its figures."""
+LOCAL_BATCH = {"llama3_h100_202412_torchtitan.md T5": 32, "llama3_h100_202412_torchtitan.md T6": 8}
+"""Sequences of one replica in a step, as headings of torchtitan's tables say."""
 
 
 def number(columns: dict[str, str], name: str, default: float | None = None) -> float:
@@ -65,6 +67,8 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     sequence = whole(columns, "seq_len", 2048 if _described(columns) else None)
     shape = _shape_of(columns, sequence)
     layout, batch = _layout(columns, shape, devices, cluster)
+    if stack == NANOTRON and "benchmarks_interactive" in columns["source"]:
+        stack = run_of_sweep(layout, number(columns, "params_b", 0.0))
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16")
     layout = replace(layout, **changes)  # type: ignore[arg-type]
     if layout.vp * layout.pp > shape.layers and layout.vp * layout.pp <= shape.layers + 2:
@@ -142,6 +146,10 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
     batch = whole(columns, "global_batch_seqs", described[3] * dp if described else 0)
     if not micro and (found := re.search(r"max batch fitting = (\d+)", columns.get("notes", ""))):
         micro = batch = int(found[1])  # curves of the Ultra-Scale Playbook: one replica, one micro-batch a step
+    if not batch:
+        batch = dp * next((n for name, n in LOCAL_BATCH.items() if name in columns["source"]), 0)
+    if not micro and "torchtitan" in columns["framework"]:
+        micro = batch // (dp * whole(columns, "pp", 1))  # torchtitan's own default: as many as there are ranks
     if not batch and "quantity" in columns:
         # Tables of memory print no batch; the peak does not depend on it once a pipeline is full.
         micro = micro or 1

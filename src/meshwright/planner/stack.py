@@ -84,6 +84,9 @@ class Stack:
     """Layers of pipeline stages: as spec.schedule does, or until a stage has its share of the products' FLOP."""
     outputs_kept: bool = False
     """A pipeline stage also keeps its output for each micro-batch in flight."""
+    step_buffers: bool = False
+    """A pipeline stage has a place to receive every micro-batch of a step, and the last keeps the logits of all
+    (torch.distributed.pipelining)."""
 
     host_s: float = 6e-6
     """Seconds of the host to launch one kernel: a layer takes at least its launches."""

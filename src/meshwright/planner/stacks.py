@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.spec.layout import Layout
 
 MEGATRON_2022 = Stack(
     name="megatron-2022",
@@ -60,10 +61,10 @@ NANOTRON = Stack(
     rope_passes=5.0,
     activation_kept=4.0,
     logit_kept=4.0,
-    logit_peak=12.0,
+    logit_peak=8.0,
     gradient_bytes=6.0,
     gradient_exchange_bytes=4.0,
-    slack=1.25,
+    slack=1.18,
     reserve_bytes=0.28 * 2**30,
     reports="first",
     split="cost",
@@ -73,15 +74,32 @@ NANOTRON = Stack(
     send_s=0.002,
     hides_gradients=0.5,
     source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
-    "sums beside the 16-bit gradients), models/base.py (stages), helpers.py (rank 0 writes its peak); slack, reserve "
-    "and a part of logit_peak fitted to the 1B and 8B rows",
+    "sums beside the 16-bit gradients), parallel/tensor_parallel/functional.py (the loss writes fp32 logits beside "
+    "those it is given, keeps one), models/base.py (stages), helpers.py (rank 0 writes its peak); slack and reserve "
+    "fitted to public rows, those of the second run",
 )
+NANOTRON_GATHERED = replace(
+    NANOTRON,
+    regather=False,
+    logit_peak=12.0,
+    slack=1.0,
+    source="functional.py without tp_recompute_allgather: both column-split products keep their gathered input; a part "
+    "of logit_peak fitted to public rows",
+)
+NANOTRON_GATHERED_PIPELINE = replace(
+    NANOTRON,
+    tensor_kept=2.0,
+    source="the same with a pipeline, of which the public rows leave one gathered input of a layer, not two",
+)
+RUN_TWICE = {NANOTRON_GATHERED: NANOTRON, NANOTRON_GATHERED_PIPELINE: NANOTRON}
+"""What a layout ran out of memory with -> what it was run with again."""
 FSDP1 = Stack(
     name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
 )  # fmt: skip
 TORCHTITAN = Stack(
     name="torchtitan",
     shares_sequence=True,
+    regather=False,
     selective="alternate",
     selective_repeats=0.5,
     activation_kept=4.0,
@@ -92,7 +110,9 @@ TORCHTITAN = Stack(
     sharding="fully_shard",
     shard_bytes=4.0,
     outputs_kept=True,
-    source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024",
+    step_buffers=True,
+    source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024; "
+    "torch/distributed/pipelining/stage.py",
 )
 TORCHTITAN_2025 = replace(
     TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"
@@ -127,6 +147,18 @@ BY_FRAMEWORK = (
     ("meshwright", MESHWRIGHT),
 )
 """A word of a row's framework -> its software; the first that is found."""
+
+
+def run_of_sweep(layout: Layout, billions: float) -> Stack:
+    """nanotron as it ran a layout of the Ultra-Scale sweep, which was run twice, with code or settings that keep other
+    things; no row says in which run it was made. The sweep's script runs pipelines of two stages again and leaves alone
+    what has none; of the rest, public rows show that what takes many devices is of the second run."""
+    wide = layout.world >= 512
+    if billions >= 70 or layout.pp == 2:
+        return NANOTRON
+    if layout.pp == 1:
+        return NANOTRON if wide and layout.tp <= 16 else NANOTRON_GATHERED
+    return NANOTRON if wide or layout.tp > 16 else NANOTRON_GATHERED_PIPELINE
 
 
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
