@@ -229,6 +229,7 @@ def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
     inside = sum(held["bytes"] for held in first["memory"] if held["kind"] in ("activations", "temporaries"))
     first["memory"] = [held for held in first["memory"] if held["kind"] not in ("activations", "temporaries", "logits")]
     first["memory"].append({"kind": "logits", "bytes": inside})
+    first["when"] = "step 2, F 0 1"
     found = laid(write(tmp_path / "run", dryrun=dry, profile=profiled(PLAN)))
     assert found.disagreeing == ()
     logits = row(found, "memory", "logits", rank=0)
@@ -256,3 +257,10 @@ def test_nothing_known_twice_is_no_agreement(tmp_path: Path) -> None:
     (folder / "ledger.json").unlink()
     found = laid(folder)
     assert found.judged == () and as_json(found, "run")["agrees"] is None
+
+
+def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
+    for key, value in (("step_seconds", -1), ("peak_bytes", -5), ("mfu_full", -0.1)):
+        folder = write(tmp_path / key, profile={**profiled(PLAN), key: value})
+        with pytest.raises(RunError, match=key):
+            open_run(folder)

@@ -1,7 +1,7 @@
 """`meshwright compare RUN`: planned, dry run and measured, row by row, of a run that has ended."""
 
 import json as json_text
-from contextlib import suppress
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,8 +83,10 @@ def _dryer(run: "Finished") -> "DryRunner":
         with console(json=True).status("dry run"):
             found = as_document(dry_run(plan, device=device))
         text = json_text.dumps(found, indent=1)
-        with suppress(OSError):  # a folder that may only be read is compared all the same
+        try:
             replace_file(run.path / DRYRUN, (text + "\n").encode())
+        except OSError as error:  # a folder that may only be read is compared all the same
+            print(f"the dry run is not kept in {run.path}: {error.strerror}", file=sys.stderr)
         return checked(json_text.loads(text), "the dry run")
 
     return dry

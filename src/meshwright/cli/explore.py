@@ -33,5 +33,7 @@ def _writable(out: Path) -> None:
 
     if out.is_dir():
         raise PlanError(f"--out {out} is a folder: name a file, as --out {out / 'explorer.html'}")
+    if out.suffix not in (".html", ".htm"):
+        raise PlanError(f"--out {out}: name a file that ends in .html, as --out {out.with_suffix('.html')}")
     if not out.parent.is_dir():
         raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")

@@ -79,7 +79,9 @@ def _nothing(of: "Estimator", found: "Found", *, free: bool, json: bool) -> None
         from meshwright.planner.report import document, ranked
 
         print_json({**document(one), **ranked(found)})
-    raise DoesNotFit(unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0))
+    raise DoesNotFit(
+        unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0, free=free)
+    )
 
 
 def _save(best: "Plan", tokens: float, file: Path) -> None:

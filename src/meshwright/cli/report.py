@@ -44,6 +44,8 @@ def _writable(out: Path) -> None:
 
     if out.is_dir():
         raise PlanError(f"--out {out} is a folder: name a file, as --out {out / 'report.html'}")
+    if out.suffix not in (".html", ".htm"):
+        raise PlanError(f"--out {out}: name a file that ends in .html, as --out {out.with_suffix('.html')}")
     if not out.parent.is_dir():
         if out.name == "report.html":
             raise RunError(f"{out.parent} is no run folder: it does not exist; give the folder that run= named")

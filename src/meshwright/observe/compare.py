@@ -219,11 +219,15 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
 
 
 def moment(of: Rank) -> str:
-    """Where in a step a peak stands: with the logits, inside a layer's pass, or at the update."""
-    kinds = {one.kind: one.bytes for one in of.memory}
-    if of.when.startswith(("update", "optimizer")):
+    """Where in a step a peak stands: at head and loss (which end a forward pass), in a forward or backward pass, at the
+    update."""
+    words = of.when.replace(",", " ").split()
+    if words and words[0] in ("update", "optimizer"):
         return AT_UPDATE
-    return "at head and loss" if kinds.get("logits", 0) > kinds.get("temporaries", 0) else "in a layer's pass"
+    if "head" not in words and "F" not in words:
+        return "in a backward pass"
+    logits = any(one.kind == "logits" and one.bytes for one in of.memory)
+    return "at head and loss" if logits else "in a forward pass"
 
 
 def _aside(moments: dict[int, str]) -> tuple[int, ...]:

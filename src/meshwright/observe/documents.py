@@ -12,6 +12,8 @@ from meshwright.spec.errors import RunError
 
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
+Share = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 LARGEST_BYTES = 2**30
 """A file beyond this is none of ours: a profile of 64 ranks has 20 MB."""
 
@@ -94,8 +96,8 @@ class Rank:
     """What one rank held, sent and did; a field that is empty was not looked at."""
 
     rank: Whole
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
+    peak_bytes: Whole | None = None
+    reserved_bytes: Whole | None = None
     when: str = ""
     memory: tuple[Held, ...] = ()
     traffic: tuple[Sent, ...] | None = None
@@ -113,16 +115,16 @@ class Document:
 
     source: Literal["predicted", "dryrun", "measured"]
     plan: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    peak_rank: int | None = None
+    peak_bytes: Whole | None = None
+    peak_rank: Whole | None = None
     memory: tuple[Held, ...] = ()
     traffic: tuple[Sent, ...] | None = None
     time: tuple[Took, ...] = ()
-    step_seconds: Number | None = None
-    tokens_per_second_per_device: Number | None = None
-    mfu_causal: Number | None = None
-    mfu_full: Number | None = None
-    hfu: Number | None = None
+    step_seconds: Positive | None = None
+    tokens_per_second_per_device: Share | None = None
+    mfu_causal: Share | None = None
+    mfu_full: Share | None = None
+    hfu: Share | None = None
     bubble_fraction: Number | None = None
     ranks: tuple[Rank, ...] = ()
     device: str = ""

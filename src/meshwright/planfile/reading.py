@@ -205,6 +205,10 @@ class _Reader:
                 if not exists:
                     raise
         if not exists:
+            if folder.exists():
+                raise PlanError(
+                    f"model={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
+                )
             raise PlanError(f"model={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
         if self.shape_from_folder is None:
             raise PlanError(f"model={name!r} is a folder, and folders are not read here: give a preset's name or sizes")

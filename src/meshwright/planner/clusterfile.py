@@ -110,6 +110,8 @@ def _split(name: str) -> tuple[str, int]:
     path, x, number = name.rpartition("x")
     if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
         return path, int(number)
+    if x and path.endswith(".toml"):
+        raise PlanError(f"--cluster {name}: {number or 'nothing'} devices in a node cannot be; as {path}x8")
     return name, 0
 
 

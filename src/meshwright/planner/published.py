@@ -69,7 +69,7 @@ def read(path: Path) -> Iterator[Row | Unreadable]:
             _check(path, set(table.fieldnames or ()))
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a table: {error}") from None
+        raise DataError(f"{path} cannot be read as a table: {getattr(error, 'strerror', None) or error}") from None
     if not rows:
         raise DataError(f"{path} has no rows under its header: there is nothing to score")
     for line, columns in enumerate(rows, start=2):

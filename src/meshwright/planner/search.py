@@ -233,8 +233,8 @@ def _layouts(waiting: Waiting) -> int:
 
 
 def _rank(found: Prediction) -> tuple[float, int, float]:
-    """The fastest first; of equal ones (to three digits) the simplest, then the smallest."""
-    return float(f"{found.step_s:.3g}"), techniques(found.plan.layout), found.peak_bytes
+    """The fastest first; of equal ones the simplest, then the smallest."""
+    return float(f"{found.step_s:.7g}"), techniques(found.plan.layout), found.peak_bytes
 
 
 def techniques(layout: Layout) -> int:

@@ -102,7 +102,8 @@ def _others(found: Found) -> Iterator[str]:
     ties = sum(other.step_s <= best.step_s * (1 + TIE) for other in rest)
     if ties:
         some = "At least " if ties == len(rest) else ""
-        yield f"{some}{ties} more are within {TIE:.0%} of it: choose among them by memory and habit."
+        number = f"{some}{ties} more {'is' if ties == 1 else 'are'}"
+        yield f"{number} within {TIE:.0%} of it: choose among them by memory and habit."
     simpler = next((o for o in rest if techniques(o.plan.layout) < techniques(best.plan.layout)), None)
     if simpler:
         slower = simpler.step_s / best.step_s - 1
@@ -156,11 +157,17 @@ def outlook(of: Estimator, best: Prediction, tokens: float, price: float) -> Ite
     yield from _batch_words(plan, best, tokens)
     if tokens:
         bill = budget(tokens, best.tokens_per_step, best.step_s, plan.layout.world, price)
-        money = f", {bill.price:,.0f} at {price:g} a device hour" if price else ""
+        money = f", {_amount(bill.price)} at {price:g} a device hour" if price else ""
+        long = f"{bill.days:.1f} days" if bill.days >= 1 else duration(bill.days * 86400)
         yield (
-            f"{count(tokens)} tokens: {bill.steps:,} steps, {bill.days:.1f} days, {bill.device_hours:,.0f} device hours"
+            f"{count(tokens)} tokens: {bill.steps:,} steps, {long}, {_amount(bill.device_hours)} device hours"
             f"{money} (without failures, evaluation, checkpoints)."
         )
+
+
+def _amount(value: float) -> str:
+    """Whole where it is large, else to three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
@@ -173,17 +180,26 @@ def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
         )
 
 
-def failure(found: Found, nodes: int = 0) -> str:
-    """Where nothing fits: the nearest layout, the term that overflows, and that more devices are needed. `nodes`: so
-    many are enough."""
+PASSING = ("activations", "logits", "temporaries", "buffers")
+"""Kinds that a shorter sequence makes smaller."""
+
+
+def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
+    """Where nothing fits: the nearest layout, the term that overflows, and what would help. `nodes`: so many are
+    enough. `free`: no degree was fixed."""
     nearest = found.nearest
     assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)
     kind, size = max(worst.kinds.items(), key=lambda item: item[1])
+    cures = [f"{nodes} nodes are enough: take more nodes"] if nodes else ["take more nodes"]
+    if not free:
+        cures = ["fix fewer degrees"]
+    elif not nodes and worst.total_bytes - sum(worst.kinds.get(kind, 0.0) for kind in PASSING) <= room:
+        cures.append("a shorter sequence")
     return (
         f"none of {found.legal:,} legal layouts fits: the nearest needs {gib(worst.total_bytes)} of {gib(room)} a "
         f"device, {NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; "
-        + (f"{nodes} nodes are enough: take more nodes" if nodes else "take more nodes, a shorter sequence")
+        + ", ".join(cures)
         + " or another device"
     )
 
