@@ -110,7 +110,8 @@ def lines(found: "DryRun", room: int) -> Iterator[str]:
     plan, worst = found.plan, found.worst
     yield (
         f"{plan.model.name}, {plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}, "
-        f"{plan.recipe.global_batch} sequences of {plan.recipe.sequence} a step, {plan.recipe.precision}, kernels of {found.device}"
+        f"{plan.recipe.global_batch} sequences of {plan.recipe.sequence} a step, {plan.recipe.precision}, "
+        f"kernels of {found.device}"
     )
     yield ""
     yield from _table(found)
