@@ -54,8 +54,8 @@ def profiled(run: Path, **changes: object) -> None:
     ("changes", "said"),
     [
         ({"step_seconds": float("nan")}, "no JSON"),
-        ({"step_seconds": -1.0}, "no seconds of a step"),
-        ({"step_seconds": 0}, "no seconds of a step"),
+        ({"step_seconds": -1.0}, "step_seconds: input should be greater than 0"),
+        ({"step_seconds": 0}, "step_seconds: input should be greater than 0"),
         ({"step_seconds": None}, "no seconds of a step"),
         ({"step_seconds": "1 s"}, "step_seconds"),
         ({"step_seconds": 123.0, "plan": {}}, "of another plan"),
