@@ -1,5 +1,6 @@
 """`meshwright calibrate`: this machine measured for the planner, as a cluster file."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +38,8 @@ def calibrate(
         raise PlanError(f"--out {out}: name a file that ends in .toml, as --out {out.with_suffix('.toml')}")
     if out is not None and not out.parent.is_dir():
         raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if out is not None and not os.access(out.parent, os.W_OK):
+        raise PlanError(f"--out {out}: {out.parent} may not be written to; name a file elsewhere")
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
     from meshwright.planner.clusterwriting import text
