@@ -104,7 +104,7 @@ def _needed(found: "DryRun") -> str:
 
 def lines(found: "DryRun", room: int) -> Iterator[str]:
     """For people."""
-    from meshwright.observe.document import reserve_bytes
+    from meshwright.observe.document import fits
     from meshwright.spec.units import gib
 
     plan, worst = found.plan, found.worst
@@ -116,8 +116,7 @@ def lines(found: "DryRun", room: int) -> Iterator[str]:
     yield ""
     yield from _table(found)
     yield ""
-    fits = worst.peak_bytes + reserve_bytes(found.device) <= room
-    verdict = "" if not room else f" of {gib(room)}: {'fits' if fits else 'does not fit'}"
+    verdict = "" if not room else f" of {gib(room)}: {'fits' if fits(found, room) else 'does not fit'}"
     yield f"Peak {_needed(found)}{verdict} (rank {worst.rank}, {worst.when})"
     yield from _largest(worst)
     yield ""

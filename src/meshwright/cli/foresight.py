@@ -20,7 +20,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     DoesNotFit where the dry run says so, unless `anyway`.
     """
     from meshwright.observe.apart import TooLong
-    from meshwright.observe.document import dry, room_here
+    from meshwright.observe.document import dry, fits, room_here
     from meshwright.observe.dryrun import device_of, dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
@@ -39,7 +39,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
         return Foreseen(sentences=tuple(said))
     document = dry(found)
     room = document["capacity_bytes"] = room_here(plan, target)
-    document["fits"] = found.peak_bytes + document["reserve_bytes"] <= room
+    document["fits"] = fits(found, room)
     of = f" of {gib(room)}" if room else ""
     said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
     if document["fits"] is False and not anyway:

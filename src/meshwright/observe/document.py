@@ -20,7 +20,6 @@ def dry(found: DryRun) -> dict[str, Any]:
     """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null."""
     worst = found.worst
     room = room_bytes(found.plan, found.device)
-    reserve = reserve_bytes(found.device)
     return {
         "source": "dryrun",
         "plan": asdict(found.plan),
@@ -38,11 +37,16 @@ def dry(found: DryRun) -> dict[str, Any]:
         "hfu": None,
         "bubble_fraction": None,
         "capacity_bytes": room,
-        "reserve_bytes": reserve,
-        "fits": worst.peak_bytes + reserve <= room if room else None,
+        "reserve_bytes": reserve_bytes(found.device),
+        "fits": fits(found, room) if room else None,
         "ranks": [_rank(found, one) for one in found.ranks],
         "notes": list(found.notes),
     }
+
+
+def fits(found: DryRun, room: int) -> bool:
+    """Whether its fullest rank does, with what comes to its tensors."""
+    return found.worst.peak_bytes + reserve_bytes(found.device) <= room
 
 
 def reserve_bytes(device: str) -> int:

@@ -13,7 +13,7 @@ from meshwright.spec.errors import RunError
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
-Share = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+NotNegative = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 LARGEST_BYTES = 2**30
 """A file beyond this is none of ours: a profile of 64 ranks has 20 MB."""
 
@@ -121,10 +121,10 @@ class Document:
     traffic: tuple[Sent, ...] | None = None
     time: tuple[Took, ...] = ()
     step_seconds: Positive | None = None
-    tokens_per_second_per_device: Share | None = None
-    mfu_causal: Share | None = None
-    mfu_full: Share | None = None
-    hfu: Share | None = None
+    tokens_per_second_per_device: NotNegative | None = None
+    mfu_causal: NotNegative | None = None
+    mfu_full: NotNegative | None = None
+    hfu: NotNegative | None = None
     bubble_fraction: Number | None = None
     ranks: tuple[Rank, ...] = ()
     device: str = ""

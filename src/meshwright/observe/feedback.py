@@ -53,7 +53,7 @@ def _profiled(run: Finished, profile: Document) -> float:
     path = run.path / PROFILE
     if not same_program(run.plan_as_run, profile):
         raise RunError(f"{path} is of another plan than its folder: remove it, or profile again")
-    if profile.step_seconds is None or profile.step_seconds <= 0:
+    if profile.step_seconds is None:
         raise RunError(f"{path} has no seconds of a step: remove it, or profile again")
     return profile.step_seconds
 
