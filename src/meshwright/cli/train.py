@@ -28,7 +28,7 @@ def train(
         typer.Option(
             metavar="SECONDS",
             help="On several processes: how long one may stand still in a step. 0 = for ever. "
-            "[default: 30, or 10 times the longest step]",
+            "[default: 300, or 10 times the longest step]",
             show_default=False,
         ),
     ] = None,

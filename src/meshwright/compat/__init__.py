@@ -203,6 +203,15 @@ def time_limit(group: Any) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
+def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
+    """Let the collectives of a process group on GPUs end after `limit`, those on the host as before; False where it has
+    no GPU backend. torch takes one limit for all backends of a group, and sets another by private names only."""
+    with suppress(*_CANNOT):
+        group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
+        return True
+    return False
+
+
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
     """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

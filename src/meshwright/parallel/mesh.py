@@ -6,6 +6,7 @@ collectives of tensor parallelism need the fast links; pipeline stages lie farth
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,10 @@ GROUPS = {
 """Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters; losses:
 ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
 each costs memory and time at the start."""
+
+GPU_LIMIT = timedelta(hours=2)
+"""How long a collective on GPUs may take before the library itself ends the process: the second line behind the
+watchdog, for a process whose threads no longer run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -92,6 +97,7 @@ def _connect(group: Group) -> None:
     """NCCL connects a group at its first collective, which all its ranks must make together: a pipeline's would be a
     transfer between two of them. Gloo connects when a group is made."""
     if group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group):
+        compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
 
 
