@@ -24,6 +24,7 @@ from meshwright.observe.doctor.findings import Finding, examined, failure, merge
 from meshwright.observe.doctor.links import Link
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
+from meshwright.spec.layout import Layout
 from meshwright.train import random_state
 
 CPU = torch.device("cpu")
@@ -283,19 +284,11 @@ def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
         assert len(layouts) == 1, "each schedule is tried in fresh processes"
         if layouts[0].schedule == "zb-h1":
             raise RankError(f"ranks [0, 1] of 2 did not answer within {named['limit_s']:.0f} s")
-        alone = engine._outcomes(case, [layout_of_one], "cpu")
-        rank = [
-            engine.replace(
-                alone[0], tensors={n: (box, torch.from_numpy(x)) for n, (box, x) in alone[0].tensors.items()}
-            )
-        ]
+        rank = engine._outcomes(case, [Layout(compile="off")], "cpu")
         if layouts[0].schedule == "zb-v":
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
-    from meshwright.spec.layout import Layout
-
-    layout_of_one = Layout(compile="off")
     found = engine.schedules("cpu", 2, hangs)
     says(found, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
     assert set(found.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
@@ -312,8 +305,8 @@ def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as changed:
         load = engine.checkpoint.load
 
-        def flipped(path: Path, tensors: dict[str, Tensor]) -> Any:
-            found = load(path, tensors)
+        def flipped(path: Path, tensors: dict[str, Tensor], **given: Any) -> Any:
+            found = load(path, tensors, **given)
             tensors["weight"][0, 0] += 1
             return found
 

@@ -1,6 +1,7 @@
 """The engine itself, on a tiny model: every pipeline schedule for one cold step, every axis beside one device, compiled
 blocks, a checkpoint and the random states, the speed of a real step."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
+from meshwright.observe.doctor.links import agreed, gathered_names
 from meshwright.observe.matrix import DENSE, Trial, trial
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -66,7 +69,7 @@ def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, 
             wrong |= {one.title: f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last(error) for one in some}
             continue
         for place, one in enumerate(some):
-            difference = first_difference(alone, [rank[place] for rank in ranks], BANDS["fp32"])
+            difference = first_difference(alone, [_with_tensors(rank[place]) for rank in ranks], BANDS["fp32"])
             if difference:
                 wrong[one.title] = difference
     if wrong:
@@ -82,10 +85,14 @@ def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, 
 
 
 def _outcomes(case: Case, layouts: Sequence[Layout], kind: str) -> list[Outcome]:
-    """On a rank."""
+    """On a rank. Arrays instead of tensors, which travel between processes as open files."""
     made: dict[Any, Any] = {}
     found = [outcome(case, layout, device=kind, made=made) for layout in layouts]
     return [replace(one, tensors={n: (box, x.numpy()) for n, (box, x) in one.tensors.items()}) for one in found]
+
+
+def _with_tensors(one: Outcome) -> Outcome:
+    return replace(one, tensors={n: (box, torch.from_numpy(x)) for n, (box, x) in one.tensors.items()})
 
 
 def _last(error: BaseException) -> str:
@@ -93,19 +100,34 @@ def _last(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:200]
 
 
-def round_trip(device: torch.device, folder: Path | None = None) -> Finding:
-    """Random states and tensors, through a checkpoint on the disk, to the bit."""
-    tensors = {"weight": torch.randn(64, 33, device=device), "step": torch.zeros((), device=device)}
-    states, values = rng_state(0)
+def round_trip(device: torch.device, folder: Path, world: Group | None = None) -> Finding:
+    """Random states and tensors through a checkpoint below `folder`, to the bit. All ranks of `world` take part, so the
+    folder must be one that they share."""
+    world = world or Group("world")
+    rank = world.index
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"weight": torch.randn(64, 33, generator=generator).to(device), "step": torch.zeros((), device=device)}
+    states, values = rng_state(rank)
     before = {name: x.clone() for name, x in (tensors | states).items()}
     expected = _drawn(device)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(agreed(world, tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else ""))
+    try:
+        seen = gathered_names(world, str(place.is_dir()))
+        if blind := [one for one, sees in seen.items() if sees != "True"]:
+            where = "keep runs in a folder that all nodes share"
+            return failure("checkpoint", f"rank {blind[0]} does not see the folder that rank 0 made", where)
         saved = checkpoint.save(
-            Path(place), step=1, tensors=tensors | states, values=dict(values), score=None, keep_last=1
-        )
+            place, step=1, tensors=tensors | states, values=dict(values), score=None, keep_last=1,
+            group=world.process_group,
+        )  # fmt: skip
         loaded = {name: torch.zeros_like(x) for name, x in before.items()}
-        checkpoint.load(saved, loaded)
-    set_rng_state({name: x for name, x in loaded.items() if name in states}, values, 0)
+        checkpoint.load(saved, loaded, group=world.process_group)
+        world.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+    set_rng_state({name: x for name, x in loaded.items() if name in states}, values, rank)
     different = [name for name, x in before.items() if not torch.equal(loaded[name], x)]
     if not torch.equal(_drawn(device), expected):
         different.append("what is drawn afterwards")

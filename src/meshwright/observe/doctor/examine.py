@@ -64,7 +64,12 @@ def examine(
     names = links.gathered_names(world, socket.gethostname())
     nodes = links.node_numbers(names)
     own: list[Finding] = []
-    for name, check in [*_machine(folder, gpu), *_kernels(device)]:
+    every = [
+        *_machine(folder, gpu),
+        *_kernels(device),
+        ("checkpoint", partial(engine.round_trip, device, folder, world)),
+    ]
+    for name, check in every:
         (say if world.index == 0 else _silent)(name)
         own.append(examined(name, check))
     found = merged(_gathered(world, own), nodes)
@@ -102,7 +107,6 @@ def _kernels(device: torch.device) -> Checks:
         ("experts", partial(kernels.experts, device, low)),
         ("loss", partial(kernels.loss, device, low)),
         ("products", partial(kernels.products, device, low if device.type == "cuda" else torch.float32)),
-        ("checkpoint", partial(engine.round_trip, device)),
     ]
 
 

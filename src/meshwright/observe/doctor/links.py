@@ -157,6 +157,14 @@ def node_numbers(names: Mapping[int, str]) -> list[int]:
     return [order.index(names[rank]) for rank in sorted(names)]
 
 
+def agreed(world: Group, word: str) -> str:
+    """What the first rank says, on every rank."""
+    told = [word]
+    if world.size > 1:
+        dist.broadcast_object_list(told, src=world.ranks[0], group=world.process_group)
+    return told[0]
+
+
 def gathered_names(world: Group, name: str) -> dict[int, str]:
     """Rank -> the name of its machine."""
     if world.size == 1:
