@@ -59,8 +59,9 @@ CASES = {
     }.items()
     for kv_heads in numbers
 }
-"""GQA and MQA plain, with biases and a tied head, with norms of queries and keys, with learned positions, with a window
-and with experts."""
+CASES["plain experts"] = replace(shrink("qwen3-30b-a3b"), mlp="gelu")
+"""GQA and MQA plain, with biases and a tied head, with norms of queries and keys, with learned positions, with a
+window, with experts, and with experts that have no gate."""
 
 
 def _layouts(name: str) -> list[dict[str, Any]]:
@@ -138,7 +139,9 @@ def _needed_sums(shapes: list[ModelShape], layouts: list[dict[str, Any]]) -> lis
     return found
 
 
-SEEN = [shrink(kind) for kind in KINDS] + [CASES[name] for name in CASES if " 1 of 4 " in name]
+SEEN = [shrink(kind) for kind in KINDS] + [
+    CASES[name] for name in CASES if " 1 of 4 " in name or name == "plain experts"
+]
 TP: list[dict[str, Any]] = [{"tp": 2}, {"tp": 4}, {"tp": 2, "sp": True}, {"tp": 4, "sp": True}]
 
 
