@@ -122,8 +122,8 @@ def test_a_window_bounds_the_work() -> None:
     assert [sum(1 for _ in mask.blocks(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
 
 
-WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8)}
-"""Query heads, key heads, widths of keys and of values."""
+WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12)}
+"""Query heads, key heads, widths of keys and of values; either may be the wider."""
 
 
 def documents() -> Tensor:
