@@ -82,7 +82,7 @@ def train_step(
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What a token's, a sequence's and the balance loss count in the step, as tensors () fp32; `scale` is the loss
-    scale."""
+    scale that the step began with."""
 
     token: Tensor | None
     sequence: Tensor | None = None
@@ -96,7 +96,7 @@ class Weights:
         device = micro_batches[0].tokens.device
         tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
         sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
-        scale = scaler.scale if scaler else torch.ones((), device=device)
+        scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place
         return Weights(
             (1.0 / tokens).float() * scale,
             torch.full((), 1.0 / sequences, device=device),
