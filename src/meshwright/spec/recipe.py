@@ -62,6 +62,10 @@ class Recipe:
     """For matrices; norms, biases and other vectors never decay."""
     clip: float = 1.0
     """Largest gradient norm; 0 = no clipping."""
+    skip_nonfinite: int = 0
+    """Steps in a row that are skipped where loss or gradient is not finite; one more ends the run."""
+    skip_spikes: float = 0.0
+    """Skip a step whose gradient norm exceeds so many times its mean over about 50 steps, after warm-up; 0 = none."""
     dropout: float = 0.0
     """Share of activations set to 0 while training."""
     balance_loss: float = 0.001
@@ -90,7 +94,7 @@ class Recipe:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
         if self.warmup_steps == -1:
             object.__setattr__(self, "warmup_steps", min(20, self.steps // 10))
-        for field in ("warmup_steps", "decay_steps", *every):
+        for field in ("warmup_steps", "decay_steps", "skip_nonfinite", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
         if self.seed < 0 or self.seed >= 2**63:
@@ -99,6 +103,10 @@ class Recipe:
             value = getattr(self, field)
             if not math.isfinite(value) or value < 0:
                 raise PlanError(f"recipe.{field}={value} must be a finite number of 0 or more")
+        if self.skip_spikes and not 1 < self.skip_spikes < math.inf:
+            raise PlanError(
+                f"recipe.skip_spikes={self.skip_spikes} must be above 1 (times the mean norm), or 0 for none"
+            )
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
         for field in ("beta1", "beta2", "dropout"):
