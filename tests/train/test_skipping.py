@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,8 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from meshwright.spec import Plan
+from meshwright.observe.ranks import on_ranks
+from meshwright.parallel import make_mesh
+from meshwright.parallel.data import local
+from meshwright.parallel.engine import Engine
+from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.train import checkpoint, loop, skipping, trainer
 from meshwright.train.run import MetricsLog
@@ -211,3 +217,51 @@ def test_a_checkpoint_without_the_counts_is_read(make: Make, tmp_path: Path) -> 
         loop.run(plan)
     summary = loop.run(make(steps=6), resume="auto")
     assert summary.step == 6
+
+
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 3}]
+
+
+def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
+    """On one of two ranks: each layout with bad gradients on the second rank alone, which is asked to stop later on;
+    what each knows of skipped steps in the end, the last step, and why it ended."""
+    os.fsync = lambda number: None  # type: ignore[assignment]
+    skipping.HISTORY_STEPS = 3
+    trainer.reads_late = lambda device: True
+    loop.make_mesh = partial(make_mesh, made={})
+    second, runs, finish, begin = dist.get_rank() == 1, [], Engine.finish_gradients, trainer.Trainer._begin
+
+    def disturbed(engine: Engine) -> None:
+        finish(engine)
+        factor = BAD.get(runs[-1].state.progress.step + 1, 1.0)
+        if second:
+            [name] = [name for name in engine.parameters if name.endswith("1.attention.o.weight")]
+            local(engine.parameters[name].grad).mul_(factor)
+
+    def begun(self: Any, *given: Any) -> None:
+        runs.append(self)
+        begin(self, *given)
+        if second and self.state.progress.step == 14:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Engine.finish_gradients, trainer.Trainer._begin = disturbed, begun
+    found = []
+    for number, options in enumerate(LAYOUTS):
+        recipe = {"skip_nonfinite": 2, "skip_spikes": 3.0, "checkpoint_every": 0, "eval_every": 0, "steps": 30}
+        plan = running.plan(Path(texts), Path(folder, str(number)), **recipe)
+        summary = loop.run(replace(plan, layout=replace(Layout(**options), micro_batch=1)))
+        found.append((runs[-1].state.skipper.values(), summary.step, summary.stopped))
+    return found
+
+
+def test_ranks_skip_alike_and_stop_after_the_same_step(texts: Path, tmp_path: Path) -> None:
+    """Numbers are read late; a signal of one rank comes with them."""
+    one, other = on_ranks(2, run_spoiled, str(texts), str(tmp_path))
+    assert one == other
+    for number, (values, step, stopped) in enumerate(one):
+        assert values[2:] == [0, len(BAD)] and stopped == "terminated" and 15 <= step <= 17, LAYOUTS[number]
+        rows = {row["step"]: row.get("skipped") for row in running.metrics(tmp_path / str(number))}
+        assert list(rows) == list(range(1, step + 1))
+        assert {step: why for step, why in rows.items() if why} == {
+            bad: "spike" if math.isfinite(factor) else "non-finite" for bad, factor in BAD.items()
+        }
