@@ -180,6 +180,14 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
             "model.moe.expert is not known: the nearest known key is model.moe.experts",
         ),
         ("layout: {dp: 2}\n", "plan.yaml:1: layout.dp is not known: it is layout.dp_replicate (whole copies)"),
+        (
+            "recipe:\n  min-learning-rate: 0.1\n",
+            "plan.yaml:2: recipe.min-learning-rate is not known: it is now recipe.min_learning_rate_ratio",
+        ),
+        (
+            "recipe: {schedule: wsd}\n",
+            "plan.yaml:1: recipe.schedule is not known: it is now recipe.learning_rate_schedule",
+        ),
         ("recipe: {gradient_accumulation_steps: 2}\n", "it follows from recipe.global_batch"),
         ("recipe:\n  lr: 1\n  learning_rate: 1\n", "plan.yaml:3: recipe.learning_rate is given twice, as lr and as"),
         ("recipe:\n  future_key: 1\nlayout:\n  other: 2\n", "plan.yaml:2: recipe.future_key is not known"),

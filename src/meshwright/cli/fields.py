@@ -91,6 +91,8 @@ def utilization(metrics: StepMetrics) -> str:
 def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
     """Figures that only some runs have."""
     found = []
+    if metrics.skipped is not None:
+        found.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
     if metrics.noise_scale_tokens is not None:
         found.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
     if metrics.balance_loss is not None:

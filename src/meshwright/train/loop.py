@@ -23,6 +23,7 @@ from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.train.run import MetricsLog, RunFolder
+from meshwright.train.skipping import StepSkipper
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
 from meshwright.train.watch import Foreseen, Summary, Watcher
@@ -182,7 +183,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         initialize=initialize,
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
-    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
+    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress(), StepSkipper(target))
 
 
 def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Pulse) -> Path | None:
