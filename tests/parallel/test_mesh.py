@@ -1,6 +1,7 @@
 """Ranks and groups against their definitions, and the collectives against sums by hand."""
 
 import itertools
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
+from meshwright.observe.tiny import shrink
 from meshwright.parallel import mesh
-from meshwright.parallel.mesh import make_mesh, saving_group
+from meshwright.parallel.mesh import Made, make_mesh, saving_group
+from meshwright.parallel.stages import ends_group
 from meshwright.spec import Layout
 from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
 from tests.parallel.telling import Told
@@ -84,3 +87,20 @@ def test_collectives_on_four_processes() -> None:
     assert all(result["limits"] == {timedelta(seconds=LIMIT_S)} for result in results), "what the world was given"
     assert results[0]["told"][0] == ("tp", "all_reduce", 24)
     assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["all_reduce"]
+
+
+def _two_layouts() -> list[float]:
+    """A tied pipeline, whose two ends alone make a group, then other axes over the same ranks."""
+    shape = replace(shrink("qwen2.5-0.5b"), layers=4)
+    made: Made = {}
+    found = []
+    for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
+        ours = make_mesh(layout, made=made)
+        ends_group(shape, ours).all_reduce(torch.ones(1))
+        found.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
+    again = make_mesh(Layout(dp_shard=2, tp=2))  # the same ranks once more, without those that were made
+    return [*found, again["tp"].all_reduce(torch.ones(1)).item()]
+
+
+def test_one_rank_may_have_made_more_groups_than_another() -> None:
+    assert on_ranks(4, _two_layouts, limit_s=30) == [[6.0, 8.0, 7.0, 2.0]] * 4

@@ -19,6 +19,7 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
+from meshwright.compat.groups import named_group as named_group
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 

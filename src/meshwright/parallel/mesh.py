@@ -68,8 +68,8 @@ def make_mesh(
     """All groups of a layout for this rank (default: that of the process group that is initialised).
 
     Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups
-    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next: torch names
-    groups by their ranks. `traffic`: one that somebody watches already.
+    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next, which takes
+    over what is there. `traffic`: one that somebody watches already.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -119,8 +119,7 @@ def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.Pro
     if len(ranks) == world and not purpose:
         return dist.group.WORLD
     limit = compat.time_limit(dist.group.WORLD)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return group
+    return compat.named_group(ranks, limit, purpose)
 
 
 def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:
