@@ -18,7 +18,7 @@ from meshwright.parallel.traffic import Traffic
 QUICK = frozenset({"step", "data", "forward", "backward", "gradients", "optimizer", "loss"})
 """Phases of a step; any other one may take long."""
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor")
-COLLECTIVES = ("torch.distributed.", "meshwright.parallel.mail")
+COLLECTIVES = ("torch.distributed.", "meshwright.parallel.p2p")
 """Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
