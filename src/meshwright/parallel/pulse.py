@@ -24,7 +24,7 @@ COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor", "triton.compiler"
 COMPILING = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "triton.compiler")
 """The same for any other thread. Autograd compiles the backward pass on the thread of a GPU; Inductor has threads that
 wait for work all the time, and those do not count."""
-COLLECTIVES = ("torch.distributed.", "meshwright.parallel.mail", "meshwright.parallel.p2p")
+COLLECTIVES = ("torch.distributed.", "meshwright.parallel.p2p")
 """Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
 BACKWARD = "torch.autograd.graph:_engine_run_backward"
 """Where the main thread waits while autograd's own threads run a backward pass."""
