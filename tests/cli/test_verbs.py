@@ -205,7 +205,7 @@ def test_the_plan_of_quickstart_is_legal_and_small() -> None:
 
     plan = planfile.read(quickstart.PLAN)
     plan.check()
-    assert plan.data.path == "stdlib" and plan.run == "runs/quickstart"
+    assert plan.data.path == "stdlib" and quickstart.RUN == "runs/quickstart"
     assert num_parameters(plan.model) < 5_000_000
 
 
@@ -268,12 +268,12 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("WORLD_SIZE", "4")
     tail = "-m meshwright train plan.yaml 'run=my run' resume=auto"
-    assert again(words) == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
+    assert again(words, "my run") == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
     program.with_name("torchrun").write_text("")
-    assert again(words) == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
+    assert again(words, "my run") == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
     program.with_name("torchrun").chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "node1")
     meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
-    assert again(words) == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+    assert again(words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"

@@ -9,6 +9,9 @@ from meshwright.spec.legal import layout_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
+RANDOM = "random"
+"""`Plan.init` of a run whose weights are drawn."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
@@ -42,18 +45,22 @@ class Plan:
     """The transformer: a preset's name, a Hugging Face folder, or its sizes."""
     data: Data = Data()
     """The text: a path, or a path with more settings."""
-    run: str = "runs/latest"
-    """The run folder, where everything is written."""
+    run: str = "runs/auto"
+    """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
     recipe: Recipe = field(default_factory=Recipe)
     """What may change the loss curve."""
     layout: Layout = field(default_factory=Layout)
     """What must not change the loss curve."""
     cluster: Cluster = field(default_factory=Cluster)
     """What it runs on: a name as h100x8, or figures."""
+    init: str = RANDOM
+    """The first weights: `random`, or the Hugging Face folder that they are read from."""
 
     def __post_init__(self) -> None:
         if not self.run:
             raise PlanError("run is empty: give the folder of the run, as run=runs/first")
+        if not self.init:
+            raise PlanError("model.init is empty: give random, or a Hugging Face folder with weights")
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""

@@ -237,7 +237,7 @@ class MetricsLog:
 def _is_others(path: Path, plan: Plan) -> bool:
     """Whether a plan file would be lost if this plan were written there: not where it says the same, as after a profile
     of the plan."""
-    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan)
+    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan, path.parent)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
