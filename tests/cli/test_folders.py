@@ -72,7 +72,7 @@ def test_resume_auto_from_another_folder_goes_on(
 ) -> None:
     """By its absolute path, by the plan that the run kept, and from within the run."""
     run = project / str(train(capsys, "plan.yaml")["run"])
-    named = planfile.read("plan.yaml", ["run=runs/named"])
+    named = planfile.read("plan.yaml", ["run=runs/named", "recipe.seed=1"])
     planfile.write(named, "named.yaml")
     train(capsys, "named.yaml")
     monkeypatch.chdir(tmp_path)

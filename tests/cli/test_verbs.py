@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from meshwright.cli.train import again, sort_words
 from meshwright.data import Tokenizer
 from meshwright.spec.errors import PlanError
 from tests.cli import toy
-from tests.cli.toy import call
+from tests.cli.toy import call, refused
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,26 @@ def test_text_for_people_is_the_prompt_and_what_the_document_says(
 def test_an_empty_prompt_begins_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(call(capsys, "generate", run, "--prompt", "", "--max-new-tokens", "1", "--json")[1])
     assert found["prompt_ids"] == [Tokenizer.load(run).bos]
+
+
+def test_a_run_without_its_tokenizer_or_with_another_is_refused(
+    run: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until now all three went on with bytes, and said nothing."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "tokenizer.json").unlink()
+    verbs = (("eval", copy), ("generate", copy, "--prompt", "x"), ("export", copy, tmp_path / "out"))
+    for words in verbs:
+        assert "has lost its tokenizer.json" in refused(capsys, *words)
+    assert "has lost its tokenizer.json, and data.tokenizer" in refused(
+        capsys, *toy.train(texts, copy, "resume=auto", "data.tokenizer=bytes")
+    )
+    assert call(capsys, *toy.train(texts, copy, "resume=auto"))[0] == 0, "from the same text it is made anew"
+    assert (copy / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    Tokenizer.bytes().save(copy)
+    for words in verbs:
+        assert "is not the tokenizer that step-000012 was trained with" in refused(capsys, *words)
 
 
 def test_eval_repeats_the_figures_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

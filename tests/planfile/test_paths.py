@@ -123,9 +123,10 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
         assert os.path.normpath(here.data.tokenizer) == own
         write(here, tmp_path / "saved.yaml")
         monkeypatch.chdir(tmp_path)
-        assert absolute(read(project / "plan.yaml", shape_from_folder=lambda _: shape)).init == absolute(
-            read("saved.yaml")
-        ).init
+        assert (
+            absolute(read(project / "plan.yaml", shape_from_folder=lambda _: shape)).init
+            == absolute(read("saved.yaml")).init
+        )
         assert read("saved.yaml").model == here.model
     monkeypatch.chdir(project)
     given = read(None, ["model=./hf", "data.tokenizer=bytes"], shape_from_folder=lambda _: shape)

@@ -29,7 +29,13 @@ SHAPES = {
         out_bias=True, mlp_bias=True,
     ),
 }  # fmt: skip
-WORDS = ["recipe.steps=1", "recipe.sequence=16", "recipe.global_batch=2", "recipe.warmup_steps=0", "layout.micro_batch=1"]
+WORDS = [
+    "recipe.steps=1",
+    "recipe.sequence=16",
+    "recipe.global_batch=2",
+    "recipe.warmup_steps=0",
+    "layout.micro_batch=1",
+]
 UNCHANGED = "recipe.learning_rate=0"
 
 

@@ -95,7 +95,7 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "d
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
             keep_extras(found, path)
-            values = {"step": 0, "sequence": plan.recipe.sequence}
+            values = {"step": 0, "sequence": plan.recipe.sequence, "tokenizer": tokenizer.fingerprint}
             checkpoint.save(folder.checkpoints, step=0, tensors=tensors, values=values, score=None, keep_last=1)
     except BaseException:
         if begun:

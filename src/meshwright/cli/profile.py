@@ -36,7 +36,7 @@ def profile(
     RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import processes
+    from meshwright.cli.launch import nodes, processes
     from meshwright.cli.train import shape_from_folder
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
@@ -49,7 +49,7 @@ def profile(
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
     if steps < 1:
         raise PlanError(f"--steps {steps} must be at least 1")
-    violation = world_violation(plan, processes()) if processes() > 1 else None
+    violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
     if violation:
         raise IllegalLayout(violation)
     plan.check()

@@ -53,14 +53,14 @@ def train(
     model=HF_DIR takes the weights too, model.init=random draws new ones.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import joined, processes, rank
+    from meshwright.cli.launch import joined, nodes, processes, rank
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
-    violation = world_violation(plan, processes())
+    violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
     if hang_after is not None and not 0 <= hang_after < float("inf"):

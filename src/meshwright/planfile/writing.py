@@ -7,7 +7,7 @@ import ast
 import inspect
 import os
 import textwrap
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -19,7 +19,7 @@ from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import RANDOM, Plan
+from meshwright.spec.plan import Plan, as_document
 
 WIDTH = 120
 COMMENT_COLUMN = 34
@@ -37,9 +37,7 @@ A Hugging Face folder gives its weights too: model: ./hf; without them: model: {
 
 def dump(plan: Plan) -> dict[str, Any]:
     """The plan as JSON-like values, presets written out, so that it means the same wherever it is read."""
-    found = {key: _plain(value) for key, value in asdict(plan).items()}
-    init = found.pop("init")
-    return found if init == RANDOM else {**found, "model": {**found["model"], "init": init}}
+    return {key: _plain(value) for key, value in as_document(plan).items()}
 
 
 def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:

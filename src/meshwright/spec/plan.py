@@ -1,6 +1,7 @@
 """Plan: the four nouns together with the data and the run folder. It is what is run."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -111,3 +112,11 @@ class Plan:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise IllegalLayout(found[0] + more)
+
+
+def as_document(plan: Plan) -> dict[str, Any]:
+    """The plan as a plan file has it: where the weights are from belongs to the model, and is left out where they are
+    drawn."""
+    found = asdict(plan)
+    init = found.pop("init")
+    return found if init == RANDOM else {**found, "model": {**found["model"], "init": init}}

@@ -20,6 +20,7 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.plan import RANDOM
 from meshwright.train import checkpoint, device, folders, shelf, weights
 from meshwright.train.batches import Share
+from meshwright.train.disk import check_space
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
@@ -57,6 +58,7 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target))
+    crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     device.prepare(target, plan.recipe.precision)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
@@ -75,7 +77,9 @@ def run(
             _resume(state, plan, corpus, folder, found)
         elif not drawn:
             weights.take_weights(state, plan)
-            foreseen = _first_said(foreseen, "init", weights.said(plan))
+            foreseen = _also_said(foreseen, ("init", weights.said(plan)))
+        if crowded:
+            foreseen = _also_said(foreseen, ("note", crowded))
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
@@ -136,10 +140,10 @@ def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     return folder
 
 
-def _first_said(foreseen: Foreseen | None, label: str, sentence: str) -> Foreseen:
-    """With one more row of the first lines."""
+def _also_said(foreseen: Foreseen | None, *rows: tuple[str, str]) -> Foreseen:
+    """With more rows of the first lines."""
     known = foreseen or Foreseen()
-    return replace(known, sentences=((label, sentence), *known.sentences))
+    return replace(known, sentences=(*known.sentences, *rows))
 
 
 def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
