@@ -86,7 +86,7 @@ def test_a_plan_that_was_kept_with_relative_paths(
     assert absolute(read(run / "plan.yaml")) == plan
     (run / "metrics.jsonl").write_text("")
     run.rename(project / "runs/b")
-    with pytest.raises(PlanError, match="run=runs/a is not the folder .*/runs/b, and that holds a run: give run=proj"):
+    with pytest.raises(PlanError, match=r"run=runs/a is not the folder .*/runs/b, and that holds a run: give run=proj"):
         read(project / "runs/b/plan.yaml")
 
 

@@ -13,7 +13,7 @@ from meshwright.cli.train import shape_from_folder
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder
 from meshwright.model.hub.names import tensor_sizes
-from meshwright.spec import MoEShape, ModelShape, Plan
+from meshwright.spec import ModelShape, MoEShape, Plan
 from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.train import checkpoint, loop
 from tests.cli.launched import launch
@@ -164,14 +164,16 @@ def test_a_folder_without_a_tokenizer_or_that_is_gone(tmp_path: Path) -> None:
     directory(tmp_path / "hf", SHAPES["llama"])
     own = tmp_path / "hf" / "tokenizer.json"
     own.rename(tmp_path / "tokenizer.json")
-    with pytest.raises(PlanError, match="has no tokenizer.json, and its weights know no other tokens: give data.tok"):
+    with pytest.raises(PlanError, match=r"has no tokenizer.json, and its weights know no other tokens: give data.tok"):
         loop.run(plan(tmp_path))
     loop.run(plan(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer.json'}", UNCHANGED))
     found = plan(tmp_path, "run=x")
     (tmp_path / "hf").rename(tmp_path / "away")
-    with pytest.raises(PlanError, match="there is no such folder; give the one with the weights, or model.init=random"):
+    with pytest.raises(
+        PlanError, match=r"there is no such folder; give the one with the weights, or model.init=random"
+    ):
         loop.run(found)
-    with pytest.raises((DataError, HubError, PlanError), match="no such folder|does not exist"):
+    with pytest.raises((DataError, HubError, PlanError), match=r"no such folder|does not exist"):
         plan(tmp_path)
 
 

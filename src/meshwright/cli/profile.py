@@ -55,7 +55,6 @@ def profile(
     plan.check()
 
     from meshwright.observe.finished import refuse_other
-
     from meshwright.train import folders
 
     if not folders.is_open(plan.run):

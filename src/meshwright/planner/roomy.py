@@ -1,7 +1,7 @@
 """Which of the layouts that fit is recommended: the fastest that leaves some memory free.
 
-The planner errs by several percent, fragmentation takes some, and a run that ends out of memory after an hour costs more
-than a few percent of speed. The faster ones stay listed.
+The planner errs by several percent, and fragmentation takes some. A run that ends out of memory after an hour costs
+more than a few percent of speed. The faster ones stay listed.
 """
 
 from meshwright.planner.predict import Estimator

@@ -90,8 +90,8 @@ def _tight(found: Found) -> Iterator[str]:
     best, room = found.best[0], usable_bytes(found.best[0].plan)
     if is_tight(best):
         yield (
-            f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, the planner errs by several percent, and no "
-            f"layout that was found leaves {FREE:.0%}."
+            f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, the planner errs by several percent, and "
+            f"no layout that was found leaves {FREE:.0%}."
         )
         return
     fastest = min(found.best, key=lambda one: one.step_s)

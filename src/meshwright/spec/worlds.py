@@ -15,8 +15,8 @@ FARTHEST = 64
 
 
 def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
-    """Why a plan cannot run on so many processes of so many nodes, with the nearest layouts and numbers that can; None =
-    it can."""
+    """Why a plan cannot run on so many processes of so many nodes, with the nearest layouts and numbers that can;
+    None = it can."""
     layout, found = plan.layout, plan.violations()
     if layout.world == processes:
         return _illegal(plan, found, processes) if found else None

@@ -33,8 +33,8 @@ def begun(plan: Plan, resume: str) -> str:
 
 
 def settled(plan: Plan) -> str:
-    """The run folder of a plan. Of an open one a new folder, `DIR/2026-11-22-llama-tiny` or the first of -2, -3 ... that
-    is not there, made at once, so that no other process takes it. RunError where it cannot be made."""
+    """The run folder of a plan. Of an open one a new folder, `DIR/2026-11-22-llama-tiny` or the first of -2, -3 ...
+    that is not there, made at once, so that no other process takes it. RunError where it cannot be made."""
     return str(_new(Path(plan.run).parent, plan.model.name)) if is_open(plan.run) else plan.run
 
 

@@ -11,6 +11,7 @@ import torch
 from meshwright import __version__, planfile
 from meshwright.data import Corpus, Sampler
 from meshwright.data import prepare as prepare_data
+from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.mesh import saving_group
@@ -45,7 +46,8 @@ def run(
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
-    A run folder `DIR/auto` is chosen here (train/folders.py): watchers are told which. `progress` is told of the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
+    A run folder `DIR/auto` is chosen here (train/folders.py): watchers are told which. `progress` is told of
+    the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
     Ctrl-C and SIGTERM save and end cleanly.
     """
@@ -78,8 +80,8 @@ def run(
         elif not drawn:
             weights.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", weights.said(plan)))
-        if crowded:
-            foreseen = _also_said(foreseen, ("note", crowded))
+        remarks = (*([crowded] if crowded else []), *advice(plan, corpus))
+        foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,

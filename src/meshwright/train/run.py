@@ -101,12 +101,12 @@ class RunFolder:
         return self.path / "run.log"
 
     def known_tokenizer(self, saved: Path) -> Tokenizer:
-        """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced: with
-        any other the tokens of the model mean something else."""
+        """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced:
+        with any other the tokens of the model mean something else."""
         if not self.tokenizer.is_file():
             raise RunError(
-                f"{self.path} has lost its tokenizer.json, without which nobody knows what its tokens mean: put the file "
-                "back (an export has a copy; train with resume=auto makes it anew from the same text)"
+                f"{self.path} has lost its tokenizer.json, without which nobody knows what its tokens mean: put the "
+                "file back (an export has a copy; train with resume=auto makes it anew from the same text)"
             )
         found, trained = Tokenizer.load(self.tokenizer), _tokenizer_of(saved)
         if trained and found.fingerprint != trained:

@@ -21,8 +21,8 @@ OTHERWISE = "or model.init=random for new weights"
 
 
 def check_weights(plan: Plan) -> None:
-    """PlanError or HubError where the folder of `model.init` cannot begin this plan: it is not there, its parameters are
-    others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
+    """PlanError or HubError where the folder of `model.init` cannot begin this plan: it is not there, its parameters
+    are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
     if plan.init == RANDOM:
         return
     folder = _folder(plan)
@@ -99,6 +99,6 @@ def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
         Tokenizer.load(own).fingerprint
     ):
         raise PlanError(
-            f"data.tokenizer={given} is not the tokenizer that the weights of model.init={plan.init} were trained with: "
-            f"take data.tokenizer={own}, {OTHERWISE}"
+            f"data.tokenizer={given} is not the tokenizer that the weights of model.init={plan.init} were trained "
+            f"with: take data.tokenizer={own}, {OTHERWISE}"
         )

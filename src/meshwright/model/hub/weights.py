@@ -26,7 +26,8 @@ def load_weights(
 ) -> None:
     """Call put(name, tensor) with every parameter and router correction bias of the shape, by our names.
 
-    Of what is stored together and not `wanted` at all nothing is read: a pipeline stage reads its own layers. Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first put.
+    Of what is stored together and not `wanted` at all nothing is read: a pipeline stage reads its own layers.
+    Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first put.
     HubError: missing shard, truncated file, missing, unexpected or misshapen tensor, an untied head where the config
     ties it.
     """
