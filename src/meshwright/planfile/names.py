@@ -12,6 +12,8 @@ SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.de
 """A section given as one word: which key of the section the word is the value of."""
 STARTS_FROM = ("model", "cluster", "cluster.device")
 """Sections with the extra key `preset`: begin with that one and change what else is given."""
+MOVED = {"init": ("model", "init")}
+"""Field of the Plan -> section and key that it has in a file: a shape has no weights, a model has."""
 
 SWITCH = {"true": "full", "false": "none"}
 ALIASES: dict[str, dict[str, str]] = {
@@ -203,6 +205,8 @@ def sections() -> dict[str, dict[str, Any]]:
     _collect(Plan, "", found)
     for section in STARTS_FROM:
         found[section]["preset"] = str
+    for key, (section, name) in MOVED.items():
+        found[section][name] = found[""].pop(key)
     return found
 
 

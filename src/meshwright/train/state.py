@@ -65,8 +65,9 @@ class TrainState:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
         return found
 
-    def values(self, recipe: Recipe, data: str) -> dict[str, Any]:
-        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in."""
+    def values(self, recipe: Recipe, data: str, tokenizer: str) -> dict[str, Any]:
+        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in, `tokenizer` that of
+        what its tokens mean."""
         progress = self.progress
         return {
             "step": progress.step,
@@ -76,6 +77,7 @@ class TrainState:
             "sequence": recipe.sequence,
             "seed": recipe.seed,
             "data": data,
+            "tokenizer": tokenizer,
             "noise": [progress.noise.variance, progress.noise.signal, progress.noise.weight],
             "eval_loss": progress.eval_loss,
             "best_eval_loss": progress.best_eval_loss,

@@ -259,7 +259,7 @@ class Trainer:
         self.saver.save(
             progress.step,
             self.state.tensors(),
-            self.state.values(self.plan.recipe, self.corpus.fingerprint),
+            self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint),
             score,
             last=not goes_on,
         )
