@@ -12,6 +12,7 @@ from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
+from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.train import checkpoint, device
@@ -255,14 +256,10 @@ class Trainer:
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
         progress = self.state.progress
+        check_replicas(self.state.engine, progress.step)
         log.sync()
-        self.saver.save(
-            progress.step,
-            self.state.tensors(),
-            self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint),
-            score,
-            last=not goes_on,
-        )
+        values = self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint)
+        self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
     def _info(self) -> RunInfo:
         goes_on = self.watchers and self.state.progress.step
