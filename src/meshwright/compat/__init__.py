@@ -285,6 +285,17 @@ def _fsdp_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def fsdp_drop_gradients(modules: list[Any]) -> None:
+    """Forget gradients that modules hold but have not reduced. FSDP keeps them on its own records of parameters, which
+    have no public name."""
+    for module in modules:
+        for group in _fsdp_groups(module):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+
+
 def fsdp_post_backward(modules: list[Any]) -> None:
     """What FSDP does at the end of a backward pass, for modules in the order of the forward pass, roots first.
 

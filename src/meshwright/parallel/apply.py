@@ -108,13 +108,14 @@ def parallelize(
     share_embedding(stages)
     shape = stages[0].shape
     replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
         reduce_dtype=reduce_dtype,
         replicas=replicas,
-        pipeline=make_pipeline(stages, mesh, replicas) if mesh["pp"].size > 1 else None,
+        pipeline=make_pipeline(stages, mesh, replicas, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )
 
