@@ -50,7 +50,7 @@ def train(
     resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import joined, processes, rank
+    from meshwright.cli.launch import joined, nodes, processes, rank
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
@@ -71,10 +71,10 @@ def train(
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    look_ahead = partial(foresee, anyway=anyway) if foresight else None
+    look_ahead = partial(foresee, anyway=anyway, machines=nodes()) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
+            loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead, machines=nodes())
             return
         services = _services(tensorboard, wandb)
         with choose(console(json=json)) as display:
@@ -85,6 +85,7 @@ def train(
                 progress=display.encoding,
                 pulse=pulse,
                 foresee=look_ahead,
+                machines=nodes(),
             )
         # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
         if json:
