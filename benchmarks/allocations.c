@@ -130,6 +130,10 @@ void *mmap(void *address, size_t size, int protection, int flags, int file, off_
     return found;
 }
 
+void *mmap64(void *address, size_t size, int protection, int flags, int file, off_t offset) {
+    return mmap(address, size, protection, flags, file, offset);
+}
+
 int munmap(void *address, size_t size) {
     drop(address);
     return (int)syscall(SYS_munmap, address, size);
