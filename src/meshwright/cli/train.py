@@ -75,10 +75,10 @@ def train(
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    look_ahead = partial(foresee, anyway=anyway) if foresight else None
+    look_ahead = partial(foresee, anyway=anyway, machines=nodes()) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
+            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead, machines=nodes())
         else:
             services, chosen = _services(tensorboard, wandb), Chosen(plan.run)
             with choose(console(json=json)) as display:
@@ -89,6 +89,7 @@ def train(
                     progress=display.encoding,
                     pulse=pulse,
                     foresee=look_ahead,
+                    machines=nodes(),
                 )
             # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
             if json:

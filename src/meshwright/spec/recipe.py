@@ -1,7 +1,7 @@
 """Recipe: whatever may change the loss curve (and how often the run looks at itself)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
@@ -125,6 +125,17 @@ class Recipe:
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)):
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
+
+    @property
+    def largest(self) -> "Recipe":
+        """The same with every step as large as the largest of the batch ramp, which needs most memory."""
+        batch = max(self.global_batch, *(stage.global_batch for stage in self.batch_ramp), 0)
+        return replace(self, global_batch=batch, batch_ramp=()) if self.batch_ramp else self
+
+    @property
+    def saves_between(self) -> bool:
+        """Whether training goes on after any checkpoint."""
+        return 0 < self.checkpoint_every < self.steps
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""
