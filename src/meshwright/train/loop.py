@@ -138,7 +138,7 @@ def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterat
 def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     """The run folder, taken."""
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
-    if resume == "no" or not shelf.listing(folder.checkpoints):
+    if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
         weights.keep_beside(plan, path)
     folders.point_latest(path)
     return folder
