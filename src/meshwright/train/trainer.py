@@ -9,6 +9,7 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan, num_parameters
@@ -286,7 +287,7 @@ class Trainer:
         return MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else ()
 
     def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, []
+        plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         if plan.model.positions == "rope" and plan.recipe.sequence > plan.model.max_positions:
             found.append(
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
@@ -294,8 +295,7 @@ class Trainer:
             )
         if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
             found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
-        problem = unwritable(plan.model)
-        if problem:
+        if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
