@@ -19,6 +19,8 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
+from meshwright.compat.sdpa import chosen_attention as chosen_attention
+from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 

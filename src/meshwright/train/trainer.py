@@ -309,7 +309,7 @@ class Trainer:
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
         if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
             loss_plot(records, self.folder.loss_plot)
-        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_first and ledger:
             self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
