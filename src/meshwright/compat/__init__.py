@@ -27,6 +27,8 @@ from meshwright.compat.process_groups import group_name as group_name
 from meshwright.compat.process_groups import is_collective_operation as is_collective_operation
 from meshwright.compat.process_groups import launch_of as launch_of
 from meshwright.compat.process_groups import process_groups as process_groups
+from meshwright.compat.sdpa import chosen_attention as chosen_attention
+from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 

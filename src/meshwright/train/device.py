@@ -3,15 +3,20 @@
 import resource
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from meshwright import compat
+from meshwright.kernels.attention import backend, causal_mask
+from meshwright.kernels.partial import can_fuse
+from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
+from meshwright.train.precision import DTYPES
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
@@ -38,6 +43,35 @@ def prepare(device: torch.device, precision: str) -> None:
         compat.keep_freed_memory()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise PlanError(f"{torch.cuda.get_device_name(device)} has no bf16: take recipe.precision=fp16 or fp32")
+    else:
+        compat.pin_flash_attention()
+
+
+ASKED = 1024
+"""Positions of which attention's kernel is asked for: no kernel's choice changes beyond them."""
+
+
+def attention_kernel(plan: Plan, device: torch.device) -> str:
+    """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
+    shape, layout, recipe = plan.model, plan.layout, plan.recipe
+    if plan.layout.kernels == "reference":
+        return "reference"
+    mla, positions = shape.mla, min(recipe.sequence, ASKED)
+    heads, key_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
+    width, value_width = shape.head_dim, shape.head_dim
+    if mla is not None:
+        key_heads, width, value_width = heads, mla.nope_dim + mla.rope_dim, mla.v_dim
+    make = partial(torch.empty, dtype=DTYPES[recipe.precision], device=device, requires_grad=True)
+    q, k = make(1, positions, heads, width), make(1, positions, key_heads, width)
+    v = make(1, positions, key_heads, value_width)
+    documents = torch.zeros(1, positions, dtype=torch.int64, device=device) if recipe.document_mask else None
+    if layout.cp > 1:
+        fused = (
+            documents is None and not any(shape.window_of(layer) for layer in range(shape.layers)) and can_fuse(q, k)
+        )
+        return f"{layout.context} of {'flash' if fused else 'plain'} parts"
+    mask = causal_mask(positions, positions, documents=documents, device=device)
+    return backend(q, k, v, mask, scale=width**-0.5, dropout=recipe.dropout)
 
 
 def title(device: torch.device) -> str:
