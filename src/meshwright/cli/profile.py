@@ -46,6 +46,7 @@ def profile(
     path, overrides, _ = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    set_environment(plan)
     if steps < 1:
         raise PlanError(f"--steps {steps} must be at least 1")
     violation = world_violation(plan, processes()) if processes() > 1 else None

@@ -19,6 +19,10 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
+from meshwright.compat.foreach import add_to_each as add_to_each
+from meshwright.compat.foreach import copy_each as copy_each
+from meshwright.compat.foreach import fused_adamw as fused_adamw
+from meshwright.compat.foreach import norms as norms
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -188,34 +192,6 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     """What rms_norm calls on a GPU, for fake tensors that stand in for a GPU's; see cuda_attention."""
     found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return found
-
-
-def fused_adamw(
-    masters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    moments: tuple[list[torch.Tensor], list[torch.Tensor]],
-    steps: list[torch.Tensor],
-    **numbers: Any,
-) -> None:
-    """One AdamW pass over many tensors, by its kernel: `torch.optim.AdamW(fused=True).step()` sorts its groups anew in
-    Python at every call, a tenth of a millisecond and some microseconds a tensor. `steps` were counted before."""
-    torch._fused_adamw_(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **numbers)
-
-
-def add_to_each(tensors: list[torch.Tensor], x: torch.Tensor) -> None:
-    """In place, in one launch on a GPU. The foreach functions are what torch's own optimizers call; they are private
-    and documented for nobody else."""
-    torch._foreach_add_(tensors, x)
-
-
-def copy_each(into: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-    """The same for copies, of other dtypes too."""
-    torch._foreach_copy_(into, given)
-
-
-def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm () fp32 of each. The public `torch.nn.utils.get_total_norm` squares 16-bit numbers as they are."""
-    return list(torch._foreach_norm(tensors, 2.0, torch.float32))
 
 
 def time_limit(group: Any) -> timedelta | None:
