@@ -36,6 +36,7 @@ def profile(
     """
     from meshwright import planfile
     from meshwright.cli.launch import processes
+    from meshwright.cli.repeatable import set_environment
     from meshwright.cli.train import shape_from_folder
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
