@@ -29,6 +29,10 @@ from meshwright.compat.process_groups import launch_of as launch_of
 from meshwright.compat.process_groups import process_groups as process_groups
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
+from meshwright.compat.foreach import add_to_each as add_to_each
+from meshwright.compat.foreach import copy_each as copy_each
+from meshwright.compat.foreach import fused_adamw as fused_adamw
+from meshwright.compat.foreach import norms as norms
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 

@@ -283,6 +283,8 @@ class Trainer:
             )
         if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
             found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+        if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
+            found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
