@@ -95,8 +95,19 @@ def _wrong_clip() -> Any:
     )
 
 
+def _unseen_overflow() -> Any:
+    """Rank 1 takes the step that rank 0 skips."""
+    original = Engine.gradient_norm
+
+    def seen_by_rank_0(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
+        norm = original(self, gradients)
+        return norm if self.mesh.rank == 0 else norm.nan_to_num(1.0, 1.0)
+
+    return patch.object(Engine, "gradient_norm", seen_by_rank_0)
+
+
 def _norm_of_this_rank() -> Any:
-    """As a rank sees it alone: an overflow of another stays unseen."""
+    """As a rank sees it alone."""
 
     def own(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
         found = [data.local(gradient).float().norm() for gradient in gradients.values()]
@@ -128,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a mean in place of a sum": (_mean_of_replicas, DP),
     "another clip": (_wrong_clip, DP[:1]),
     "the norm of this rank": (_norm_of_this_rank, TP + PP[:1] + DP[1:2]),
-    "an overflow seen by one rank": (_norm_of_this_rank, HALF[:1]),
+    "an overflow seen by one rank": (_unseen_overflow, HALF),
     "the same sequences on every rank": (_other_sequences, DP[:3]),
     "a micro-batch lost": (_last_micro_batch_lost, DP[:2]),
     "the loss of this rank": (_loss_of_this_rank, DP + PP),
