@@ -32,6 +32,9 @@ def dryrun(
     whole: Annotated[
         bool, typer.Option("--whole", help="Every micro-batch of a step, not only until nothing new comes.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the communication of every rank for deadlocks, and nothing else.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Run the very program that `train` runs, on tensors without values in a world that is not there: two optimizer
@@ -49,6 +52,12 @@ def dryrun(
 
     if load != 1 and plan.model.moe is None:
         raise PlanError(f"--load {load:g} is of a mixture of experts, and {plan.model.name} has none")
+
+    if check:
+        from meshwright.cli.check import check_communication
+
+        check_communication(plan, device=device, load=load, json=json)
+        return
 
     from meshwright.observe.document import dry
     from meshwright.observe.dryrun import dry_run

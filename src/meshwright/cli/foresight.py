@@ -31,6 +31,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     predicted = estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
+    said += [("note", sentence) for sentence in _costs(predicted)]
     rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
     try:
         found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
@@ -47,6 +48,29 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
 
         raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+NAMED_FROM = 0.1
+"""Share of the speed from which on a default is named as what costs it."""
+
+
+def _costs(found: "Prediction") -> list[str]:
+    """What the planner says that the mask between documents costs, where it knows the device."""
+    from dataclasses import replace
+
+    from meshwright.planner.predict import estimator
+
+    plan = found.plan
+    if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
+        return []
+    other = replace(plan, recipe=replace(plan.recipe, document_mask=False))
+    share = 1 - estimator(other).predict(other).step_s / found.step_s
+    if share < NAMED_FROM:
+        return []
+    return [
+        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
+        "recipe.document_mask=false lets them attend to each other"
+    ]
 
 
 def hindsight(run: Path) -> list[str]:

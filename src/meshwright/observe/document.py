@@ -1,6 +1,5 @@
 """A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from meshwright.parallel.traffic import Counts
 from meshwright.planner.memory import DRIVER_BYTES
 from meshwright.planner.search import usable_bytes
 from meshwright.planner.stack import MESHWRIGHT
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, as_document
 from meshwright.train.fits import capacity_bytes
 
 
@@ -22,7 +21,7 @@ def dry(found: DryRun) -> dict[str, Any]:
     room = room_bytes(found.plan, found.device)
     return {
         "source": "dryrun",
-        "plan": asdict(found.plan),
+        "plan": as_document(found.plan),
         "device": found.device,
         "environment": {"meshwright": __version__},
         "peak_bytes": worst.peak_bytes,

@@ -25,7 +25,7 @@ KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens")
 COLLECTIVES = (
     "parallel/group.py",
     "parallel/ring.py",
-    "parallel/mail.py",
+    "parallel/p2p.py",
     "parallel/expert.py",
     "parallel/replicas.py",
 )

@@ -42,7 +42,7 @@ def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[
         mesh["pp"],
         [_stage(model) for model in stages],
         receive_like,
-        backward=mesh["pp_backward"],
+        links=mesh.links,
         before=reduction.before,
         after=reduction.after,
     )

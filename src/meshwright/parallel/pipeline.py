@@ -10,7 +10,7 @@ Megatron-LM's deallocate_output_tensor, without touching the tensor). Sizes are 
 tensors themselves is sent. Stages that lie on one rank (the bottom of a V) hand over without a copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.parallel.group import Group
-from meshwright.parallel.mail import Kind, Mail
-from meshwright.spec.replay import Transfer, transfers
-from meshwright.spec.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
+from meshwright.parallel.p2p import PointToPoint, Program, program
+from meshwright.spec.replay import Link
+from meshwright.spec.schedule import Action, forward_only, schedule, stage_rank, stages_of
 
 Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
 """(output of the stage before or None, micro-batch) -> (output, unread on the last; part of the loss () or None)."""
@@ -36,8 +36,8 @@ class Pipeline:
 
     `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
     None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
-    send for it, the same on all ranks. Activations travel in `group`, gradients in `backward`, another group of the
-    same ranks: each has an order of its own. `before` and `after` are called around every action of a training step.
+    send for it, the same on all ranks. `group` says who the ranks are, `links` are the process groups in which this
+    rank sends and receives. `before` and `after` are called around every action of a training step.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Pipeline:
         stages: Sequence[Stage],
         receive_like: Callable[[Any], Tensor],
         *,
-        backward: Group,
+        links: Mapping[Link, Group],
         before: Watch | None = None,
         after: Watch | None = None,
     ) -> None:
         self.name, self.group, self.receive_like = name, group, receive_like
-        self.groups: dict[Kind, Group] = {"F": group, "B": backward}
+        self.links = links
         self.placement = stage_rank(name, group.size, len(stages))
         self.stages = dict(zip(stages_of(self.placement, group.index), stages, strict=True))
         self.before, self.after = before, after
@@ -96,26 +96,8 @@ class Pipeline:
                 passes.do(action)
                 if train and self.after is not None:
                     self.after(action)
+                passes.action_ended()
         return passes.end()
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A rank's actions and its sends and receives, in the order in which they are started."""
-
-    actions: tuple[Action, ...]
-    transfers: tuple[Transfer, ...]
-
-    @property
-    def splits(self) -> bool:
-        """Whether any backward pass leaves its weight gradients for later."""
-        return any(action.kind == "W" for action in self.actions)
-
-
-def program(lists: Actions, rank: int) -> Program:
-    """The part of one rank in the lists of all."""
-    own = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
-    return Program(lists[rank], own)
 
 
 @dataclass(slots=True)
@@ -132,7 +114,9 @@ class Passes:
 
     def __init__(self, pipeline: Pipeline, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
         self.pipeline, self.micro_batches, self.train = pipeline, micro_batches, train
-        self.mail = Mail(pipeline.groups, todo.transfers, lambda i: pipeline.receive_like(micro_batches[i]))
+        self.p2p = PointToPoint(
+            pipeline.links, pipeline.group.index, todo, lambda i: pipeline.receive_like(micro_batches[i])
+        )
         self.last = len(pipeline.placement) - 1
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.queues: dict[tuple[int, int], WeightGradients] = {}
@@ -148,15 +132,19 @@ class Passes:
         else:
             self._backward(*place, split=action.kind == "B")
 
+    def action_ended(self) -> None:
+        """After an action, and after what the pipeline's owner does then."""
+        self.p2p.action_ended()
+
     def end(self) -> Tensor:
         """Wait until all is sent; the summed loss."""
-        self.mail.close()
+        self.p2p.close()
         if self.total is None:
             return self.pipeline.receive_like(self.micro_batches[0]).new_zeros((), dtype=torch.float32)
         return self.total
 
     def _forward(self, stage: int, i: int) -> None:
-        x = self.mail.take("F", stage, i) if stage else None
+        x = self.p2p.take("F", stage, i) if stage else None
         if x is not None and self.train:
             x.requires_grad_()
         output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
@@ -167,13 +155,13 @@ class Passes:
         if stage < self.last:
             assert output is not None, f"stage {stage} of {self.last + 1} gave no output"
             edge = get_gradient_edge(output) if output.requires_grad else None
-            self.mail.put("F", stage + 1, i, output.detach())
+            self.p2p.put("F", stage + 1, i, output.detach())
         if self.train:
             self.graphs[stage, i] = _Graph(x, edge, loss if loss is not None and loss.requires_grad else None)
 
     def _backward(self, stage: int, i: int, *, split: bool) -> None:
         graph = self.graphs.pop((stage, i))
-        gradient = self.mail.take("B", stage, i) if stage < self.last else None
+        gradient = self.p2p.take("B", stage, i) if stage < self.last else None
         queue = WeightGradients()
         with queue if split else nullcontext():
             _run_backward(graph, gradient)
@@ -181,7 +169,7 @@ class Passes:
             self.queues[stage, i] = queue
         if graph.x is not None:
             found = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
-            self.mail.put("B", stage - 1, i, found)
+            self.p2p.put("B", stage - 1, i, found)
 
 
 def _run_backward(graph: _Graph, gradient: Tensor | None) -> None:

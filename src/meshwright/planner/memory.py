@@ -99,7 +99,8 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
     what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
-    return Moment(what, len(alive) - 1, alive, (0,) * len(alive), graded)
+    none = (0,) * len(alive)
+    return Moment(what, len(alive) - 1, alive, none, graded, none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,21 @@ class Pieces:
             self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         return self._known.counts[key]
 
+    def stage_shares(self, layout: Layout, own: tuple[int, ...]) -> tuple[float, ...]:
+        """Of the parameters of a pipeline rank with these stages, each stage's."""
+        if len(own) == 1:
+            return (1.0,)
+        split, plain = self.split(layout), replace(layout, zero=0)
+        found = []
+        for stage in own:
+            first, last = stage == 0, stage == len(split) - 1
+            routed = sum(map(self.shape.is_moe_layer, split[stage])) if self.shape.moe else 0
+            key = "stage", layout.tp, layout.ep, len(split[stage]), routed, first, last
+            if key not in self._known.counts:
+                self._known.counts[key] = counts(self.shape, plain, split[stage], first=first, last=last)
+            found.append(self._known.counts[key].whole)
+        return tuple(size / sum(found) for size in found)
+
     def _edges(self, layout: Layout) -> Edges:
         """Of the embedding's unit and of what stays whole, without a pipeline."""
         if layout.pp > 1 or layout.dp * layout.cp == 1:

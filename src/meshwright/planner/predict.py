@@ -187,9 +187,10 @@ class Estimator(Pieces):
         micro-batch at once."""
         key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
         if key not in self._known.standing:
-            exact = exact or layout.pp == 1
+            exact, own = exact or layout.pp == 1, own_stages(layout, rank)
             found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
-            self._known.standing[key] = standing(found, [stages[stage] for stage in own_stages(layout, rank)])
+            shares = self.stage_shares(layout, own)
+            self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
     def _update_bytes(self, count: Counts) -> float:
