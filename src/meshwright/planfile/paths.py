@@ -11,7 +11,6 @@ from typing import Any
 
 from meshwright.planfile.text import Given
 from meshwright.spec import presets
-from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM, Plan
 
 KEPT = "plan.yaml"
@@ -125,12 +124,7 @@ def _started_in(own: Path, run: Given) -> Path | None:
     tail = Path(named).parts
     if own.parts[-len(tail) :] == tail:  # relative to where it was begun
         return Path(*own.parts[: -len(tail)])
-    if _holds_run(own):
-        raise PlanError(
-            f"{run.where}: run={run.value} is not the folder {own}, and that holds a run: give run={shown(own)} to go "
-            f"on with it, or another run="
-        )
-    return None
+    return own if _holds_run(own) else None
 
 
 def _holds_run(folder: Path) -> bool:
