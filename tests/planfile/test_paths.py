@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planfile import absolute, read, write
+from meshwright.planfile import absolute, read, without_folders, write
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 
@@ -133,3 +133,10 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
     assert read(None, ["model=./hf", "model.init=random"], shape_from_folder=lambda _: shape).init == "random"
     with pytest.raises(PlanError, match=r"model.init must be random, or a Hugging Face folder"):
         read(None, ["model.init=[1]"])
+
+
+def test_a_plan_that_is_shown_to_others_says_nothing_of_this_machine() -> None:
+    words = ["data=/home/me/texts", "data.tokenizer=/home/me/hf/tokenizer.json", "run=/home/me/runs/a"]
+    found = without_folders(read(None, [*words, "model.init=/home/me/hf"]))
+    assert (found.data.path, found.data.tokenizer, found.run, found.init) == ("texts", "tokenizer.json", "a", "hf")
+    assert without_folders(read(None, ["data=hub:a/b", "run=x"])).data == read(None, ["data=hub:a/b"]).data

@@ -5,6 +5,7 @@ folder has been moved or renamed since.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,22 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 def absolute(plan: Plan) -> Plan:
     """The plan with its paths in full: equal for equal places, however they were given."""
 
-    def full(key: str, value: str) -> str:
-        return os.path.realpath(os.path.expanduser(value)) if _is_name(key, value) else value
+    return _with_paths(plan, lambda value: os.path.realpath(os.path.expanduser(value)))
+
+
+def without_folders(plan: Plan) -> Plan:
+    """The plan for other people's eyes: of a path only its last name, for the rest is this machine's."""
+    return _with_paths(plan, lambda value: Path(value).name or value)
+
+
+def _with_paths(plan: Plan, change: Callable[[str], str]) -> Plan:
+    def changed(key: str, value: str) -> str:
+        return change(value) if _is_name(key, value) else value
 
     data = replace(
-        plan.data, path=full("data.path", plan.data.path), tokenizer=full("data.tokenizer", plan.data.tokenizer)
+        plan.data, path=changed("data.path", plan.data.path), tokenizer=changed("data.tokenizer", plan.data.tokenizer)
     )
-    return replace(plan, data=data, run=full("run", plan.run), init=full("model.init", plan.init))
+    return replace(plan, data=data, run=changed("run", plan.run), init=changed("model.init", plan.init))
 
 
 def shown(path: Path) -> str:
