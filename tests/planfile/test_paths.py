@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planfile import absolute, read, write
+from meshwright.planfile import absolute, read, without_folders, write
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 
@@ -86,8 +86,7 @@ def test_a_plan_that_was_kept_with_relative_paths(
     assert absolute(read(run / "plan.yaml")) == plan
     (run / "metrics.jsonl").write_text("")
     run.rename(project / "runs/b")
-    with pytest.raises(PlanError, match=r"run=runs/a is not the folder .*/runs/b, and that holds a run: give run=proj"):
-        read(project / "runs/b/plan.yaml")
+    assert read(project / "runs/b/plan.yaml").run == "project/runs/b", "the run that it lies in, never another one"
 
 
 def test_words_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,3 +133,10 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
     assert read(None, ["model=./hf", "model.init=random"], shape_from_folder=lambda _: shape).init == "random"
     with pytest.raises(PlanError, match=r"model.init must be random, or a Hugging Face folder"):
         read(None, ["model.init=[1]"])
+
+
+def test_a_plan_that_is_shown_to_others_says_nothing_of_this_machine() -> None:
+    words = ["data=/home/me/texts", "data.tokenizer=/home/me/hf/tokenizer.json", "run=/home/me/runs/a"]
+    found = without_folders(read(None, [*words, "model.init=/home/me/hf"]))
+    assert (found.data.path, found.data.tokenizer, found.run, found.init) == ("texts", "tokenizer.json", "a", "hf")
+    assert without_folders(read(None, ["data=hub:a/b", "run=x"])).data == read(None, ["data=hub:a/b"]).data

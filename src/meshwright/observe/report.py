@@ -94,7 +94,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
             ),
             "executed": executed_timeline(plan, measured) if measured else None,
         },
-        "plan": yaml.safe_dump(planfile.dump(run.plan), sort_keys=False, width=100),
+        "plan": yaml.safe_dump(planfile.dump(planfile.without_folders(run.plan)), sort_keys=False, width=100),
         "environment": {
             key: ", ".join(map(str, value)) if isinstance(value, list) else value
             for key, value in run.environment.items()

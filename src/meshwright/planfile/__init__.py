@@ -7,8 +7,8 @@ reading   words -> Plan
 writing   Plan -> file, the commented file of `init`, the JSON Schema
 """
 
-from meshwright.planfile.paths import absolute
+from meshwright.planfile.paths import absolute, without_folders
 from meshwright.planfile.reading import read
 from meshwright.planfile.writing import commented, content, dump, schema, write
 
-__all__ = ["absolute", "commented", "content", "dump", "read", "schema", "write"]
+__all__ = ["absolute", "commented", "content", "dump", "read", "schema", "without_folders", "write"]

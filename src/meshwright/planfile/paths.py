@@ -5,13 +5,13 @@ folder has been moved or renamed since.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.planfile.text import Given
 from meshwright.spec import presets
-from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM, Plan
 
 KEPT = "plan.yaml"
@@ -68,13 +68,22 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 def absolute(plan: Plan) -> Plan:
     """The plan with its paths in full: equal for equal places, however they were given."""
 
-    def full(key: str, value: str) -> str:
-        return os.path.realpath(os.path.expanduser(value)) if _is_name(key, value) else value
+    return _with_paths(plan, lambda value: os.path.realpath(os.path.expanduser(value)))
+
+
+def without_folders(plan: Plan) -> Plan:
+    """The plan for other people's eyes: of a path only its last name, for the rest is this machine's."""
+    return _with_paths(plan, lambda value: Path(value).name or value)
+
+
+def _with_paths(plan: Plan, change: Callable[[str], str]) -> Plan:
+    def changed(key: str, value: str) -> str:
+        return change(value) if _is_name(key, value) else value
 
     data = replace(
-        plan.data, path=full("data.path", plan.data.path), tokenizer=full("data.tokenizer", plan.data.tokenizer)
+        plan.data, path=changed("data.path", plan.data.path), tokenizer=changed("data.tokenizer", plan.data.tokenizer)
     )
-    return replace(plan, data=data, run=full("run", plan.run), init=full("model.init", plan.init))
+    return replace(plan, data=data, run=changed("run", plan.run), init=changed("model.init", plan.init))
 
 
 def shown(path: Path) -> str:
@@ -125,12 +134,7 @@ def _started_in(own: Path, run: Given) -> Path | None:
     tail = Path(named).parts
     if own.parts[-len(tail) :] == tail:  # relative to where it was begun
         return Path(*own.parts[: -len(tail)])
-    if _holds_run(own):
-        raise PlanError(
-            f"{run.where}: run={run.value} is not the folder {own}, and that holds a run: give run={shown(own)} to go "
-            f"on with it, or another run="
-        )
-    return None
+    return own if _holds_run(own) else None
 
 
 def _holds_run(folder: Path) -> bool:
