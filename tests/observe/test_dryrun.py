@@ -272,7 +272,7 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
     state = written_bytes(SMALL, behind.layout, "fp32")
     assert cpu.peak_bytes == pytest.approx(before.peak_bytes + state, rel=0.001)
     assert cpu.worst.kinds["staging"] == pytest.approx(state, rel=0.001) and not before.worst.staging_bytes
-    assert "staging" not in cuda.worst.kinds and cuda.worst.staging_bytes == cpu.worst.staging_bytes
+    assert "staging" not in cuda.worst.kinds and cuda.worst.staging_bytes == state
     rare = replace(behind, recipe=replace(behind.recipe, checkpoint_every=0))
     assert dry_run(rare, device="cpu").peak_bytes == before.peak_bytes
     planned = [estimator(one).memory(one.layout, [0])[0] for one in (plain, behind)]
@@ -280,9 +280,9 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
 
 
 def test_of_equal_pieces_one_rank_copies_each() -> None:
-    """All replicas together copy the state once, some a tensor more than others; beyond 64 ranks each has its share."""
+    """All replicas together copy the state once, some a tensor more than others; on a GPU each has an even share."""
     one = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")
-    found = dry_run(one, ranks=[0, 1], device="cuda")
+    found = dry_run(one, ranks=[0, 1], device="cpu")
     whole = written_bytes(SMALL, Layout(), "fp32")
     copied = [seen.staging_bytes for seen in found.ranks]
     assert sum(copied) == pytest.approx(whole, rel=0.001)

@@ -107,9 +107,10 @@ def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
 
 
 def room_of(plan: Plan, device: str) -> Room:
-    """What a program has of the plan's device, where the kernels are of its kind (`device`); else of this machine."""
+    """What a program has of the plan's device; of this machine, where a CPU's kernels (`device`) are asked for and the
+    plan's device is a GPU or not described."""
     own = plan.cluster.device
-    if own.memory_bytes and own.is_gpu == (device == "cuda"):
+    if own.memory_bytes and (device == "cuda" or not own.is_gpu):
         return Room(of=own.name, usable_bytes=max(1, int(usable_bytes(plan))), total_bytes=own.memory_bytes)
     if device == "cpu":
         return _machine(plan, 1)

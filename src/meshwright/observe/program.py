@@ -51,8 +51,8 @@ class Program:
     acts_as: str = ""
     """cpu or cuda: for which kind of device the tensors stand; empty = what `device` says."""
     assigned: Callable[[Mapping[str, Tensor]], set[str] | None] | None = None
-    """Names of the tensors that this rank writes of those it offers, None = an even share; asked where a thread writes
-    checkpoints. Without it none does."""
+    """Names of the tensors that this rank writes of those it offers, None = an even share; asked on a CPU where a
+    thread writes checkpoints. Without it none does."""
     staging_bytes: int = field(default=0, init=False)
     """Host memory of the copy that the thread writes from; on a GPU it lies beside the device's."""
     state: TrainState = field(init=False)
@@ -94,15 +94,14 @@ class Program:
             return
         self.told("copy")
         offered = self.state.pieces()
-        names = self.assigned(offered)
+        names = self.assigned(offered) if kind == "cpu" else None
         if names is None:
             recipe, layout = self.plan.recipe, self.plan.layout
             self.staging_bytes = written_bytes(self.plan.model, layout, recipe.precision, self.mesh.rank)
             return
         own = {name: offered[name] for name in offered if name in names}
         self.staging_bytes = copied_bytes(own.values())
-        if kind != "cuda":
-            self._staging.copy(own)
+        self._staging.copy(own)
 
     def rest(self) -> None:
         """Evaluation, and what a checkpoint reads."""
