@@ -248,12 +248,13 @@ def estimator(
     plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None
 ) -> Estimator:
     """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given."""
+    listed = speeds_of(plan.cluster.device, stack.flash)
     return Estimator(
         shape=plan.model,
         recipe=plan.recipe,
         cluster=plan.cluster,
         stack=stack,
-        speeds=speeds or speeds_of(plan.cluster.device, stack.flash),
+        speeds=speeds or (listed.in_tf32() if plan.recipe.tf32 else listed),
         links=links or links_of(plan.cluster),
     )
 
