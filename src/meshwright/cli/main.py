@@ -13,7 +13,9 @@ from meshwright import __version__
 from meshwright.cli.accuracy import accuracy
 from meshwright.cli.calibrate import calibrate
 from meshwright.cli.compare import compare
+from meshwright.cli.doctor import doctor
 from meshwright.cli.dryrun import dryrun
+from meshwright.cli.environment import described, set_defaults
 from meshwright.cli.eval import evaluate
 from meshwright.cli.explore import explore
 from meshwright.cli.export import export
@@ -84,6 +86,7 @@ app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evalua
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
+app.command(cls=Verb, name="doctor", short_help="Check whether this machine is fit to train.")(doctor)
 app.command(cls=Verb, name="accuracy", short_help="Score the planner on published runs.")(accuracy)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
 data = typer.Typer(
@@ -128,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"] or ["--help"]
     if not debug:
         warnings.simplefilter("ignore")
-    _share_cores()
+    set_defaults(os.environ)
+    if debug and rank() == 0:
+        print("\n".join(f"meshwright: environment: {line}" for line in described(os.environ)), file=sys.stderr)
     if processes() > 1 and not debug:
         # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -157,16 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"meshwright: {line}", file=sys.stderr)
         return code
-
-
-def _share_cores() -> None:
-    """Let waiting threads of torch sleep soon (GNU OpenMP reads this when it is loaded).
-
-    By default they spin for milliseconds: 5 % faster on an idle machine, and 8 times slower where another program wants
-    a core too. Whoever has set one of these knows better.
-    """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def _usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:
