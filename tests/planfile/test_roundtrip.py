@@ -2,6 +2,7 @@
 
 import string
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -18,14 +19,14 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cn
 NUMBERS = st.floats(0, 1e30, allow_nan=False, allow_infinity=False)
 SHARES = st.floats(0, 1, exclude_max=True)
 
-SHAPES = st.builds(
+SHAPE = partial(
+    st.builds,
     ModelShape,
     name=WORDS,
     vocab=st.integers(1, 10**6),
     layers=st.integers(1, 200),
     hidden=st.just(64),
     heads=st.sampled_from([2, 4, 8]),
-    kv_heads=st.sampled_from([0, 1, 2]),
     ffn=st.integers(1, 10**5),
     max_positions=st.integers(1, 10**6),
     norm=st.sampled_from(["rmsnorm", "layernorm"]),
@@ -36,11 +37,11 @@ SHAPES = st.builds(
     rope_scaling=st.none()
     | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 64), original_positions=st.just(9)),
     moe=st.none() | st.builds(MoEShape, experts=st.integers(4, 64), top_k=st.integers(1, 4), ffn=st.integers(1, 999)),
-    mla=st.none()
-    | st.builds(
-        MLAShape, **{key: st.sampled_from([2, 4, 64]) for key in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")}
-    ),
 )
+LATENT = st.builds(
+    MLAShape, **{key: st.sampled_from([2, 4, 64]) for key in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")}
+)
+SHAPES = SHAPE(kv_heads=st.sampled_from([0, 1, 2])) | SHAPE(mla=LATENT)
 RECIPES = st.builds(
     Recipe,
     steps=st.integers(1, 2**31 - 1),
