@@ -1,7 +1,7 @@
 """Copies of a parameter on several ranks: one bit or one NaN on one of them ends the run before it is saved."""
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -48,13 +48,11 @@ def _trained(layout: Layout, made: Made) -> Engine:
 def _save(engine: Engine) -> list[str]:
     """What the trainer's own save does, up to the writing."""
     written: list[str] = []
-    saver = SimpleNamespace(save=lambda *_, **__: written.append("checkpoint"))
-    state = SimpleNamespace(engine=engine, progress=SimpleNamespace(step=7), tensors=dict, values=lambda *_: {})
-    trainer = SimpleNamespace(
-        state=state, saver=saver, plan=SimpleNamespace(recipe=None), corpus=SimpleNamespace(fingerprint="")
-    )
+    trainer = MagicMock()
+    trainer.state.engine, trainer.state.progress.step = engine, 7
+    trainer.saver.save = lambda *_, **__: written.append("checkpoint")
     try:
-        Trainer._save(trainer, SimpleNamespace(sync=lambda: None), None)  # type: ignore[arg-type]
+        Trainer._save(trainer, MagicMock(), None)
     except RunError as error:
         return [str(error), *written]
     return written

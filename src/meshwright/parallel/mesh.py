@@ -127,10 +127,13 @@ def _uses_nccl(group: Group) -> bool:
 def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
     """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
     key = purpose if len(ranks) > 1 else "", ranks
-    if key not in mesh.made:
+    new = key not in mesh.made
+    if new:
         mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
-        compat.limit_gpu_collectives(mesh.made[key], GPU_LIMIT)
-    return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
+    group = Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
+    if new and _uses_nccl(group):  # Gloo answers for GPUs, too, and keeps the world's limit
+        compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
+    return group
 
 
 def saving_group(mesh: Mesh) -> Group:

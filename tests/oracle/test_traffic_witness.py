@@ -1,0 +1,19 @@
+"""A fixed draw of tests.oracle.traffic; `python -m tests.oracle.traffic --number 30 --seed N` draws more."""
+
+from dataclasses import replace
+
+from meshwright.observe.tiny import shrink
+from meshwright.observe.verify import Case
+from tests.oracle.traffic import Drawn, differences, drawn
+
+MQA = Case(shape=replace(shrink("qwen2.5-0.5b"), kv_heads=1))
+FIXED: list[Drawn] = [
+    (MQA, 2, {"tp": 2}),
+    (MQA, 4, {"tp": 4, "sp": True}),
+    (MQA, 4, {"tp": 2, "dp_shard": 2, "zero": 3}),
+]
+
+
+def test_the_planner_says_what_the_process_groups_see() -> None:
+    wrong = differences([*FIXED, *drawn(8, seed=13)])
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong)
