@@ -20,13 +20,6 @@ from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.groups import named_group as named_group
-from meshwright.compat.process_groups import GroupCall as GroupCall
-from meshwright.compat.process_groups import Launch as Launch
-from meshwright.compat.process_groups import group_methods as group_methods
-from meshwright.compat.process_groups import group_name as group_name
-from meshwright.compat.process_groups import is_collective_operation as is_collective_operation
-from meshwright.compat.process_groups import launch_of as launch_of
-from meshwright.compat.process_groups import process_groups as process_groups
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
