@@ -14,13 +14,14 @@ LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
 
 
-def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "Foreseen":
+def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machines: int = 1) -> "Foreseen":
     """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
 
-    DoesNotFit where the dry run says so, unless `anyway`.
+    DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
     """
+    from meshwright.cli.dryrun import judged, unfit
     from meshwright.observe.apart import TooLong
-    from meshwright.observe.document import dry, fits, room_here
+    from meshwright.observe.document import dry, needed_bytes, room_here
     from meshwright.observe.dryrun import device_of, dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
@@ -38,15 +39,15 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     except TooLong:
         said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
         return Foreseen(sentences=tuple(said))
-    document = dry(found)
-    room = document["capacity_bytes"] = room_here(plan, target)
-    document["fits"] = fits(found, room)
-    of = f" of {gib(room)}" if room else ""
-    said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
+    room = room_here(plan, target, machines)
+    of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
+    document = dry(found, room, of_places)
+    needed = needed_bytes(found, room, of_places)
+    said.append(
+        ("dryrun", f"peak {gib(found.peak_bytes)} (rank {rank}, {found.worst.when}){judged(found, room, needed)}")
+    )
     if document["fits"] is False and not anyway:
-        from meshwright.cli.dryrun import unfit
-
-        raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
+        raise DoesNotFit(f"{unfit(found, room, needed)}; --anyway tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
 
 

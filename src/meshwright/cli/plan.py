@@ -150,7 +150,7 @@ def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: P
     print(
         f"{asked.model.name}, sequence {asked.recipe.sequence}, {asked.recipe.global_batch} sequences a step, "
         f"{asked.recipe.precision}; {asked.cluster.nodes} x {asked.cluster.devices_per_node} "
-        f"{asked.cluster.device.name}"
+        f"{asked.cluster.device.name}, kernels of {'a GPU' if asked.cluster.device.is_gpu else 'a CPU'}"
     )
     print()
     for line in summary(found):

@@ -54,6 +54,7 @@ def train(
     """
     from meshwright import planfile
     from meshwright.cli.launch import joined, nodes, processes, rank
+    from meshwright.cli.repeatable import set_environment
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
@@ -68,6 +69,8 @@ def train(
     for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
+    set_environment(plan)
+
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.display import Chosen, choose
     from meshwright.cli.failure import INTERRUPTED
@@ -75,10 +78,10 @@ def train(
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    look_ahead = partial(foresee, anyway=anyway) if foresight else None
+    look_ahead = partial(foresee, anyway=anyway, machines=nodes()) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
+            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead, machines=nodes())
         else:
             services, chosen = _services(tensorboard, wandb), Chosen(plan.run)
             with choose(console(json=json)) as display:
@@ -89,6 +92,7 @@ def train(
                     progress=display.encoding,
                     pulse=pulse,
                     foresee=look_ahead,
+                    machines=nodes(),
                 )
             # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
             if json:

@@ -20,6 +20,12 @@ from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.groups import named_group as named_group
+from meshwright.compat.sdpa import chosen_attention as chosen_attention
+from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
+from meshwright.compat.foreach import add_to_each as add_to_each
+from meshwright.compat.foreach import copy_each as copy_each
+from meshwright.compat.foreach import fused_adamw as fused_adamw
+from meshwright.compat.foreach import norms as norms
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -276,6 +282,17 @@ def _fsdp_groups(module: Any) -> list[Any]:
     state = _fsdp_state(module)
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def fsdp_drop_gradients(modules: list[Any]) -> None:
+    """Forget gradients that modules hold but have not reduced. FSDP keeps them on its own records of parameters, which
+    have no public name."""
+    for module in modules:
+        for group in _fsdp_groups(module):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
 
 def fsdp_post_backward(modules: list[Any]) -> None:

@@ -19,7 +19,7 @@ DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
 KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
-         "temporaries", "reserve")  # fmt: skip
+         "temporaries", "tokens", "staging", "reserve")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Pieces:
     @property
     def _gpu(self) -> bool:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
-        return self.cluster.device.bf16_flop_per_s > 0 and self.speeds.host is None
+        return self.cluster.device.is_gpu and self.speeds.host is None
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT

@@ -207,6 +207,18 @@ def memory(
     )
 
 
+def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
+    """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
+    all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
+    width = WIDTHS[precision]
+    bytes_each = width.parameter + width.master + width.moments
+    ranks, total = layout.world // layout.pp, 0.0
+    for one in held(shape, layout, rank):
+        copies = ranks * one.box.numel / one.parameter.numel / one.ranks
+        total += one.own * bytes_each / max(1.0, copies)
+    return round(total)
+
+
 def _sizes(found: list[Held], layout: Layout, phase: Phase, width: Widths) -> dict[str, int]:
     """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
     parameter put back into shards, before the stage's last one."""

@@ -139,17 +139,15 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
 def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     """The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
-    for schedule, vp in ((layout.schedule, layout.vp), (alone, 1)):
-        for pp in range(min(layout.pp, shape.layers // vp), 1, -1):
-            counts = [_micro_batches_of(layout, batch) for batch in _batches(recipe)]
-            if not any(refusal(schedule, pp, count, vp) for count in counts if count):
-                found = {"pp": pp, "vp": vp, "schedule": schedule}
-                break
-        else:
-            continue
-        break
-    else:
-        found = {"pp": 1, "vp": 1}
+    counts = [count for batch in _batches(recipe) if (count := _micro_batches_of(layout, batch))]
+    legal: Iterator[dict[str, object]] = (
+        {"pp": pp, "vp": vp, "schedule": schedule}
+        for schedule, vp in ((layout.schedule, layout.vp), (alone, 1))
+        for pp in range(min(layout.pp, shape.layers // vp), 1, -1)
+        if not any(refusal(schedule, pp, count, vp) for count in counts)
+    )
+    one: dict[str, object] = {"pp": 1, "vp": 1}
+    found = next(legal, one)
     if layout.stages:
         found["stages"] = "[]"
     return " ".join(f"layout.{key}={value}" for key, value in found.items() if getattr(layout, key) != value)

@@ -82,6 +82,11 @@ class Plan:
         """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
         return max(map(self.layout.micro_batches, self._global_batches))
 
+    def copies_state(self, device: str) -> bool:
+        """Whether a program on a kind of device (cpu, cuda) keeps a copy of the state in host memory, from which a
+        thread writes checkpoints."""
+        return self.layout.saves_behind(device) and self.recipe.saves_between
+
     def _batches(self) -> list[str]:
         found = []
         for batch in self._global_batches:

@@ -1,7 +1,7 @@
 """Recipe: whatever may change the loss curve (and how often the run looks at itself)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
@@ -39,6 +39,10 @@ class Recipe:
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+    tf32: bool = False
+    """fp32 on a GPU: products round their operands to TF32 (10 bits of mantissa), 8 times as fast on an H100."""
+    deterministic: bool = False
+    """On a GPU: the same bits from the same plan, by slower kernels; an operation without such a kernel is refused."""
     reduce_dtype: Literal["fp32", "model"] = "fp32"
     """In what gradients are summed over micro-batches and ranks; model = the dtype of the weights (bf16 sums stall)."""
 
@@ -125,6 +129,17 @@ class Recipe:
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)):
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
+
+    @property
+    def largest(self) -> "Recipe":
+        """The same with every step as large as the largest of the batch ramp, which needs most memory."""
+        batch = max(self.global_batch, *(stage.global_batch for stage in self.batch_ramp), 0)
+        return replace(self, global_batch=batch, batch_ramp=()) if self.batch_ramp else self
+
+    @property
+    def saves_between(self) -> bool:
+        """Whether training goes on after any checkpoint."""
+        return 0 < self.checkpoint_every < self.steps
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""

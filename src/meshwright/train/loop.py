@@ -44,12 +44,14 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     pulse: Pulse | None = None,
     foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
+    machines: int = 1,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
     A run folder `DIR/auto` is chosen here (train/folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
+    Ranks are spread evenly over `machines`.
     Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
@@ -60,10 +62,11 @@ def run(
     plan = replace(plan, run=first.for_all(lambda: folders.begun(plan, resume)))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
-    first.alone(lambda: check_fits(plan, target))
+    first.alone(lambda: check_fits(plan, target, machines=machines))
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
-    device.prepare(target, plan.recipe.precision)
+    recipe = plan.recipe
+    device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
@@ -120,9 +123,8 @@ def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def saves_behind(plan: Plan, target: torch.device) -> bool:
-    """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
-    training has, so there only where it is asked for."""
-    return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
+    """Whether a thread writes the checkpoints."""
+    return plan.layout.saves_behind(target.type)
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterat
 def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     """The run folder, taken."""
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
-    if resume == "no" or not shelf.listing(folder.checkpoints):
+    if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
         weights.keep_beside(plan, path)
     folders.point_latest(path)
     return folder

@@ -10,8 +10,10 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
+from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.train import checkpoint, device
@@ -255,14 +257,10 @@ class Trainer:
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
         progress = self.state.progress
+        check_replicas(self.state.engine, progress.step)
         log.sync()
-        self.saver.save(
-            progress.step,
-            self.state.tensors(),
-            self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint),
-            score,
-            last=not goes_on,
-        )
+        values = self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint)
+        self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
     def _info(self) -> RunInfo:
         goes_on = self.watchers and self.state.progress.step
@@ -277,7 +275,7 @@ class Trainer:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, []
+        plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         if plan.model.positions == "rope" and plan.recipe.sequence > plan.model.max_positions:
             found.append(
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
@@ -285,8 +283,9 @@ class Trainer:
             )
         if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
             found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
-        problem = unwritable(plan.model)
-        if problem:
+        if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
+            found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
+        if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
@@ -300,7 +299,7 @@ class Trainer:
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
         if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
             loss_plot(records, self.folder.loss_plot)
-        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_first and ledger:
             self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation
