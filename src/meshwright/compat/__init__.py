@@ -19,13 +19,13 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
-from meshwright.compat.groups import named_group as named_group
-from meshwright.compat.sdpa import chosen_attention as chosen_attention
-from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each
 from meshwright.compat.foreach import fused_adamw as fused_adamw
 from meshwright.compat.foreach import norms as norms
+from meshwright.compat.groups import named_group as named_group
+from meshwright.compat.sdpa import chosen_attention as chosen_attention
+from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
