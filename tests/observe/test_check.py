@@ -194,7 +194,7 @@ def test_two_ranks_that_both_send_first_wait_for_each_other() -> None:
 
 
 def test_one_communicator_works_off_its_operations_in_order_even_if_nobody_waits() -> None:
-    """FIFO: the host goes on, and both receives stand behind sends whose receives stand behind them."""
+    """FIFO: the host goes on, but each rank's receive runs after its send, which needs the other rank's receive."""
     operations = message("send"), message("receive")
     events = Start((0,)), Start((1,)), Wait(0), Wait(1)
     (violation,) = check([one(rank, operations, *events) for rank in (0, 1)]).violations
@@ -243,7 +243,7 @@ def test_rows_that_do_not_meet_in_an_all_to_all_are_named() -> None:
     assert "rank 0 sends 3 elements to rank 1, which takes 4" in check(wrong).violations[0].text
 
 
-def test_a_circle_of_five_ranks_is_shown_whole() -> None:
+def test_a_cycle_of_five_ranks_is_shown_whole() -> None:
     ranks = tuple(range(5))
     ring = Communicator(name="ring", ranks=ranks, axis="cp")
     sends = tuple(replace(message(kind, peer), where="") for kind, peer in (("send", 1), ("receive", 4)))

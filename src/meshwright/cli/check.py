@@ -19,7 +19,7 @@ def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, 
     with console(json=json).status("check") as status:
         world = record_world(
             plan, device=device, load=load, whole=whole,
-            told=lambda done, of: status.update(f"check: {done} of {of} ranks"),
+            progress=lambda done, of: status.update(f"check: {done} of {of} ranks"),
         )  # fmt: skip
         found = check(world)
     if json:

@@ -35,11 +35,12 @@ class Checked:
 
 
 def check(world: Sequence[RankTrace]) -> Checked:
-    """Groups and messages first. Deadlocks are looked for without and with the loading of kernels, and only where all
-    operations have their partners."""
+    """Groups and messages first. Deadlocks are looked for only where all operations have their partners. One that needs
+    no loading of kernels is shown before one that does."""
     found = list(islice(mismatches(world), SHOWN))
     if not found:
-        found = list(deadlocks(world, "none")) or list(deadlocks(world, "first"))
+        found = list(deadlocks(world, "first"))  # has all the rules of "none"
+        found = (found and list(deadlocks(world, "none"))) or found
     found += islice(hazards(world), SHOWN)
     return Checked(
         ranks=len(world),

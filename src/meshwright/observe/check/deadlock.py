@@ -9,7 +9,7 @@
     loading      a kernel's first launch waits until all receives that are open have ended (lazy module loading)
 
 No step of a rank ever takes back another one's chance, so one run in any order decides: either all ends, or what is
-left waits in a circle.
+left waits in a cycle.
 """
 
 from collections import defaultdict, deque
@@ -210,35 +210,35 @@ class Simulation:
 
 
 def deadlocks(world: Sequence[RankTrace], loading: Loading = "first") -> Iterator[Violation]:
-    """The shortest circle of waits, if there is one; traces without mismatches are asked for."""
+    """The shortest cycle of waits, if there is one; traces without mismatches are asked for."""
     simulation = Simulation(world, loading)
     if simulation.run():
         return
     stuck = [rank for rank, units in simulation.units.items() if simulation.at[rank] < len(units.steps)]
     stuck = stuck or [rank for rank, ended in simulation.ended.items() if not all(ended)]
-    circle = _shortest(simulation, stuck)
-    if circle:
-        text = "each of these waits for the next, the last for the first:\n" + "\n".join(f"  {one}" for one in circle)
+    cycle = _shortest(simulation, stuck)
+    if cycle:
+        text = "each of these waits for the next, the last for the first:\n" + "\n".join(f"  {one}" for one in cycle)
     else:
         text = f"ranks {', '.join(map(str, stuck[:8]))} wait for operations that no rank starts"
     yield Violation(rule="deadlock", text=text)
 
 
 LOOKED_AT = 64
-"""Ranks from which circles are looked for."""
+"""Ranks from which cycles are looked for."""
 
 
 def _shortest(simulation: Simulation, stuck: Sequence[int]) -> list[str]:
     best: list[str] = []
     for rank in stuck[:LOOKED_AT]:
         for node in [(rank, -1), *((rank, u) for u, done in enumerate(simulation.ended[rank]) if not done)][:4]:
-            found = _circle(simulation, node)
+            found = _cycle(simulation, node)
             if found and (not best or len(found) < len(best)):
                 best = found
     return best
 
 
-def _circle(simulation: Simulation, start: Node) -> list[str]:
+def _cycle(simulation: Simulation, start: Node) -> list[str]:
     """The shortest way back to a node, by breadth."""
     before: dict[Node, tuple[Node, str]] = {}
     waiting = deque([start])

@@ -129,7 +129,7 @@ class Violation:
 
     rule: Literal["mismatch", "buffer", "deadlock"]
     text: str
-    """One sentence, or several lines for a circle of waits."""
+    """One sentence, or several lines for a cycle of waits."""
 
 
 def shown(ranks: Sequence[int]) -> str:

@@ -63,12 +63,12 @@ def record_world(
     processes: int = 0,
     in_full: bool | None = None,
     whole: bool = False,
-    told: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[RankTrace]:
     """All ranks of a plan.
 
-    `in_full` = run each of them in full (default: where they are few). `whole` = every micro-batch of a step. `told` of
-    ranks done and of all. PlanError: a plan that cannot run, or whose sizes depend on values.
+    `in_full` = run each of them in full (default: where they are few). `whole` = every micro-batch of a step.
+    `progress` hears of ranks done and of all. PlanError: a plan that cannot run, or whose sizes depend on values.
     """
     plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
@@ -79,12 +79,14 @@ def record_world(
     if world == 1:
         raise PlanError("a plan of one rank sends nothing: there is nothing to check")
     if in_full:
-        return _recorded(plan, range(world), device, load, processes, full=True, told=told).world()
-    found = _recorded(brief(plan), range(world), device, load, processes, full=False, told=told)
+        return _recorded(plan, range(world), device, load, processes, full=True, progress=progress).world()
+    found = _recorded(brief(plan), range(world), device, load, processes, full=False, progress=progress)
     alike: dict[tuple[int, str], list[int]] = {}
     for rank, (digest, _) in sorted(found.ranks.items()):
         alike.setdefault((place_of(plan.layout, rank)["pp"], digest), []).append(rank)
-    full = _recorded(plan, [ranks[0] for ranks in alike.values()], device, load, processes, full=True, told=told)
+    full = _recorded(
+        plan, [ranks[0] for ranks in alike.values()], device, load, processes, full=True, progress=progress
+    )
     world_traces: dict[int, RankTrace] = {}
     for ranks in alike.values():
         digest, groups = full.ranks[ranks[0]]
@@ -104,7 +106,7 @@ def _named(groups: Sequence[Communicator]) -> list[tuple[str, tuple[int, ...]]]:
 
 def _recorded(
     plan: Plan, ranks: Iterable[int], device: str, load: float, processes: int, *, full: bool,
-    told: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None,
 ) -> Recording:  # fmt: skip
     ranks = list(ranks)
     workers = processes or len(os.sched_getaffinity(0))
@@ -115,8 +117,8 @@ def _recorded(
         for digest, trace in part.traces.items():
             found.traces.setdefault(digest, trace)
         found.ranks.update(part.ranks)
-        if told is not None:
-            told(len(found.ranks), len(ranks))
+        if progress is not None:
+            progress(len(found.ranks), len(ranks))
     return found
 
 

@@ -29,6 +29,7 @@ class Orders:
         self.trace = trace
         self.collectives: dict[int, list[int]] = defaultdict(list)
         self.messages: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+        self._signatures: dict[int, tuple[object, ...]] = {}
         for event in trace.events:
             for number in event.operations if isinstance(event, Start) else ():
                 one = trace.operations[number]
@@ -37,6 +38,16 @@ class Orders:
                 else:
                     self.collectives[one.group].append(number)
 
+    def signatures(self, group: int) -> tuple[object, ...]:
+        """What must be equal on all members of a group."""
+        if group not in self._signatures:
+            self._signatures[group] = tuple(_signature(self.trace.operations[n]) for n in self.collectives[group])
+        return self._signatures[group]
+
+    def has_rows(self, group: int) -> bool:
+        """Whether ranks of a group send each other unequal parts."""
+        return any(self.trace.operations[n].sent for n in self.collectives[group])
+
 
 def orders_of(world: Sequence[RankTrace]) -> dict[int, Orders]:
     """By the identity of the trace: many ranks have one."""
@@ -44,11 +55,17 @@ def orders_of(world: Sequence[RankTrace]) -> dict[int, Orders]:
 
 
 def mismatches(world: Sequence[RankTrace]) -> Iterator[Violation]:
-    """The first difference of each group and each pair of ranks."""
+    """The first difference of each group and each pair of ranks. Groups whose members have the traces of a group that
+    was compared already are not compared again."""
     orders = orders_of(world)
+    seen: set[object] = set()
     for members in members_of(world).values():
         yield from _membership(members)
-        yield from _collectives(members, orders)
+        key = tuple((id(one.trace), place) for one, place in members)
+        if key not in seen:
+            seen.add(key)
+            yield from _collectives(members, orders)
+            yield from _rows(members, orders)
     yield from _messages(world, orders)
 
 
@@ -69,13 +86,11 @@ def _membership(members: list[tuple[RankTrace, int]]) -> Iterator[Violation]:
 
 
 def _collectives(members: list[tuple[RankTrace, int]], orders: dict[int, Orders]) -> Iterator[Violation]:
-    (first, number), seen = members[0], set()
+    first, number = members[0]
     expected = orders[id(first.trace)].collectives[number]
+    signatures = orders[id(first.trace)].signatures(number)
     for one, place in members[1:]:
-        if (id(one.trace), place) in seen:
-            continue
-        seen.add((id(one.trace), place))
-        if (one.trace, place) == (first.trace, number) and not _splits(one, place, orders):
+        if orders[id(one.trace)].signatures(place) == signatures:
             continue
         found = orders[id(one.trace)].collectives[place]
         for at, (mine, other) in enumerate(zip_longest(expected, found)):
@@ -86,18 +101,12 @@ def _collectives(members: list[tuple[RankTrace, int]], orders: dict[int, Orders]
                     f"rank {more.rank} starts: {more.says(extra)}"
                 )
                 break
-            a, b = first.trace.operations[mine], one.trace.operations[other]
-            if _signature(a) != _signature(b):
+            if _signature(first.trace.operations[mine]) != _signature(one.trace.operations[other]):
                 yield _mismatch(
                     f"rank {first.rank} and rank {one.rank} start different collectives as number {at + 1} of their "
                     f"group: {first.says(mine)}; against {one.says(other)}"
                 )
                 break
-    yield from _rows(members, orders)
-
-
-def _splits(one: RankTrace, place: int, orders: dict[int, Orders]) -> bool:
-    return any(one.trace.operations[n].sent for n in orders[id(one.trace)].collectives[place])
 
 
 def _rows(members: list[tuple[RankTrace, int]], orders: dict[int, Orders]) -> Iterator[Violation]:
@@ -105,11 +114,11 @@ def _rows(members: list[tuple[RankTrace, int]], orders: dict[int, Orders]) -> It
     places = {one.rank: index for index, one in enumerate(one for one, _ in members)}
     first, number = members[0]
     ranks = first.communicators[number].ranks
-    if not any(_splits(one, place, orders) for one, place in members) or set(ranks) != set(places):
+    if not any(orders[id(one.trace)].has_rows(place) for one, place in members) or set(ranks) != set(places):
         return
     lists = [orders[id(one.trace)].collectives[place] for one, place in members]
     if len({len(some) for some in lists}) > 1:
-        return  # told already
+        return  # reported already
     for numbers in zip(*lists, strict=True):
         ops = [one.trace.operations[n] for (one, _), n in zip(members, numbers, strict=True)]
         if any(one.kind != "all_to_all" or len(one.sent) != len(ranks) for one in ops):
@@ -135,6 +144,7 @@ def _messages(world: Sequence[RankTrace], orders: dict[int, Orders]) -> Iterator
     """Of each pair of ranks in each group and direction, from the sender's side; then receives that nobody sends."""
     by_rank = {one.rank: one for one in world}
     numbers = {one.rank: {c.name: n for n, c in enumerate(one.communicators)} for one in world}
+    seen: set[object] = set()
     for one in world:
         for (group, kind, peer), mine in orders[id(one.trace)].messages.items():
             communicator = one.communicators[group]
@@ -145,6 +155,10 @@ def _messages(world: Sequence[RankTrace], orders: dict[int, Orders]) -> Iterator
                 yield _mismatch(f"rank {one.rank} has a partner outside of the world: {one.says(mine[0])}")
                 continue
             wanted = "receive" if kind == "send" else "send"
+            pair = id(one.trace), group, kind, peer, id(other.trace), place
+            if pair in seen:
+                continue
+            seen.add(pair)
             theirs = orders[id(other.trace)].messages.get((place, wanted, -peer % size), [])
             yield from _pair(one, mine, other, theirs)
 
