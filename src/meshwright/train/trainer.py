@@ -9,6 +9,7 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan, num_parameters
@@ -292,8 +293,7 @@ class Trainer:
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
                 "the model is meant for"
             )
-        if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
-            found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+        found += schedule_notes(plan.layout, self.device)
         problem = unwritable(plan.model)
         if problem:
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
