@@ -12,9 +12,9 @@ from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
 from meshwright.observe.tiny import shrink
 from meshwright.parallel import mesh
-from meshwright.parallel.mesh import Made, make_mesh, saving_group
-from meshwright.parallel.stages import ends_group
+from meshwright.parallel.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
+from meshwright.spec.held import common
 from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
 from tests.parallel.telling import Told
 
@@ -96,7 +96,8 @@ def _two_layouts() -> list[float]:
     found = []
     for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
         ours = make_mesh(layout, made=made)
-        ends_group(shape, ours).all_reduce(torch.ones(1))
+        for one in common(shape, layout, ours.rank):
+            make_group(one.axis, one.ranks, ours).all_reduce(torch.ones(1))
         found.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
     again = make_mesh(Layout(dp_shard=2, tp=2))  # the same ranks once more, without those that were made
     return [*found, again["tp"].all_reduce(torch.ones(1)).item()]

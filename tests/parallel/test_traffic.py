@@ -103,7 +103,7 @@ def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, di
         run = Run(case, Layout(compile="off", **each), made)
         with Witness() as witness:
             told = run.step()
-        groups = [*run.mesh.groups.values(), *run.mesh.links.values(), run.engine.same_heads, run.engine.both_ends]
+        groups = [*run.mesh.groups.values(), *run.mesh.links.values(), *(group for _, group in run.engine.common)]
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
             axes.setdefault(group.axis, set()).add(group.ranks)

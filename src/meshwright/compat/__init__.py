@@ -20,6 +20,13 @@ from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.groups import named_group as named_group
+from meshwright.compat.process_groups import GroupCall as GroupCall
+from meshwright.compat.process_groups import Launch as Launch
+from meshwright.compat.process_groups import group_methods as group_methods
+from meshwright.compat.process_groups import group_name as group_name
+from meshwright.compat.process_groups import is_collective_operation as is_collective_operation
+from meshwright.compat.process_groups import launch_of as launch_of
+from meshwright.compat.process_groups import process_groups as process_groups
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -202,6 +209,15 @@ def time_limit(group: Any) -> timedelta | None:
     except (AttributeError, RuntimeError):
         return None
     return found if isinstance(found, timedelta) else None
+
+
+def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
+    """Let the collectives of a process group on GPUs end after `limit`, those on the host as before; False where it has
+    no GPU backend. torch takes one limit for all backends of a group, and sets another by private names only."""
+    with suppress(*_CANNOT):
+        group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
+        return True
+    return False
 
 
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:

@@ -6,6 +6,7 @@ collectives of tensor parallelism need the fast links; pipeline stages lie farth
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,10 @@ GROUPS = {
 """Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters; losses:
 ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
 each costs memory and time at the start."""
+
+GPU_LIMIT = timedelta(hours=2)
+"""How long a collective on GPUs may take before the library itself ends the process: the second line behind the
+watchdog, for a process whose threads no longer run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -124,6 +129,7 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
     key = purpose if len(ranks) > 1 else "", ranks
     if key not in mesh.made:
         mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+        compat.limit_gpu_collectives(mesh.made[key], GPU_LIMIT)
     return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
 
 
