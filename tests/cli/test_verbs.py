@@ -1,10 +1,12 @@
 """Train, generate, eval and quickstart from the command line, at toy size."""
 
 import json
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 from meshwright.cli import quickstart
 from meshwright.cli.invocation import command
 from meshwright.cli.main import main
+from meshwright.cli.repeatable import set_environment
 from meshwright.cli.streaming import TextStream, printable
 from meshwright.cli.train import again, sort_words
 from meshwright.data import Tokenizer
+from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from tests.cli import toy
 from tests.cli.toy import call, refused
@@ -298,3 +302,15 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     monkeypatch.setenv("MASTER_ADDR", "node1")
     meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
     assert again(words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+def test_a_deterministic_plan_sets_what_cublas_needs(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    plan = Plan(model=presets.model("llama-tiny"))
+    set_environment(plan)
+    assert os.environ == given
+    set_environment(replace(plan, recipe=Recipe(deterministic=True)))
+    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": found}

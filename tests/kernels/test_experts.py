@@ -1,13 +1,16 @@
 """Runs of rows times matrices of experts: against a plain loop in fp64, with experts that nobody visits."""
 
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fast, reference
+from meshwright.kernels import experts, fast, reference
 from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
+from meshwright.kernels.linear import WeightGradients, splitting
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 
@@ -117,3 +120,57 @@ def test_the_gradient_of_the_stack_is_written_once() -> None:
         out.sum().backward()
     stacks = [shape for shape in made.shapes if torch.Size(shape).numel() == weights.numel()]
     assert len(stacks) <= 4, "the stack itself, and views of it"
+
+
+class _Careless(torch.autograd.Function):
+    """A grouped product as some devices have it: it leaves the gradient of a group without rows as memory was."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices, offs)
+        return torch.cat([part @ m for part, m in zip(_runs(rows, offs), matrices, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        rows, matrices, offs = ctx.saved_tensors
+        own = [part @ m.t() for part, m in zip(_runs(gradient, offs), matrices, strict=True)]
+        return torch.cat(own), _careless_stack(rows.t(), gradient, offs), None
+
+
+def _runs(rows: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.tensor_split(offs[:-1].tolist())
+
+
+def _careless_stack(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    parts = zip(_runs(left.t(), offs), _runs(right, offs), strict=True)
+    return torch.stack([a.t() @ b if len(a) else torch.full((a.shape[1], b.shape[1]), float("nan")) for a, b in parts])
+
+
+def careless_grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """As torch's for 2-d with 3-d and 2-d with 2-d."""
+    return _Careless.apply(a, b, offs) if b.dim() == 3 else _careless_stack(a, b, offs)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_expert_without_rows_gets_no_gradient_from_a_careless_device(
+    split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a backward pass whole or split, alone and with the product left for later."""
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", careless_grouped_mm, raising=False)
+    monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: True)
+    counts = torch.tensor([3, 0, 2, 0])
+    given = [torch.randn(5, 6, requires_grad=True), torch.randn(4, 7, 6, requires_grad=True)]
+    loop = [one.detach().clone().requires_grad_() for one in given]
+    seed = torch.randn(5, 7)
+    experts.expert_linear_reference(loop[0], loop[1], counts).backward(seed)
+    for queue in (None, WeightGradients()) if split else (None,):
+        given[0].grad = given[1].grad = None
+        with splitting() if split else nullcontext():
+            out = experts.expert_linear(given[0], given[1], counts)
+            with nullcontext() if queue is None else queue:
+                out.backward(seed)
+        if queue is not None:
+            assert given[1].grad is None and len(queue) == 1
+            queue.run()
+        for one, other in zip(given, loop, strict=True):
+            torch.testing.assert_close(one.grad, other.grad)

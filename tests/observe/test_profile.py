@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshwright.cli.main import main
+from meshwright.compat import compiling
 from meshwright.observe.calls import Call, Wait
 from meshwright.observe.clock import HostClock
 from meshwright.observe.documents import checked
@@ -21,7 +22,7 @@ from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSp
 from meshwright.observe.testimony import POINTS, thinned
 from meshwright.observe.trace import trace
 from meshwright.parallel import make_mesh
-from meshwright.parallel.apply import is_compiled
+from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Layout, Plan
@@ -174,10 +175,11 @@ def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: s
 
 @pytest.mark.parametrize(("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 1)])
 def test_the_watched_round_is_never_compiled(
-    compile: Any, target: str, said: int, profiles: dict[str, Profile]
+    compile: Any, target: str, said: int, profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would not see what compiled code takes; that its kinds are of another program than the peak is said."""
     one = plan(Layout(micro_batch=2, compile=compile))
+    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: "")
     assert is_compiled(one.layout, torch.device(target)) == bool(said)
     rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Pulse())
     with pytest.MonkeyPatch.context() as patch:

@@ -69,11 +69,14 @@ def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> Non
     assert len(queue) and left() is None
 
 
-def test_compiled_blocks_leave_nothing_and_gain_nothing() -> None:
-    """Of one tp rank; column-split products are left alone by the compiler."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_compiled_blocks_leave_nothing_and_gain_nothing(tp: int) -> None:
+    """Column-split products are a part of the compiled block, and so are the gradients of their weights."""
     recipe = Recipe(sequence=4096, global_batch=16, precision="bf16", document_mask=False)
     found = {
-        (schedule, compiled): predict(plan(LLAMA, recipe, pp=8, micro_batch=1, schedule=schedule, compile=compiled))
+        (schedule, compiled): predict(
+            plan(LLAMA, recipe, nodes=tp, pp=8, tp=tp, micro_batch=1, schedule=schedule, compile=compiled)
+        )
         for schedule in ("1f1b", "zb-h1") for compiled in ("auto", "off")
     }  # fmt: skip
     assert found["zb-h1", "auto"].step_s == pytest.approx(found["1f1b", "auto"].step_s, rel=0.01)

@@ -43,6 +43,7 @@ def test_a_run_leaves_its_ledger(layout: Layout, tmp_path: Path) -> None:
     assert all(found["ranks"][0][key] == found[key] for key in ("traffic", "memory"))
     assert found["device"] == "cpu" and "peaks" not in found  # resident memory is no peak of tensors
     assert found["environment"]["processes"] == layout.world
+    assert found["environment"]["attention"] in ("flash", "blockwise")
     sent = {(row["axis"], row["collective"]): (row["calls"], row["bytes"]) for row in found["traffic"]}
     if layout.world == 1:
         assert sent == {}

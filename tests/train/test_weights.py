@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import planfile
+from meshwright.cli.main import main
 from meshwright.cli.train import shape_from_folder
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder
@@ -126,6 +127,15 @@ def test_every_rank_takes_its_part(layout: list[str], world: int, tmp_path: Path
     after = saved(tmp_path / "run")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key].to(after[key].dtype)) for key in before)
+
+
+def test_a_saved_plan_keeps_where_its_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory(tmp_path / "hf", SHAPES["llama"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plans").mkdir()
+    assert main(["plan", "./hf", "--cluster", "h100x1", "--recipe", "global_batch=2", "--save", "plans/a.yaml"]) == 0
+    found = planfile.read("plans/a.yaml")
+    assert (found.init, found.data.tokenizer) == (str(tmp_path / "hf"), str(tmp_path / "hf" / "tokenizer.json"))
 
 
 def test_router_biases_are_weights_too(tmp_path: Path) -> None:

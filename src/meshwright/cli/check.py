@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from meshwright.spec import Plan
 
 
-def check_communication(plan: "Plan", *, device: str, load: float, json: bool) -> None:
+def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, json: bool) -> None:
     """Record all ranks, check them, print the answer. UnsafeCommunication where a rule is broken."""
     from meshwright.cli.output import console, print_json
     from meshwright.observe.check.checking import check
@@ -18,8 +18,9 @@ def check_communication(plan: "Plan", *, device: str, load: float, json: bool) -
     device = device or device_of(plan)
     with console(json=json).status("check") as status:
         world = record_world(
-            plan, device=device, load=load, told=lambda done, of: status.update(f"check: {done} of {of} ranks")
-        )
+            plan, device=device, load=load, whole=whole,
+            told=lambda done, of: status.update(f"check: {done} of {of} ranks"),
+        )  # fmt: skip
         found = check(world)
     if json:
         print_json(document(found, device))

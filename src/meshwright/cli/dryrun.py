@@ -58,7 +58,7 @@ def dryrun(
     if check:
         from meshwright.cli.check import check_communication
 
-        check_communication(plan, device=device, load=load, json=json)
+        check_communication(plan, device=device, load=load, whole=whole, json=json)
         return
 
     from meshwright.observe.document import dry, needed_bytes, room_of

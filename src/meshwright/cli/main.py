@@ -15,6 +15,7 @@ from meshwright.cli.calibrate import calibrate
 from meshwright.cli.compare import compare
 from meshwright.cli.doctor import doctor
 from meshwright.cli.dryrun import dryrun
+from meshwright.cli.environment import described, set_defaults
 from meshwright.cli.eval import evaluate
 from meshwright.cli.explore import explore
 from meshwright.cli.export import export
@@ -130,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"] or ["--help"]
     if not debug:
         warnings.simplefilter("ignore")
-    _share_cores()
+    set_defaults(os.environ)
+    if debug and rank() == 0:
+        print("\n".join(f"meshwright: environment: {line}" for line in described(os.environ)), file=sys.stderr)
     if processes() > 1 and not debug:
         # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -159,16 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"meshwright: {line}", file=sys.stderr)
         return code
-
-
-def _share_cores() -> None:
-    """Let waiting threads of torch sleep soon (GNU OpenMP reads this when it is loaded).
-
-    By default they spin for milliseconds: 5 % faster on an idle machine, and 8 times slower where another program wants
-    a core too. Whoever has set one of these knows better.
-    """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def _usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:

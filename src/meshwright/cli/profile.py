@@ -37,6 +37,7 @@ def profile(
     """
     from meshwright import planfile
     from meshwright.cli.launch import nodes, processes
+    from meshwright.cli.repeatable import set_environment
     from meshwright.cli.train import shape_from_folder
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
@@ -47,6 +48,7 @@ def profile(
     path, overrides, _ = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    set_environment(plan)
     if steps < 1:
         raise PlanError(f"--steps {steps} must be at least 1")
     violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None

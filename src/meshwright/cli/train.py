@@ -54,6 +54,7 @@ def train(
     """
     from meshwright import planfile
     from meshwright.cli.launch import joined, nodes, processes, rank
+    from meshwright.cli.repeatable import set_environment
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
@@ -67,6 +68,8 @@ def train(
         raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
     for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
+
+    set_environment(plan)
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.display import Chosen, choose

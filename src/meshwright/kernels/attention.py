@@ -81,24 +81,39 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
-    if q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q):
+    if runs_blockwise(q, k, dropout):
         return blockwise_attention(q, k, v, mask.allowed, scale=scale)
+    q, k, v, grouped = _as_taken(q, k, v, mask)
+    fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
+    out: Tensor = fused(
+        q, k, v, attn_mask=mask.allowed, dropout_p=dropout, is_causal=mask.allowed is None, scale=scale,
+        enable_gqa=grouped,
+    )  # fmt: skip
+    return out.transpose(1, 2)[..., :width].to(dtype)
+
+
+def runs_blockwise(q: Tensor, k: Tensor, dropout: float) -> bool:
+    """Whether `attend` takes the blockwise form for q (B, S, H, E) and k (B, T, K, E)."""
+    return q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q)
+
+
+def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
+    """Which kernel `attend` runs for the same arguments: blockwise, or torch's flash, cudnn, efficient or math."""
+    if runs_blockwise(q, k, dropout):
+        return "blockwise"
+    q, k, v, grouped = _as_taken(q, k, v, mask)
+    if acts() == "cuda":
+        return "flash" if mask.allowed is None and compat.takes_flash(q, v) else "efficient"
+    return compat.chosen_attention(q, k, v, mask.allowed, dropout=dropout, scale=scale, grouped=grouped)
+
+
+def _as_taken(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """q, k, v (B, heads, positions, width) as torch's fused kernels take them here, and whether heads are unequal."""
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
     if grouped and kind(q) == "cuda" and not (mask.allowed is None and compat.takes_flash(q, v)):
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
-    if kind(q) == "cpu" and width < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))
-    fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
-    out: Tensor = fused(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask.allowed,
-        dropout_p=dropout,
-        is_causal=mask.allowed is None,
-        scale=scale,
-        enable_gqa=grouped,
-    )
-    return out.transpose(1, 2)[..., :width].to(dtype)
+    if kind(q) == "cpu" and v.shape[-1] < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grouped

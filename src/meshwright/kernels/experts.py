@@ -51,9 +51,32 @@ def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
     return aligned and (bool(acts()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
 
 
+def zero_of_empty(stack: Tensor, counts: Tensor) -> Tensor:
+    """The gradient of a stack (X, out, in), set to zero in place for experts without rows.
+
+    On some devices (B200: pytorch issue 172439) torch's grouped product leaves there what memory held before.
+    """
+    return stack.masked_fill_((counts == 0).view(-1, 1, 1), 0.0)
+
+
+class _ZeroOfEmpty(torch.autograd.Function):
+    """The stack itself; its gradient is zero for experts without rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (counts,) = ctx.saved_tensors
+        return zero_of_empty(gradient, counts), None
+
+
 def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
     ends = counts.cumsum(0, dtype=torch.int32)
+    weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]
     product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     return product
 
@@ -97,7 +120,7 @@ def _stack_gradient(gradient: Tensor, rows: Tensor, counts: Counts, dtype: torch
     """gradient (N, out), rows (N, in) -> (X, out, in); zero for an expert without rows."""
     if isinstance(counts, Tensor):
         found: Tensor = F.grouped_mm(gradient.t(), rows, offs=counts.cumsum(0, dtype=torch.int32))
-        return found
+        return zero_of_empty(found, counts)
     parts = zip(torch.split(gradient, counts), torch.split(rows, counts), strict=True)
     return torch.stack([weight_product(part, run, dtype) for part, run in parts])
 

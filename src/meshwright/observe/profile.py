@@ -33,7 +33,7 @@ from meshwright.observe.testimony import Testimony, testifier_of
 from meshwright.observe.watched import Seen, Watched
 from meshwright.observe.witness import patient
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.apply import is_compiled
+from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.traffic import Counts

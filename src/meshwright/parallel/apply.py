@@ -12,17 +12,17 @@ from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
 from meshwright.model.init import fill_initial
-from meshwright.model.moe import Experts
 from meshwright.model.transformer import Block, materialize, shrink, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box, boxes
+from meshwright.parallel.compiling import compiled_call, is_compiled
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.parallel.recompute import BlockCall, block_call
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, share_embedding
@@ -142,11 +142,6 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     replace_kernels(model, lambda kernels: replace(kernels, attend=attend))
 
 
-def is_compiled(layout: Layout, device: torch.device) -> bool:
-    """Whether blocks are compiled on a device: by default on a GPU, where it pays."""
-    return layout.compile == "on" or (layout.compile == "auto" and device.type == "cuda")
-
-
 def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
     """What a run should know of a pipeline's schedule that does not do what its name says."""
     found = []
@@ -162,11 +157,8 @@ def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
 
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
     """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
-    if is_compiled(layout, device):
-        _keep_from_compiler(model)
-        call = _compiled(layout.recompute)
-    else:
-        call = block_call(layout.recompute)
+    compiled = is_compiled(layout, device)
+    call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)
     for block in model.layers.values():
         block.forward = partial(_forward, call, block)
 
@@ -175,26 +167,3 @@ def _forward(
     call: BlockCall, block: Block, x: Tensor, sight: Sight, cache: LayerCache | None = None
 ) -> tuple[Tensor, Tensor | None]:
     return call(block, x, sight, cache)
-
-
-def _compiled(recompute: str) -> BlockCall:
-    """Dense blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees
-    any more, selective would keep nothing. Routed ones cannot be, since the compiler does not recompute a part that it
-    must leave alone: their recomputation is around what is compiled of them, and selective keeps the experts' products
-    only. With a cache every token has another length and would be compiled anew: generation stays as it is."""
-    dense = torch.compile(block_call(recompute), dynamic=False)
-    routed = block_call(recompute, torch.compile(call_block, dynamic=False))
-
-    def run(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
-        if cache is not None:
-            return call_block(block, x, sight, cache)
-        return routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)
-
-    return run
-
-
-def _keep_from_compiler(model: Transformer) -> None:
-    """Experts take runs of rows whose lengths would become constants of the code: every step would compile anew."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]

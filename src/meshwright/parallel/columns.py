@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.linear import as_leaf, in_halves, input_gradient, parameter_gradients, products
-from meshwright.parallel.group import Group, Pending
-
-SEQUENCE = 1
-"""The dim of x (B, S, D) that sp splits."""
+from meshwright.parallel.group import Group, Pending, numbered
+from meshwright.parallel.operators import SEQUENCE, resized
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +35,12 @@ class Columns:
         """x (B, S or S / t, in) -> (B, S, out / t)."""
         return self.linears(x, (weight,), (bias,))[0]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """x (B, S or S / t, in) -> (B, S, out / t) of each."""
+        if torch.compiler.is_compiling():
+            present = [bias for bias in biases if bias is not None]
+            biased = [bias is not None for bias in biases]
+            return tuple(columns(x, list(weights), present, biased, self.group.number, self.sp))
         found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]
         return found
 
@@ -57,13 +58,86 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        group, sp = ctx.columns.group, ctx.columns.sp
-        whole = total = None
-        if any(ctx.needs_input_grad[2 : 2 + len(weights)]):
-            whole = group.start_all_gather(x, SEQUENCE) if sp else Pending(x)
-        if ctx.needs_input_grad[0]:
-            part = input_gradient(gradients, weights)
-            total = group.start_reduce_scatter(part, SEQUENCE) if sp else group.start_all_reduce(part)
-        x = None if whole is None else whole.wait()
-        found = tuple(parameter_gradients(ctx, x, gradients, weights))
-        return None if total is None else total.wait(), None, *found
+        found = _gradients(ctx, x, weights, gradients, ctx.columns)
+        return found[0], None, *found[1:]
+
+
+def _gradients(
+    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], columns: Columns
+) -> list[Tensor | None]:
+    """Of x, of each weight, of each bias; `ctx` says which are wanted, x first and the parameters last, and which
+    weights may be left for later."""
+    group, sp = columns.group, columns.sp
+    whole = total = None
+    if any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)]):
+        whole = group.start_all_gather(x, SEQUENCE) if sp else Pending(x)
+    if ctx.needs_input_grad[0]:
+        part = input_gradient(gradients, weights)
+        total = group.start_reduce_scatter(part, SEQUENCE) if sp else group.start_all_reduce(part)
+    rows = None if whole is None else whole.wait()
+    found = list(parameter_gradients(ctx, rows, gradients, weights))
+    return [None if total is None else total.wait(), *found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an operator knows of an autograd function's context: nothing is left for later."""
+
+    needs_input_grad: Sequence[bool]
+    leaves: Sequence[None]
+
+
+@torch.library.custom_op("meshwright::columns", mutates_args=())
+def columns(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool
+) -> list[Tensor]:
+    """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`."""
+    given = iter(biases)
+    every = [next(given) if has else None for has in biased]
+    return list(products(numbered(group).all_gather(x, SEQUENCE) if sp else x, weights, every))
+
+
+@columns.register_fake
+def _(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool
+) -> list[Tensor]:
+    rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
+    return [x.new_empty(*rows, len(weight)) for weight in weights]
+
+
+@torch.library.custom_op("meshwright::columns_backward", mutates_args=())
+def columns_backward(
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool
+) -> list[Tensor]:
+    """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
+    ctx = _Wanted(wanted, [None] * len(weights))
+    return [
+        found for found in _gradients(ctx, x, weights, gradients, Columns(numbered(group), sp)) if found is not None
+    ]
+
+
+@columns_backward.register_fake
+def _(
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool
+) -> list[Tensor]:
+    like = [x, *weights, *(weight[:, 0] for weight in weights)]
+    return [one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weights, _, ctx.biased, ctx.group, ctx.sp = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    x, *weights = ctx.saved_tensors
+    of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
+    given = iter(of_biases)
+    wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
+    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp))
+    every = [next(found) if wants else None for wants in wanted]
+    biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
+    return every[0], every[1 : 1 + len(weights)], biases, None, None, None
+
+
+columns.register_autograd(_backward, setup_context=_setup)

@@ -89,7 +89,8 @@ class ContextMask(Mask):
     """What this rank's queries see of any keys, told as tiles. A position sees those from its `first` to itself, so
     neither window nor documents need more than one number a query; masks are made a tile at a time, at its edges only.
 
-    `first` (B or 1, S / c), None = the start of the sequence; `lowest` and `highest`: over the batch, on the host.
+    `first` (B or 1, S / c), None = the start of the sequence; `lowest` and `highest`: over the batch, on the host, and
+    both as a tensor (2, S / c) there: compiled code would make constants of numbers.
     """
 
     queries: Places = Places((0,), 0)
@@ -99,6 +100,7 @@ class ContextMask(Mask):
     first: Tensor | None = None
     lowest: tuple[int, ...] = ()
     highest: tuple[int, ...] = ()
+    bounds: Tensor | None = None
 
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
@@ -178,6 +180,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
             first=None if first is None else first.to(device),
             lowest=tuple(lowest),
             highest=tuple(highest),
+            bounds=None if first is None else torch.tensor([lowest, highest]),
         )
 
     return make

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box
@@ -159,4 +160,4 @@ class Engine:
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:
     """() fp32, over all elements of all tensors of this rank, whatever their dtype."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
+    return torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))

@@ -7,7 +7,10 @@ that this rank sends; those that fully_shard makes itself are told by what shard
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from math import prod
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from meshwright import compat
 from meshwright.parallel.traffic import Traffic
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Group:
     """`ranks` are numbers in the world, in the order of the axis; `index` is this rank's place among them."""
 
@@ -26,6 +29,11 @@ class Group:
     index: int = 0
     process_group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    number: int = field(init=False, default_factory=partial(next, count()))
+    """What operators of compiled code call the group by (`numbered`): they take tensors and plain numbers only."""
+
+    def __post_init__(self) -> None:
+        _numbered[self.number] = self
 
     @property
     def size(self) -> int:
@@ -127,6 +135,14 @@ class Group:
         """Of a tensor that is about to be summed and scattered."""
         if self.size > 1:
             self.traffic.tell(self.axis, "reduce_scatter", (self.size - 1) * _bytes(whole) // self.size)
+
+
+_numbered: WeakValueDictionary[int, Group] = WeakValueDictionary()
+
+
+def numbered(number: int) -> Group:
+    """The group of this process that has a number; what uses it keeps it alive."""
+    return _numbered[number]
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
 from meshwright.model.transformer import Block
+from meshwright.parallel import columns as columns  # registers its operator
 
 BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
 
@@ -29,7 +30,7 @@ MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "linear", "_grouped_mm")
     if hasattr(torch.ops.aten, name)
-)
+) | {torch.ops.meshwright.columns.default}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 

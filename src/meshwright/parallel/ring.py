@@ -11,6 +11,7 @@ log-sum-exp of this rank's positions, never the keys of others. Both send, with 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile, can_fuse
-from meshwright.parallel.context import ContextMask, Places, in_order, take_at
-from meshwright.parallel.group import Group
+from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
+from meshwright.parallel.group import Group, numbered
 from meshwright.spec.errors import IllegalLayout
 
 Attend = Callable[..., Tensor]
@@ -29,12 +30,12 @@ Attend = Callable[..., Tensor]
 
 def ring_attend(group: Group) -> Attend:
     """Attention of this rank's queries over all ranks' keys, passed round; a collective, forward and backward."""
-    return _attend(group, _Ring)
+    return _attend(group, "ring")
 
 
 def gather_attend(group: Group) -> Attend:
     """The same with all keys gathered before; a collective, forward and backward."""
-    return _attend(group, _Gather)
+    return _attend(group, "all-gather")
 
 
 class _Packed:
@@ -140,40 +141,129 @@ class _Gather:
         return self.own.like(self.sum)
 
 
-class _ContextAttention(torch.autograd.Function):
-    """q (B, S/c, H, E), k (B, S/c, K, E), v (B, S/c, K, V) -> (B, S/c, H, V)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """How the attention of one sequence is shared: over which ranks, by which way, and who sees whom."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Group, route: Any
-    ) -> Tensor:
-        fused = mask.first is None and can_fuse(q, k)
-        attention = PartialAttention(q, v.shape[-1], scale=scale, fused=fused)
-        for part, places in route(group, mask, _pack(k, v)).parts():
-            attention.add(part.keys, part.values, _tiles(mask, places, fused))
-        out, lse = attention.result()
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = mask, scale, group, route, fused
-        return out
+    mask: ContextMask
+    scale: float
+    group: Group
+    route: type[_Ring] | type[_Gather]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        mask, scale, group, make_route, fused = ctx.settings
-        gradients = PartialGradients(q, out, lse, gradient, scale=scale, fused=fused)
-        route = make_route(group, mask, _pack(k, v))
-        for part, places in route.parts():
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The result (B, S/c, H, V) and the log-sum-exp (B, H, S/c)."""
+        fused = self._is_fused(q, k)
+        attention = PartialAttention(q, v.shape[-1], scale=self.scale, fused=fused)
+        for part, at in self.route(self.group, self.mask, _pack(k, v)).parts():
+            attention.add(part.keys, part.values, _tiles(self.mask, at, fused))
+        return attention.result()
+
+    def gradients(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of q, k and v."""
+        fused = self._is_fused(q, k)
+        gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused)
+        route = self.route(self.group, self.mask, _pack(k, v))
+        for part, at in route.parts():
             sums = part.zeros()
-            tiles = _tiles(mask, places, fused)
+            tiles = _tiles(self.mask, at, fused)
             gradients.add(part.keys, part.values, tiles, sums.keys, sums.values)
             route.give_back(sums)
         home = route.returned()
         k_gradient, v_gradient = home.keys.transpose(1, 2).to(k.dtype), home.values.transpose(1, 2).to(v.dtype)
-        return gradients.result(), k_gradient, v_gradient, None, None, None, None
+        return gradients.result(), k_gradient, v_gradient
+
+    def _is_fused(self, q: Tensor, k: Tensor) -> bool:
+        return self.mask.first is None and can_fuse(q, k)
 
 
-def _attend(group: Group, route: type[_Ring] | type[_Gather]) -> Attend:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+class _ContextAttention(torch.autograd.Function):
+    """q (B, S/c, H, E), k (B, S/c, K, E), v (B, S/c, K, V) -> (B, S/c, H, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shared: _Shared) -> Tensor:
+        out, lse = shared.attend(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.shared = shared
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *ctx.shared.gradients(gradient, *ctx.saved_tensors), None
+
+
+ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _Gather}
+"""By layout.context."""
+
+
+@torch.library.custom_op("meshwright::context_attention", mutates_args=())
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
+    zigzag: bool, scale: float, group: int, route: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As attend, one operator of compiled code; of the mask what a rank cannot know. Also the log-sum-exp."""
+    return _shared(q, first, bounds, zigzag, scale, group, route).attend(q, k, v)
+
+
+@context_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
+    zigzag: bool, scale: float, group: int, route: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@torch.library.custom_op("meshwright::context_attention_backward", mutates_args=())
+def context_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
+    bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, each (B, heads, S/c, width) as the products leave it."""
+    found = _shared(q, first, bounds, zigzag, scale, group, route).gradients(gradient, q, k, v, out, lse)
+    of_q, of_k, of_v = (one.transpose(1, 2).contiguous() for one in found)
+    shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
+    return of_q, of_k, of_v.clone() if shares else of_v
+
+
+@context_attention_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
+    bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_q, of_k, of_v = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
+    return of_q, of_k, of_v
+
+
+def _shared(
+    q: Tensor, first: Tensor | None, bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str
+) -> _Shared:
+    """What an operator was given, put together again."""
+    found, sequence = numbered(group), q.shape[1] * numbered(group).size
+    lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
+    queries = places(sequence, found.size, found.index, zigzag)
+    mask = ContextMask(
+        queries=queries, sequence=sequence, zigzag=zigzag, device=q.device,
+        first=first, lowest=lowest, highest=highest, bounds=bounds,
+    )  # fmt: skip
+    return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first, bounds, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, first, bounds)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    found = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return *(one.transpose(1, 2) for one in found), *(None,) * 6
+
+
+context_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _attend(group: Group, route: str) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         if dropout:
             raise IllegalLayout(
@@ -185,7 +275,11 @@ def _attend(group: Group, route: type[_Ring] | type[_Gather]) -> Attend:
                 f"attention over layout.cp={group.size} ranks was given a mask of one device: "
                 "put parallel.context.mask_maker in the place of model.make_mask"
             )
-        result: Tensor = _ContextAttention.apply(q, k, v, mask, scale, group, route)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            given = mask.zigzag, scale, group.number, route
+            return context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
+        shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])
+        result: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]
         return result
 
     return attend

@@ -29,9 +29,11 @@ from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
+from meshwright.parallel import operators
 from meshwright.parallel.boxes import share
-from meshwright.parallel.columns import SEQUENCE, Columns
+from meshwright.parallel.columns import Columns
 from meshwright.parallel.group import Group
+from meshwright.parallel.operators import SEQUENCE
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""
@@ -67,16 +69,18 @@ class _Leave(torch.autograd.Function):
         return (ctx.group.all_gather(gradient, SEQUENCE) if ctx.sp else gradient), None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
     """Before a product whose matrix is split by rows (outputs)."""
+    if torch.compiler.is_compiling():
+        return operators.enter(x, group.number, sp)
     found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]
     return found
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
     """After a product whose matrix is split by columns (inputs)."""
+    if torch.compiler.is_compiling():
+        return operators.leave(x, group.number, sp)
     found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]
     return found
 

@@ -42,9 +42,9 @@ def read(
     """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
 
     Relative paths in the file are of the file's folder, those of overrides of the current one (planfile/paths.py).
-    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one; its weights are then
-    taken, unless `model.init` says otherwise, and its tokenizer, where `data.tokenizer` is auto. What was read under
-    another tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
+    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. Its weights are then taken,
+    unless `model.init` says otherwise, and its tokenizer, where `data.tokenizer` is auto. What was read under another
+    tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
     to it. PlanError names the place, the key and the nearest legal value; whether the plan can run is `Plan.check`'s
     question.
     """

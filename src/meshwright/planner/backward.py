@@ -81,25 +81,23 @@ def _attention(of: "Local", widths: Widths) -> float:
 
 def queued(of: "Local", widths: Widths, routed: Routed | None) -> float:
     """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
-    products made. Of compiled code only what the compiler leaves alone: column-split products, experts."""
-    word, hidden = of.width, of.hidden_bytes
-    columns, rest = of.tp > 1 or not of.compiled, not of.compiled
-    mla = of.shape.mla
-    found = 0.0
+    products made. Of compiled code only what the compiler leaves alone: experts."""
+    if of.compiled:
+        return _queued_experts(of, routed) if routed else 0.0
+    word, hidden, mla = of.width, of.hidden_bytes, of.shape.mla
+    found = hidden + of.tokens * widths.out * word
     if mla is None:
-        found += columns * (hidden + of.tokens * (widths.queries + widths.keys_values) * word)
+        found += hidden + of.tokens * (widths.queries + widths.keys_values) * word
     else:
         low = mla.q_rank + mla.kv_rank
         up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
-        found += columns * (hidden + of.tokens * (low + mla.rope_dim) * word)
-        found += rest * of.tokens * (low + widths.queries + up) * word
-    found += rest * (of.tokens * widths.out * word + hidden)
-    return found + (_queued_experts(of, routed) if routed else _queued_mlp(of, of.shape.ffn / of.tp, columns, rest))
+        found += hidden + of.tokens * (low + mla.rope_dim) * word
+        found += of.tokens * (low + widths.queries + up) * word
+    return found + (_queued_experts(of, routed) if routed else _queued_mlp(of, of.shape.ffn / of.tp))
 
 
-def _queued_mlp(of: "Local", ffn: float, columns: bool, rest: bool) -> float:
-    inner = of.tokens * ffn * of.width
-    return columns * (of.hidden_bytes + _gates(of) * inner) + rest * (inner + of.hidden_bytes)
+def _queued_mlp(of: "Local", ffn: float) -> float:
+    return 2 * of.hidden_bytes + (_gates(of) + 1) * of.tokens * ffn * of.width
 
 
 def _queued_experts(of: "Local", routed: Routed) -> float:
@@ -108,6 +106,6 @@ def _queued_experts(of: "Local", routed: Routed) -> float:
     assert moe is not None
     inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
     found = 2 * sent + (_gates(of) + 1) * inner
-    if moe.shared_experts:
-        found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tp > 1 or not of.compiled, not of.compiled)
+    if moe.shared_experts and not of.compiled:
+        found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp)
     return found

@@ -185,7 +185,6 @@ def _attention(of: Local, window: int) -> Iterator[Operation]:
         made = list(_latent(of, queries, keys_values))
     else:
         made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
-    made = [replace(op, uncompiled=of.tp > 1) if op.name in COLUMNS else op for op in made]
     readers = [op for op in made if op.name in COLUMNS]
     enter, leave = exchange_enter(of, of.stack.column_inputs[0], readers=readers), exchange_leave(of, 1.0)
     yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
@@ -263,7 +262,7 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     if exchange:
         enter, leave = exchange_enter(of, of.stack.column_inputs[1], readers=(up,)), exchange_leave(of, 1.0)
     yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
-    yield replace(up, uncompiled=of.tp > 1)
+    yield up
     moved = tokens * ffn * of.width * _activation_passes(of)
     yield Operation(
         name=f"{name} activation",

@@ -39,6 +39,10 @@ class Recipe:
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+    tf32: bool = False
+    """fp32 on a GPU: products round their operands to TF32 (10 bits of mantissa), 8 times as fast on an H100."""
+    deterministic: bool = False
+    """On a GPU: the same bits from the same plan, by slower kernels; an operation without such a kernel is refused."""
     reduce_dtype: Literal["fp32", "model"] = "fp32"
     """In what gradients are summed over micro-batches and ranks; model = the dtype of the weights (bf16 sums stall)."""
 

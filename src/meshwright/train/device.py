@@ -3,15 +3,20 @@
 import resource
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from meshwright import compat
+from meshwright.kernels.attention import backend, causal_mask
+from meshwright.kernels.partial import can_fuse
+from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
+from meshwright.train.precision import DTYPES
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
@@ -32,12 +37,51 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare(device: torch.device, precision: str) -> None:
-    """Process-wide settings for training on a device."""
+def prepare(device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False) -> None:
+    """Process-wide settings for training on a device.
+
+    `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
+    CUBLAS_WORKSPACE_CONFIG, which the command line sets.
+    """
     if device.type == "cpu":
         compat.keep_freed_memory()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise PlanError(f"{torch.cuda.get_device_name(device)} has no bf16: take recipe.precision=fp16 or fp32")
+    else:
+        compat.pin_flash_attention()
+    if device.type == "cuda":  # the switch that both of torch's ways to ask for TF32 follow
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over all memory that is taken, for nothing
+        torch.backends.cudnn.benchmark = False
+
+
+ASKED = 1024
+"""Positions of which attention's kernel is asked for: no kernel's choice changes beyond them."""
+
+
+def attention_kernel(plan: Plan, device: torch.device) -> str:
+    """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
+    shape, layout, recipe = plan.model, plan.layout, plan.recipe
+    if plan.layout.kernels == "reference":
+        return "reference"
+    mla, positions = shape.mla, min(recipe.sequence, ASKED)
+    heads, key_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
+    width, value_width = shape.head_dim, shape.head_dim
+    if mla is not None:
+        key_heads, width, value_width = heads, mla.nope_dim + mla.rope_dim, mla.v_dim
+    make = partial(torch.empty, dtype=DTYPES[recipe.precision], device=device, requires_grad=True)
+    q, k = make(1, positions, heads, width), make(1, positions, key_heads, width)
+    v = make(1, positions, key_heads, value_width)
+    documents = torch.zeros(1, positions, dtype=torch.int64, device=device) if recipe.document_mask else None
+    if layout.cp > 1:
+        fused = (
+            documents is None and not any(shape.window_of(layer) for layer in range(shape.layers)) and can_fuse(q, k)
+        )
+        return f"{layout.context} of {'flash' if fused else 'plain'} parts"
+    mask = causal_mask(positions, positions, documents=documents, device=device)
+    return backend(q, k, v, mask, scale=width**-0.5, dropout=recipe.dropout)
 
 
 def title(device: torch.device) -> str:

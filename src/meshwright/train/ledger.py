@@ -9,6 +9,7 @@ import torch
 from meshwright import __version__
 from meshwright.parallel.agree import told_by
 from meshwright.parallel.traffic import Counts
+from meshwright.spec import Plan
 from meshwright.spec.ledger import Ledger
 from meshwright.spec.places import pipeline_ranks
 from meshwright.train import device
@@ -40,7 +41,7 @@ class StepLedger:
         """The step has ended."""
         self.step, self.sent = step, self.state.engine.mesh.traffic.since(self._before)
 
-    def document(self, target: torch.device) -> dict[str, Any]:
+    def document(self, target: torch.device, plan: Plan) -> dict[str, Any]:
         """As JSON, on every rank, all of which must ask: what the first rank sends in the last step that was made, and
         holds at the optimizer's update; the same of one rank of each pipeline place; every rank's peak on a GPU."""
         mesh = self.state.engine.mesh
@@ -56,7 +57,8 @@ class StepLedger:
             found["peaks"] = [allocated for allocated, _ in peaks]
             for one in ranks:
                 one["peak_bytes"], one["reserved_bytes"] = peaks[one["rank"]]
-        return found | {"device": target.type, "environment": environment(target, world.size)}
+        known = environment(target, world.size) | {"attention": device.attention_kernel(plan, target)}
+        return found | {"device": target.type, "environment": known}
 
     def _own(self) -> dict[str, Any]:
         return {

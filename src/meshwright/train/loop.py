@@ -65,7 +65,8 @@ def run(
     first.alone(lambda: check_fits(plan, target, machines=machines))
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
-    device.prepare(target, plan.recipe.precision)
+    recipe = plan.recipe
+    device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
@@ -138,7 +139,7 @@ def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterat
 def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     """The run folder, taken."""
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
-    if resume == "no" or not shelf.listing(folder.checkpoints):
+    if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
         weights.keep_beside(plan, path)
     folders.point_latest(path)
     return folder

@@ -11,6 +11,7 @@ import torch
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
+from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
 from meshwright.parallel.replica_check import check_replicas
@@ -275,15 +276,16 @@ class Trainer:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, []
+        plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         if plan.model.positions == "rope" and plan.recipe.sequence > plan.model.max_positions:
             found.append(
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
                 "the model is meant for"
             )
         found += schedule_notes(plan.layout, self.device)
-        problem = unwritable(plan.model)
-        if problem:
+        if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
+            found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
+        if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
@@ -297,7 +299,7 @@ class Trainer:
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
         if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
             loss_plot(records, self.folder.loss_plot)
-        ledger = self.ledger.document(self.device) if self.ledger.step else None
+        ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_first and ledger:
             self.folder.keep_ledger(ledger)
         progress, validation = self.state.progress, self.corpus.validation

@@ -133,8 +133,10 @@ class Simulation:
         self.left[rank, unit] = len(units.keys[unit])
         for kind, peer, number in units.keys[unit]:
             if kind == "collective":
-                self.arrived[communicator.name, number] += 1
-                if self.arrived[communicator.name, number] == len(communicator.ranks):
+                key = communicator.name, number
+                self.arrived[key] += 1
+                if self.arrived[key] == len(communicator.ranks):
+                    del self.arrived[key]
                     for member in communicator.ranks:
                         self._end(member, communicator.name, ("collective", 0, number))
                 continue
@@ -144,6 +146,7 @@ class Simulation:
             if message not in self.messages:
                 self.messages.add(message)
                 continue
+            self.messages.remove(message)
             self._end(rank, communicator.name, (kind, peer, number))
             self._end(other, communicator.name, ("receive" if kind == "send" else "send", -peer % size, number))
 

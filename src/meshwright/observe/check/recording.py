@@ -33,6 +33,8 @@ from meshwright.spec.schedule import refusal
 
 FEW_RANKS = 16
 """Worlds of so many ranks or fewer run all of them in full."""
+ROUNDS = 3
+"""Micro-batches for each pipeline rank after which a schedule only repeats itself."""
 SHORT = 16
 """Tokens per rank of a brief run's sequence."""
 AT_ONCE = 32
@@ -60,12 +62,17 @@ def record_world(
     load: float = 1.0,
     processes: int = 0,
     in_full: bool | None = None,
+    whole: bool = False,
     told: Callable[[int, int], None] | None = None,
 ) -> list[RankTrace]:
-    """All ranks of a plan. `in_full` = run each of them in full (default: where they are few). `told` of ranks done and
-    of all. PlanError: a plan that cannot run, or whose sizes depend on values."""
+    """All ranks of a plan.
+
+    `in_full` = run each of them in full (default: where they are few). `whole` = every micro-batch of a step. `told` of
+    ranks done and of all. PlanError: a plan that cannot run, or whose sizes depend on values.
+    """
     plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
+    plan = plan if whole else rounds(plan)
     world = plan.layout.world
     if in_full is None:
         in_full = world <= FEW_RANKS
@@ -148,12 +155,12 @@ def _record(plan: Plan, rank: int, load: float, recorder: Recorder, full: bool) 
     try:
         with recorder.listening():
             program.build()
-            counts = _counts(plan)
-            for number, count in enumerate(counts if full else counts[:1], start=1):
+            counts = _counts(plan) if full else [fewest(plan)]
+            for number, count in enumerate(counts, start=1):
                 program.step(number, count)
             if full:
                 program.rest()
-                program.step(len(counts) + 1, counts[-1])
+                program.step(len(counts) + 1, fewest(plan))
     except compat.data_dependent() as error:
         raise PlanError(
             f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
@@ -168,6 +175,40 @@ def _counts(plan: Plan) -> list[int]:
     return list(dict.fromkeys(plan.layout.micro_batches(batch) for batch in [*batches, whole]))
 
 
+def fewest(plan: Plan) -> int:
+    """The smallest number of micro-batches that the schedule takes."""
+    return _legal(plan, 1)
+
+
+def rounds(plan: Plan) -> Plan:
+    """With fewer micro-batches where a step has more than ROUNDS for each pipeline rank: then what a schedule begins
+    with, repeats and ends with has all been seen."""
+    enough = _legal(plan, ROUNDS * plan.layout.pp)
+    batches = [stage.global_batch for stage in plan.recipe.batch_ramp]
+    if enough == plan.layout.micro_batches(plan.recipe.global_batch) or batches:
+        return plan
+    return _with_micro_batches(plan, enough)
+
+
+def _legal(plan: Plan, least: int) -> int:
+    layout, most = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
+    legal = (
+        count for count in range(least, most)
+        if layout.pp == 1 or refusal(layout.schedule, layout.pp, count, layout.vp) is None
+    )  # fmt: skip
+    return next(legal, most)
+
+
+def _with_micro_batches(plan: Plan, count: int) -> Plan:
+    rows = plan.recipe.global_batch // plan.layout.micro_batches(plan.recipe.global_batch)
+    size = plan.layout.micro_batch_of(plan.recipe.global_batch)
+    return replace(
+        plan,
+        recipe=replace(plan.recipe, global_batch=rows * count),
+        layout=replace(plan.layout, micro_batch=size),
+    )
+
+
 def brief(plan: Plan) -> Plan:
     """The same layout and schedule with few layers and micro-batches; the plan itself where that would be illegal."""
     shape, layout, recipe = plan.model, plan.layout, plan.recipe
@@ -179,18 +220,16 @@ def brief(plan: Plan) -> Plan:
     kept = [kind for stage in kinds for kind in stage]
     moe = shape.moe and replace(shape.moe, first_dense=sum(not routed for routed, _ in kept))
     windowed = sum(not window for _, window in kept)
-    fewer = next(
-        count for count in range(1, layout.micro_batches(recipe.global_batch) + 1)
-        if layout.pp == 1 or refusal(layout.schedule, layout.pp, count, layout.vp) is None
-    )  # fmt: skip
-    rows = recipe.global_batch // layout.micro_batches(recipe.global_batch)
     sequence = min(recipe.sequence, SHORT * layout.cp * layout.tp)
     changed = replace(
         plan,
         model=replace(shape, layers=len(kept), moe=moe, window_from_layer=windowed),
         layout=replace(layout, stages=tuple(map(len, kinds)) if layout.pp > 1 else ()),
-        recipe=replace(recipe, global_batch=rows * fewer, batch_ramp=(), noise_scale_every=0, sequence=sequence),
+        recipe=replace(recipe, batch_ramp=(), noise_scale_every=0, sequence=sequence),
     )
+    if layout.schedule == "dualpipe-v":  # zb-v places the same stages, and takes fewer micro-batches
+        changed = replace(changed, layout=replace(changed.layout, schedule="zb-v"))
+    changed = _with_micro_batches(changed, fewest(changed))
     try:
         changed.check()
     except IllegalLayout:

@@ -1,0 +1,98 @@
+"""What torch.compile needs of a machine, how often it may compile one function, and what it says when that is used up.
+
+Of this torch has no public question: Inductor's and Triton's own searches for a compiler end in an exception in the
+first step, and the limit is a setting of `torch._dynamo.config` whose name has changed once (cache_size_limit).
+"""
+
+import importlib
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMIT_SAID = "torch._dynamo hit config."
+"""How torch's own warning begins."""
+
+
+@cache
+def compile_tool_missing(kind: str) -> str:
+    """What torch.compile lacks for a kind of device, as `Triton`; empty where it has all."""
+    return _missing_for_triton() if kind == "cuda" else _missing_for_cpp()
+
+
+def _missing_for_triton() -> str:
+    """Triton builds a small C library for its launcher, with the headers of this Python."""
+    try:
+        importlib.import_module("triton")
+    except ModuleNotFoundError:
+        return "Triton"
+    except Exception as error:  # a broken installation fails in many ways
+        return f"a Triton that can be imported ({error})"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (7, 0):
+        return "a GPU of compute capability 7.0 (Triton has no code for older ones)"
+    named = os.environ.get("CC")
+    if not (shutil.which(named.split()[0]) if named else shutil.which("gcc") or shutil.which("clang")):
+        return f"the C compiler CC={named}" if named else "a C compiler (gcc or clang)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the headers of this Python (Python.h, package python3-dev)"
+    return ""
+
+
+def _missing_for_cpp() -> str:
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError:
+        return ""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++ or clang++)"
+    return ""
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch compile a function for at least so many kinds of arguments."""
+    config: Any = torch._dynamo.config
+    for name in ("recompile_limit", "cache_size_limit"):
+        if hasattr(config, name):
+            setattr(config, name, max(limit, getattr(config, name)))
+            return
+
+
+class _Limit(logging.Filter):
+    """Gives what torch says of a limit that was hit to whoever wants to say it."""
+
+    def __init__(self, said: Callable[[], None]) -> None:
+        super().__init__()
+        self.said = said
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False: said otherwise."""
+        if not str(record.msg).startswith(LIMIT_SAID):
+            return True
+        self.said()
+        return False
+
+
+def when_recompile_limit_is_hit(said: Callable[[], None]) -> None:
+    """Call `said` each time torch gives up compiling a function anew, in place of its own warning; the last caller
+    counts."""
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    for one in [one for one in logger.filters if isinstance(one, _Limit)]:
+        logger.removeFilter(one)
+    logger.addFilter(_Limit(said))
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    with suppress(AttributeError, KeyError):
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return 0

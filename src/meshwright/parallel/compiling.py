@@ -1,0 +1,79 @@
+"""Whether blocks are compiled, what that needs, and how a compiled block is called."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from meshwright.compat import compiling
+from meshwright.model import Transformer
+from meshwright.model.attention import Sight
+from meshwright.model.cache import LayerCache
+from meshwright.model.moe import Experts
+from meshwright.model.transformer import Block
+from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
+
+VARIANTS = 64
+"""Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
+By torch's own limit of 8 the ninth would run uncompiled."""
+_log = logging.getLogger("meshwright")
+
+
+def is_compiled(layout: Layout, device: torch.device) -> bool:
+    """Whether blocks are compiled on a device: by default on a GPU, where it pays, if the machine has what it takes.
+
+    PlanError where layout.compile=on and it has not.
+    """
+    if layout.compile == "off" or (layout.compile == "auto" and device.type != "cuda"):
+        return False
+    missing = compiling.compile_tool_missing(device.type)
+    if missing and layout.compile == "on":
+        raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
+    return not missing
+
+
+def compile_notes(layout: Layout, device: torch.device) -> list[str]:
+    """Why blocks are not compiled although they would be by default; empty where nothing is to say."""
+    if layout.compile != "auto" or device.type != "cuda" or is_compiled(layout, device):
+        return []
+    missing = compiling.compile_tool_missing(device.type)
+    return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
+
+
+def compiled_call(model: Transformer, recompute: str) -> BlockCall:
+    """What calls the blocks of a model that is to be compiled.
+
+    Dense blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees
+    any more, selective would keep nothing. Routed ones cannot be, since the compiler does not recompute a part that it
+    must leave alone: their recomputation is around what is compiled of them, and selective keeps the experts' products
+    only. With a cache every token has another length and would be compiled anew: generation stays as it is.
+    """
+    compiling.raise_recompile_limit(VARIANTS)
+    compiling.when_recompile_limit_is_hit(_say_limit)
+    _keep_from_compiler(model)
+    dense = torch.compile(block_call(recompute), dynamic=False)
+    routed = block_call(recompute, torch.compile(call_block, dynamic=False))
+
+    def run(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
+        if cache is not None:
+            return call_block(block, x, sight, cache)
+        return routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)
+
+    return run
+
+
+def _say_limit() -> None:
+    _log.warning(
+        "meshwright: note: a block was compiled for %d kinds of calls, and every further kind runs uncompiled: slower, "
+        "with the same results. TORCH_LOGS=recompiles names what differs.",
+        VARIANTS,
+    )
+
+
+def _keep_from_compiler(model: Transformer) -> None:
+    """Experts take runs of rows whose lengths would become constants of the code: every step would compile anew."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]

@@ -1,0 +1,97 @@
+"""Collectives as operators: compiled code calls them like a product, and the compiler does not look inside.
+
+Without them every collective ends a graph. Under recomputation, whose body the compiler takes whole or not at all, the
+block would then run eager. An operator takes tensors and plain numbers: a group is called by its number. What it does
+is what eager code does, so values, bytes sent and their count are the same.
+
+Every rank of a group compiles the same block, and its collectives depend on one another's results, so that all ranks
+call them in one order. Inputs of an operator stay as they are, and its results are new tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.group import numbered
+
+SEQUENCE = 1
+"""The dim of x (B, S, D) that sp splits."""
+
+
+@torch.library.custom_op("meshwright::all_gather", mutates_args=())
+def all_gather(x: Tensor, group: int) -> Tensor:
+    """x (B, S / t, D) of every rank -> (B, S, D)."""
+    return numbered(group).all_gather(x, SEQUENCE)
+
+
+@all_gather.register_fake
+def _(x: Tensor, group: int) -> Tensor:
+    return x.new_empty(resized(x.shape, numbered(group).size, 1))
+
+
+@torch.library.custom_op("meshwright::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, group: int) -> Tensor:
+    """x (B, S, D) -> this rank's (B, S / t, D) of the sum over the ranks."""
+    return numbered(group).reduce_scatter(x, SEQUENCE)
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, group: int) -> Tensor:
+    return x.new_empty(resized(x.shape, 1, numbered(group).size))
+
+
+@torch.library.custom_op("meshwright::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, group: int) -> Tensor:
+    """x -> the sum over the ranks."""
+    return numbered(group).all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+@all_reduce.register_fake
+def _(x: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("meshwright::enter", mutates_args=())
+def enter(x: Tensor, group: int, sp: bool) -> Tensor:
+    """As tensor.enter: f, or g with sp."""
+    return numbered(group).all_gather(x, SEQUENCE) if sp else x.clone(memory_format=torch.contiguous_format)
+
+
+@enter.register_fake
+def _(x: Tensor, group: int, sp: bool) -> Tensor:
+    return x.new_empty(resized(x.shape, numbered(group).size if sp else 1, 1))
+
+
+@torch.library.custom_op("meshwright::leave", mutates_args=())
+def leave(x: Tensor, group: int, sp: bool) -> Tensor:
+    """As tensor.leave: f*, or g* with sp."""
+    found = numbered(group)
+    return found.reduce_scatter(x, SEQUENCE) if sp else found.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+@leave.register_fake
+def _(x: Tensor, group: int, sp: bool) -> Tensor:
+    return x.new_empty(resized(x.shape, 1, numbered(group).size if sp else 1))
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group, ctx.sp = inputs
+
+
+def _enter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return (reduce_scatter if ctx.sp else all_reduce)(gradient, ctx.group), None, None
+
+
+def _leave_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return all_gather(gradient, ctx.group) if ctx.sp else gradient, None, None
+
+
+enter.register_autograd(_enter_backward, setup_context=_keep_group)
+leave.register_autograd(_leave_backward, setup_context=_keep_group)
+
+
+def resized(shape: Sequence[int], times: int, over: int) -> tuple[int, ...]:
+    """The shape with the sequence so many times as long, and cut in so many parts."""
+    return (*shape[:SEQUENCE], shape[SEQUENCE] * times // over, *shape[SEQUENCE + 1 :])

@@ -1,0 +1,70 @@
+"""The kernel that attention says it takes is the one that runs."""
+
+import pytest
+import torch
+
+from meshwright.kernels import attention
+from meshwright.kernels.attention import Mask, attend, backend, causal_mask
+from meshwright.kernels.target import acting_as
+from meshwright.observe.tiny import shrink
+from meshwright.spec import Layout, Plan, Recipe
+from meshwright.train import device
+from tests.counting import Operations
+
+OPERATIONS = {
+    "flash": "_scaled_dot_product_flash_attention_for_cpu",
+    "math": "softmax",
+    "blockwise": "bmm",
+}
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16)], ids=["equal", "latent"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_what_is_said_is_what_runs(
+    widths: tuple[int, int], packed: bool, dropout: float, blockwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: blockwise)
+    q, k = (torch.randn(1, 8, 4, widths[0], requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 8, 4, widths[1], requires_grad=True)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]]) if packed else None
+    mask = causal_mask(8, 8, documents=documents)
+    said = backend(q, k, v, mask, scale=0.25, dropout=dropout)
+    assert said == ("math" if dropout else "blockwise" if blockwise else "flash")
+    with Operations() as made:
+        attend(q, k, v, mask, scale=0.25, dropout=dropout)
+    ran = [name for name, operation in OPERATIONS.items() if any(operation in one for one in made.counts)]
+    assert said in ran and ("flash" in ran) == (said == "flash")
+
+
+def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> None:
+    make = torch.empty(1, 8, 4, 16, dtype=torch.bfloat16)
+    allowed = causal_mask(8, 8, documents=torch.zeros(1, 8, dtype=torch.int64))
+    with acting_as("cuda"):
+        assert backend(make, make[:, :, :2], make[:, :, :2], Mask(), scale=1.0) == "flash"
+        assert backend(make, make, make, allowed, scale=1.0) == "efficient"
+        assert backend(make.float(), make.float(), make.float(), Mask(), scale=1.0) == "efficient"
+
+
+def test_on_a_gpu_torch_is_not_left_to_prefer_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of both it prefers depends on the build and the chip; dry run and planner model flash."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        device.prepare(torch.device("cuda"), "fp32")
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_run_records_the_kernel_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of head counts and widths as a rank has them."""
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: False)
+    cpu, recipe = torch.device("cpu"), Recipe(sequence=64, document_mask=False)
+    for name in ("llama-3.1-8b", "deepseek-v3"):
+        assert device.attention_kernel(Plan(model=shrink(name), recipe=recipe), cpu) == "flash"
+    ring = Plan(model=shrink("llama-3.1-8b"), recipe=recipe, layout=Layout(cp=2))
+    assert device.attention_kernel(ring, cpu) == "ring of flash parts"
+    plain = Plan(model=shrink("llama-3.1-8b"), recipe=Recipe(sequence=64), layout=Layout(cp=2))
+    assert device.attention_kernel(plain, cpu) == "ring of plain parts"

@@ -1,0 +1,213 @@
+"""Every feature that compiles gives whole blocks as graphs, with one device's values and the bytes of eager code."""
+
+import logging
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.compat import compiling
+from meshwright.model import Transformer
+from meshwright.observe.matrix import CASE, DENSE
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify import Outcome, first_difference, outcome
+from meshwright.parallel import on_one_device
+from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
+from meshwright.parallel.mesh import Made
+from meshwright.parallel.traffic import Traffic
+from meshwright.spec import Layout
+from meshwright.spec.errors import PlanError
+from tests.model.shrunk import model, tokens
+
+CASES = {"dense": DENSE, "packed": replace(DENSE, packed=True), "routed": replace(CASE, steps=1)}
+BACKEND = "aot_eager_decomp_partition"
+"""Traces and cuts as the default one does, and generates no code."""
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Of one rank: what it trained, how many graphs were made, why any was cut, and what it sent in which order."""
+
+    outcome: Outcome
+    graphs: int
+    breaks: tuple[str, ...]
+    calls: tuple[tuple[str, str, int], ...]
+
+
+def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Compiled:
+    """On one rank: the steps of a case."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    calls: list[tuple[str, str, int]] = []
+    whole, tell = torch.compile, Traffic.tell
+
+    def remember(self: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
+        calls.append((axis, collective, sent_bytes))
+        tell(self, axis, collective, sent_bytes)
+
+    torch.compile, Traffic.tell = partial(whole, backend=backend), remember  # type: ignore[method-assign]
+    try:
+        found = outcome(CASES[case], Layout(**{"compile": "on", **options}), made=made)
+    finally:
+        torch.compile, Traffic.tell = whole, tell  # type: ignore[method-assign]
+    return Compiled(found, counters["stats"]["unique_graphs"], tuple(counters["graph_break"]), tuple(calls))
+
+
+def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[Compiled]:
+    """On one rank: layouts of one world size, compiled and then not."""
+    made: Made = {}
+    both = [{**options, "compile": compiled} for options in layouts for compiled in ("on", "off")]
+    return [trained(case, options, backend, made) for options in both]
+
+
+POLICIES = ("none", "selective", "full")
+LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "data": ("dense", [{"dp_shard": 2, "zero": zero} for zero in (0, 1, 2, 3)]),
+    "pipelines": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": name} for name in ("afab", "1f1b", "zb-h1")]),
+    "tp": ("dense", [{"tp": 2, "recompute": policy} for policy in POLICIES]),
+    "tp + sp": ("dense", [{"tp": 2, "sp": True, "recompute": policy} for policy in POLICIES]),
+    "cp ring": ("dense", [{"cp": 2, "zero": 0, "context": "ring", "recompute": policy} for policy in POLICIES]),
+    "cp gather": ("dense", [{"cp": 2, "zero": 0, "context": "all-gather", "recompute": p} for p in POLICIES]),
+    "packed": (
+        "packed",
+        [
+            {"tp": 2, "sp": True, "recompute": "selective"},
+            {"cp": 2, "zero": 0, "context": "ring", "recompute": "full"},
+            {"cp": 2, "zero": 0, "context": "all-gather"},
+        ],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_dense_block_is_one_graph(name: str) -> None:
+    """0 graphs are a run that is eager without a word; a break is one under recomputation."""
+    case, layouts = LAYOUTS[name]
+    alone = outcome(CASES[case], Layout(compile="off"))
+    found = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=600), strict=True))
+    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+        assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
+        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
+        same_calls(compiled, eager, layout)
+
+
+def same_calls(compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any]) -> None:
+    """Compiled code sends what eager code sends, on all ranks in one order; less only where eager recomputation gathers
+    what nobody reads: the input of column-split products whose results were kept."""
+    assert layout.get("pp") or compiled[0].calls == compiled[1].calls, layout
+    for one, other in zip(compiled, eager, strict=True):
+        if layout.get("sp") and layout.get("recompute") == "selective":
+            left = [list(rank.calls) for rank in (one, other)]
+            gathered = [[call for call in calls if call[1] == "all_gather"] for calls in left]
+            extra = 2 * DENSE.shape.layers * DENSE.steps
+            assert len(gathered[1]) - len(gathered[0]) == extra == len(left[1]) - len(left[0])
+        else:
+            assert sorted(one.calls) == sorted(other.calls), layout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_routed_blocks_compile_around_their_experts() -> None:
+    """The runs of rows that experts take stay outside, as docs/parallel.md says; nothing else cuts a graph."""
+    layouts: list[dict[str, Any]] = [{"tp": 2, "recompute": "full"}, {"dp_shard": 2, "ep": 2, "zero": 3}]
+    alone = outcome(CASES["routed"], Layout(compile="off"))
+    for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True)):
+        assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
+        for rank in ranks if not at % 2 else ():
+            assert rank.graphs > 1 and len(rank.breaks) == 1 and "Experts.forward" in rank.breaks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_generated_code_has_the_values_of_eager_code() -> None:
+    """The default backend, C++ on a CPU, of the layouts whose collectives are operators."""
+    layouts = [LAYOUTS["tp + sp"][1][2], LAYOUTS["cp ring"][1][2]]
+    alone = outcome(CASES["dense"], Layout(compile="off"))
+    for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "dense", layouts, "inductor", limit_s=900), strict=True)):
+        assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
+        assert at % 2 or ranks[0].graphs == 1
+
+
+def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto says so once, at the start; `on` never gets to the first step."""
+    lacks = "a C compiler (gcc or clang)"
+    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: lacks)
+    assert not is_compiled(Layout(), CUDA)
+    assert [lacks in note for note in compile_notes(Layout(), CUDA)] == [True]
+    assert compile_notes(Layout(compile="off"), CUDA) == compile_notes(Layout(), torch.device("cpu")) == []
+    for device in (CUDA, torch.device("cpu")):
+        with pytest.raises(PlanError, match=r"layout.compile=on .*C compiler.* layout.compile=off"):
+            is_compiled(Layout(compile="on"), device)
+    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: "")
+    assert is_compiled(Layout(), CUDA) and not compile_notes(Layout(), CUDA)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_what_is_missing_is_found_as_the_compilers_look(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search path without a compiler; then one of CC or CXX; Triton stands in as an empty module."""
+    missing = compiling.compile_tool_missing.__wrapped__
+    if kind == "cpu":
+        from torch._inductor import config
+
+        assert missing(kind) == ""
+        monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+        assert missing(kind) == "a C++ compiler (g++ or clang++)"
+        return
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.delenv("CC", raising=False)
+    assert missing(kind) == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing(kind) == "a C compiler (gcc or clang)"
+    monkeypatch.setenv("CC", "mycc -O2")
+    assert missing(kind) == "the C compiler CC=mycc -O2"
+    Path(tmp_path, "mycc").touch(mode=0o755)
+    assert missing(kind) == ""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert missing(kind) == "Triton"
+    Path(tmp_path, "triton.py").write_text("raise OSError('no libcuda')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton")
+    assert "no libcuda" in missing(kind)
+
+
+def compiled_model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return on_one_device(model("llama-2-7b"), Layout(compile="on")).model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_kinds_of_calls_are_compiled_than_torch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """{training, evaluation} x six numbers of rows; by torch's own limit the ninth would run eager."""
+    found = compiled_model(monkeypatch)
+    for rows in range(1, 7):
+        found.train().hidden(tokens(rows, 8))
+        with torch.no_grad():
+            found.eval().hidden(tokens(rows, 8))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12 <= VARIANTS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_limit_that_is_hit_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And torch's own five lines are not."""
+    found = compiled_model(monkeypatch)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    with caplog.at_level(logging.WARNING):
+        for rows in (1, 2):
+            found.hidden(tokens(rows, 8))
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "uncompiled" in line]) == 1
+    assert not any("torch._dynamo hit" in line for line in said)
