@@ -225,8 +225,10 @@ def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
     """Let the collectives of a process group on GPUs end after `limit`, those on the host as before; False where it has
     no GPU backend. torch takes one limit for all backends of a group, and sets another by private names only."""
     with suppress(*_CANNOT):
-        group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
-        return True
+        found = group._get_backend(torch.device("cuda"))
+        if found.name() != "gloo":  # which serves both, with one limit
+            found._set_default_timeout(limit)
+            return True
     return False
 
 
