@@ -52,6 +52,30 @@ def no_network() -> Iterator[None]:
     patch.undo()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--strict-collectives SEED`: ranks that tests start run under tests/parallel/strict.py."""
+    parser.addoption(
+        "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
+    )
+
+
+@pytest.fixture(autouse=True)
+def strict_collectives(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the option asks for it, what a test runs on ranks runs inside of `strict(seed)`."""
+    seed = request.config.getoption("--strict-collectives")
+    if seed is None:
+        return
+    from meshwright.observe import ranks
+    from tests.parallel.strict import under
+
+    start = ranks._start
+
+    def start_strictly(function: Any, arguments: Any, rank: int, place: Any) -> Any:
+        return start(under, (seed, function, arguments), rank, place)
+
+    monkeypatch.setattr(ranks, "_start", start_strictly)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

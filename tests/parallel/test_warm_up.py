@@ -1,5 +1,6 @@
 """Stages that run once before the first message: nothing of it is left."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ from meshwright.observe.matrix import CASE
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify import Case
 from meshwright.parallel import apply
+from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.passes import make_pipeline
@@ -72,3 +74,14 @@ def test_a_warm_up_leaves_nothing_behind(precision: str) -> None:
             stages, kinds = layout.vp, {"zb-h1": 3, "dualpipe-v": 5}.get(layout.schedule, 2)
             assert 0 < warm["passes"] - cold["passes"] <= stages * (kinds + 1), layout
             assert warm["begun"] > cold["begun"] or layout.zero == 0, layout
+
+
+def test_a_run_says_that_compiled_blocks_leave_the_bubble_empty() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for name in ("zb-h1", "zb-v", "dualpipe-v"):
+        layout = Layout(pp=2, vp=1 if name == "zb-h1" else 2, schedule=name)
+        assert schedule_notes(layout, cpu) == []
+        assert [f"layout.schedule={name} fills its bubble" in note for note in schedule_notes(layout, gpu)] == [True]
+        assert schedule_notes(replace(layout, compile="off"), gpu) == []
+    assert schedule_notes(Layout(pp=2), gpu) == []
+    assert "is 1f1b" in schedule_notes(Layout(pp=2, schedule="interleaved"), cpu)[0]

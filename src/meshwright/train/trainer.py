@@ -10,6 +10,7 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.model.hub import unwritable
+from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
@@ -281,8 +282,7 @@ class Trainer:
                 f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
                 "the model is meant for"
             )
-        if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
-            found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+        found += schedule_notes(plan.layout, self.device)
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         if problem := unwritable(plan.model):
