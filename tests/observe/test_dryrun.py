@@ -63,7 +63,7 @@ REAL = {
 def test_peak_and_traffic_of_real_processes(world: int) -> None:
     """All layouts with so many processes in one group: peaks as torch's allocator tells them, traffic exactly."""
     plans = [one for one in REAL.values() if one.layout.world == world]
-    ranks = on_ranks(world, measured, plans, 2)
+    ranks = on_ranks(world, measured, plans, 2, limit_s=600)
     for index, one in enumerate(plans):
         found = dry_run(one, ranks=range(world), device="cpu", whole=True)
         compared = row(str(one.layout), found, [rank[index] for rank in ranks], 0.0)
