@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.compat import fake_tensors
 from meshwright.model import Transformer
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import num_parameters
@@ -288,3 +289,15 @@ def test_a_parameter_without_gradient_stays() -> None:
         assert not torch.equal(found.embed.weight, before["embed.weight"])
         mine.zero_grad()
         assert all(parameter.grad is None for parameter in found.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_needs_no_values(dtype: torch.dtype) -> None:
+    """The dry run makes it on tensors that have none; what reads one there waits for the device on a GPU."""
+    with fake_tensors():
+        named = {str(at): nn.Parameter(torch.zeros((4, at)[:at], dtype=dtype)) for at in (1, 2)}
+        mine = AdamW(named.items(), RECIPE)
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        norm = euclidean_norm([p.grad for p in named.values() if p.grad is not None])
+        mine.step(1e-3, divide_by=norm, skip=torch.zeros(()))

@@ -20,7 +20,7 @@ def fused_adamw(
 def add_to_each(tensors: list[torch.Tensor], x: torch.Tensor) -> None:
     """In place, in one launch on a GPU. The foreach functions are what torch's own optimizers call; they are private
     and documented for nobody else."""
-    torch._foreach_add_(tensors, x)
+    torch._foreach_add_(tensors, [x] * len(tensors))  # by one tensor, it reads that on the host where tensors are fake
 
 
 def copy_each(into: list[torch.Tensor], given: list[torch.Tensor]) -> None:
