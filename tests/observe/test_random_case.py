@@ -63,6 +63,11 @@ FEATURES: dict[str, Asks] = {
     "grouped experts": lambda one: one.case.shape.moe is not None and one.case.shape.moe.groups > 1,
     "sigmoid scores": lambda one: one.case.shape.moe is not None and one.case.shape.moe.scoring == "sigmoid",
     "dense layers first": lambda one: one.case.shape.moe is not None and one.case.shape.moe.first_dense > 0,
+    "experts without a gate": lambda one: one.case.shape.moe is not None and one.case.shape.mlp != "swiglu",
+    "values wider than keys under cp": lambda one: (
+        one.case.shape.mla is not None and one.layout.cp > 1 and one.case.shape.mla.v_dim > one.case.shape.head_dim
+    ),
+    "a tied head over a pipeline": lambda one: one.case.shape.tied and one.layout.pp > 2,
     "a tied head": lambda one: one.case.shape.tied,
     **{
         f"{kind} scaling": lambda one, kind=kind: getattr(one.case.shape.rope_scaling, "kind", None) == kind

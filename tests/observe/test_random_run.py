@@ -25,8 +25,9 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
 from meshwright.train import batches
 
-SEED, NUMBER = 4, 8
-"""A draw that has most features; `meshwright verify --random 300 --seed S` is the long one."""
+SEED, NUMBER = 367, 8
+"""A draw that has one key head under tp, fp16 with an overflow, and most others. `verify --random 100 --seed S` is the
+long one."""
 
 
 def test_a_small_draw_is_equal() -> None:
@@ -159,7 +160,7 @@ def _with_faults(texts: list[tuple[str, str]]) -> list[Outcome]:
 def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
     texts = list(dict.fromkeys(text for _, some in FAULTS.values() for text in some))
     runs = [("", text) for text in texts] + [(fault, text) for fault, (_, some) in FAULTS.items() for text in some]
-    ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs)]
+    ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
     alone = {text: outcome(drawn_of(text).case, ALONE) for text in texts}
     for place, (fault, text) in enumerate(runs):
         found = verify.first_difference(

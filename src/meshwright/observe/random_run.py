@@ -59,8 +59,9 @@ def verdicts(cases: Sequence[Drawn], device: str = "cpu") -> Iterator[Verdict]:
     """Each case with its first difference from one device, the smallest worlds first."""
     for world in sorted({drawn.layout.world for drawn in cases}):
         indices = [index for index, drawn in enumerate(cases) if drawn.layout.world == world]
-        for some in _batches(indices, cases):
-            yield from _of_batch(world, {index: cases[index] for index in some}, device)
+        for start in range(0, len(indices), BATCH):
+            some = {index: cases[index] for index in indices[start : start + BATCH]}
+            yield from _of_batch(world, some, device)
 
 
 def verdict(drawn: Drawn, device: str = "cpu", *, settle: bool = False) -> Verdict:
@@ -68,19 +69,6 @@ def verdict(drawn: Drawn, device: str = "cpu", *, settle: bool = False) -> Verdi
     alone, redrawn = _settled(drawn.case, device) if settle else (outcome(drawn.case, ALONE, device=device), 0)
     drawn = replace(drawn, case=replace(drawn.case, seed=drawn.case.seed + redrawn))
     return Verdict(index=0, drawn=drawn, difference=_alone_or(drawn, alone, device), redrawn=redrawn)
-
-
-def _batches(indices: Sequence[int], cases: Sequence[Drawn]) -> Iterator[list[int]]:
-    """Runs of BATCH cases. A pipeline with a tied head ends its batch: its ranks make unequally many groups, after
-    which torch names the next ones differently."""
-    some: list[int] = []
-    for index in indices:
-        some.append(index)
-        if len(some) == BATCH or (cases[index].case.shape.tied and cases[index].layout.pp > 2):
-            yield some
-            some = []
-    if some:
-        yield some
 
 
 def _of_batch(world: int, cases: dict[int, Drawn], device: str) -> Iterator[Verdict]:
