@@ -160,8 +160,8 @@ def test_what_is_missing_is_found_as_the_compilers_look(
         from torch._inductor import config
 
         assert missing(kind) == ""
-        monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-        assert missing(kind) == "a C++ compiler (g++ or clang++)"
+        with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+            assert missing(kind) == "a C++ compiler (g++ or clang++)"
         return
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.delenv("CC", raising=False)
