@@ -8,11 +8,12 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test lint format schema bench bench-parallel leaderboard claims clean
+.PHONY: help quickstart test test-isa lint format schema bench bench-parallel leaderboard claims clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
 	@echo "make test         the whole test suite"
+	@echo "make test-isa     the numerical tests once more, with this CPU's widest instructions switched off"
 	@echo "make lint         ruff, formatting, types"
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
@@ -27,6 +28,14 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+
+# Which kernels run depends on the CPU: on one with AVX-512 (and its 16-bit products) this tries what AVX2 has, on any
+# other what every x86-64 has.
+NUMERICAL = tests/kernels tests/parallel/test_context.py tests/model/test_transformer.py tests/model/hub/test_logits.py
+HAS_AVX512 = $(shell grep -c -m 1 avx512 /proc/cpuinfo 2>/dev/null)
+LIMITS = $(if $(filter 1,$(HAS_AVX512)),ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default)
+test-isa: $(VENV)/.installed-dev
+	$(LIMITS) $(RUN) -m pytest -n $(WORKERS) $(NUMERICAL) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -30,7 +30,7 @@ RECIPE = (
     "recipe.sequence=256",
     "recipe.global_batch=16",
     "recipe.learning_rate=4e-3",
-    "recipe.schedule=wsd",
+    "recipe.learning_rate_schedule=wsd",
     "recipe.checkpoint_every=0",
 )
 

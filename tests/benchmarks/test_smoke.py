@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, exactness, quickstart, real_text, resident, resume, startup
+from benchmarks import agreement, exactness, quickstart, real_text, resident, resume, startup, update_host_time
 from meshwright.cli.main import main
 
 TOY = [
@@ -106,3 +106,12 @@ def test_a_killed_run_ends_as_the_run_that_was_not() -> None:
     found = resume.measure(kills=1, steps=8, seed=0)
     assert (found["differing_tensors"], found["differing_records"]) == (0, 0)
     assert found["tensors"] > 50 and found["records"] >= 8
+
+
+def test_the_update_is_measured_with_the_buckets_of_the_real_sizes() -> None:
+    """7B: the matrices of 32 layers are a bucket each where 16 MiB are the limit."""
+    found = update_host_time.measure(2)
+    fp32, bf16 = found["fp32_gradients"], found["bf16_gradients"]
+    assert fp32["tensors"] == 291 and fp32["buckets_before"] == bf16["buckets_before"] > 220
+    assert fp32["buckets_after"] == 1 and 1 < bf16["buckets_after"] < 20
+    assert 0 < found["share"] < 1 and found["share"] == max(fp32["share"], bf16["share"])

@@ -211,3 +211,12 @@ def test_a_short_text_is_encoded_in_few_lines() -> None:
         display.encoding(done, 340_000)
     lines = log.getvalue().splitlines()
     assert lines[-1] == "encoding text: 0.3 of 0.3 MiB" and len(lines) == len(set(lines)) == 4
+
+
+def test_a_skipped_step_says_why_and_how_many_there_were() -> None:
+    told = replace(watched.step(7), skipped="spike", skipped_steps=3)
+    assert fields.extras(told) == [("skipped", "(spike, 3 so far)")]
+    assert fields.extras(watched.step(8)) == []
+    panel = panel_after(20, noise_scale_tokens=12_345.0, balance_loss=1.02, loss_scale=65536.0)
+    panel.step(replace(watched.step(21), skipped="non-finite", skipped_steps=4), now_s=21.0)
+    assert "non-finite" in shown(panel)

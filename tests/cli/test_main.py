@@ -119,7 +119,12 @@ def test_bad_data_is_named(
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wild = ["recipe.learning_rate=1e38", "recipe.clip=0", "recipe.schedule=constant", "recipe.warmup_steps=0"]
+    wild = [
+        "recipe.learning_rate=1e38",
+        "recipe.clip=0",
+        "recipe.learning_rate_schedule=constant",
+        "recipe.warmup_steps=0",
+    ]
     wild += ["recipe.checkpoint_every=1", "recipe.precision=fp32"]
     line = refused(capsys, *toy.train(texts, tmp_path / "r", *wild))
     assert "step 2" in line and "step-000001" in line and "recipe.learning_rate" in line

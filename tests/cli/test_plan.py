@@ -13,7 +13,10 @@ from meshwright import planfile
 from meshwright.cli.asked import asked_plan
 from meshwright.cli.main import main
 from meshwright.planner.changes import fixes, on_half
+from meshwright.planner.memory import DRIVER_BYTES
 from meshwright.planner.predict import estimator, predict
+from meshwright.planner.roomy import is_tight, recommended
+from meshwright.planner.search import Found, search, usable_bytes
 from meshwright.spec import Layout, presets
 from meshwright.spec.recipe import BatchStage
 from meshwright.spec.worlds import world_violation
@@ -269,3 +272,32 @@ def test_no_torch_is_loaded() -> None:
         "assert code == 0 and not {'torch', 'numpy', 'matplotlib'} & sys.modules.keys(), code"
     )
     subprocess.run([sys.executable, "-c", code, *ONE, "--json"], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a device where the fastest layout has next to none: it stays listed, and says that it is tight."""
+    words = ["plan", "llama-3.1-8b", "--recipe", "global_batch=64,sequence=4096"]
+    asked = asked_plan(words[1], "h100x8", None, [words[3]])
+    open_hand = search(estimator(asked), asked)
+    fastest = open_hand.best[0]
+    device = replace(asked.cluster.device, memory_bytes=int(fastest.peak_bytes / 0.99) + DRIVER_BYTES)
+    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+    file, saved = tmp_path / "asked.yaml", tmp_path / "saved.yaml"
+    planfile.write(asked, file)
+    assert main(["plan", str(file), "--save", str(saved)]) == 0
+    said = capsys.readouterr().out
+    document = predicted(["plan", str(file)], capsys)
+    room = usable_bytes(asked)
+    times = [one["step_seconds"] for one in document["layouts"]]
+    assert times == sorted(times) and document["layouts"][0]["tight"], "the fastest first, as ever"
+    assert document["peak_bytes"] <= 0.95 * room < document["layouts"][0]["peak_bytes"] <= room
+    roomy = [one for one in document["layouts"] if not one["tight"]]
+    assert document["step_seconds"] == min(one["step_seconds"] for one in roomy)
+    assert (
+        planfile.read(saved).layout == planfile.read(None, [f"layout={json.dumps(document['plan']['layout'])}"]).layout
+    )
+    assert "Faster by" in said and "but tight (" in said and "  (tight)" in said
+    only = Found(best=open_hand.best[:1], legal=2)
+    only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
+    first, second = recommended(estimator(asked), asked, only).best
+    assert is_tight(second) and not is_tight(first), "also where none of the listed leaves any"

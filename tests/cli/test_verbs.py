@@ -1,9 +1,12 @@
 """Train, generate, eval and quickstart from the command line, at toy size."""
 
 import json
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,14 @@ import torch
 from meshwright.cli import quickstart
 from meshwright.cli.invocation import command
 from meshwright.cli.main import main
+from meshwright.cli.repeatable import set_environment
 from meshwright.cli.streaming import TextStream, printable
 from meshwright.cli.train import again, sort_words
 from meshwright.data import Tokenizer
+from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from tests.cli import toy
-from tests.cli.toy import call
+from tests.cli.toy import call, refused
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +141,26 @@ def test_an_empty_prompt_begins_a_document(run: Path, capsys: pytest.CaptureFixt
     assert found["prompt_ids"] == [Tokenizer.load(run).bos]
 
 
+def test_a_run_without_its_tokenizer_or_with_another_is_refused(
+    run: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until now all three went on with bytes, and said nothing."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "tokenizer.json").unlink()
+    verbs = (("eval", copy), ("generate", copy, "--prompt", "x"), ("export", copy, tmp_path / "out"))
+    for words in verbs:
+        assert "has lost its tokenizer.json" in refused(capsys, *words)
+    assert "has lost its tokenizer.json, and data.tokenizer" in refused(
+        capsys, *toy.train(texts, copy, "resume=auto", "data.tokenizer=bytes")
+    )
+    assert call(capsys, *toy.train(texts, copy, "resume=auto"))[0] == 0, "from the same text it is made anew"
+    assert (copy / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    Tokenizer.bytes().save(copy)
+    for words in verbs:
+        assert "is not the tokenizer that step-000012 was trained with" in refused(capsys, *words)
+
+
 def test_eval_repeats_the_figures_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "eval", run, "--json")
     found = json.loads(out)
@@ -205,7 +230,7 @@ def test_the_plan_of_quickstart_is_legal_and_small() -> None:
 
     plan = planfile.read(quickstart.PLAN)
     plan.check()
-    assert plan.data.path == "stdlib" and plan.run == "runs/quickstart"
+    assert plan.data.path == "stdlib" and quickstart.RUN == "runs/quickstart"
     assert num_parameters(plan.model) < 5_000_000
 
 
@@ -268,12 +293,24 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("WORLD_SIZE", "4")
     tail = "-m meshwright train plan.yaml 'run=my run' resume=auto"
-    assert again(words) == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
+    assert again(words, "my run") == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
     program.with_name("torchrun").write_text("")
-    assert again(words) == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
+    assert again(words, "my run") == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
     program.with_name("torchrun").chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "node1")
     meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
-    assert again(words) == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+    assert again(words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+def test_a_deterministic_plan_sets_what_cublas_needs(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    plan = Plan(model=presets.model("llama-tiny"))
+    set_environment(plan)
+    assert os.environ == given
+    set_environment(replace(plan, recipe=Recipe(deterministic=True)))
+    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": found}

@@ -12,6 +12,10 @@ SINGLE = 1e-6
 """Largest relative error of an fp32 kernel (Euclidean norm over a tensor): a few roundings."""
 SLACK = 1.02
 """What chance may add to the error of a 16-bit kernel beside that of plain code."""
+FUSED_ATTENTION = 2.0
+"""The same of torch's fused attention where a CPU multiplies 16-bit numbers: like every flash kernel it rounds the
+softmax weights to 16 bits before the product with the values, and again when the backward pass makes them anew.
+Measured: 0.5 to 0.6 times plain code for the result and the gradient of queries, up to 1.3 for keys and values."""
 
 
 def tensors(*sizes: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -20,21 +24,23 @@ def tensors(*sizes: Sequence[int], dtype: torch.dtype = torch.float32, seed: int
     return [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
 
 
-def outcome(function: Function, inputs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
-    """Value and the gradient of every input, for a random gradient of the value; all fp64."""
+def outcome(function: Function, inputs: Sequence[Tensor], seed: int | None = 1) -> list[Tensor]:
+    """Value and the gradient of every input, for a random gradient of the value (None = for ones); all fp64."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     value = function(*leaves)
-    seeds = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    seeds = torch.ones(value.shape)
+    if seed is not None:
+        seeds = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
     found = torch.autograd.grad(value, leaves, seeds.to(value.dtype))
     for gradient, leaf in zip(found, leaves, strict=True):
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
     return [tensor.detach().double() for tensor in (value, *found)]
 
 
-def errors(function: Function, exact: Function, inputs: Sequence[Tensor]) -> list[float]:
+def errors(function: Function, exact: Function, inputs: Sequence[Tensor], seed: int | None = 1) -> list[float]:
     """Relative errors of value and gradients (to 0.3 an element where they are nearly 0), against fp64."""
-    right = outcome(exact, [tensor.double() for tensor in inputs])
-    return [_error(a, b) for a, b in zip(outcome(function, inputs), right, strict=True)]
+    right = outcome(exact, [tensor.double() for tensor in inputs], seed)
+    return [_error(a, b) for a, b in zip(outcome(function, inputs, seed), right, strict=True)]
 
 
 def _error(found: Tensor, right: Tensor) -> float:
@@ -48,8 +54,27 @@ def assert_single(function: Function, exact: Function, inputs: Sequence[Tensor],
     assert max(found) < bound, found
 
 
-def assert_not_worse(function: Function, plain: Function, exact: Function, inputs: Sequence[Tensor]) -> None:
-    """A 16-bit kernel is no further from fp64 than plain code of that dtype; in no output, and neither is broken."""
-    fast, slow = errors(function, exact, inputs), errors(plain, exact, inputs)
-    assert all(a <= SLACK * b + 1e-6 for a, b in zip(fast, slow, strict=True)), (fast, slow)
+def assert_not_worse(
+    function: Function,
+    plain: Function,
+    exact: Function,
+    inputs: Sequence[Tensor],
+    bars: Sequence[float] = (),
+    seed: int | None = 1,
+) -> None:
+    """A 16-bit kernel is no further from fp64 than `bars` (default: SLACK) times plain code of that dtype, output by
+    output, and neither is broken."""
+    fast, slow = errors(function, exact, inputs, seed), errors(plain, exact, inputs, seed)
+    limits = bars or [SLACK] * len(slow)
+    assert all(a <= bar * b + 1e-6 for a, b, bar in zip(fast, slow, limits, strict=True)), (fast, slow)
     assert max(slow) < 0.05, slow
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Head by head, in the dtype it is given: q (B, S, H, E), k (B, T, K, E), v (B, T, K, V), seen (B or 1, S, T)."""
+    group = q.shape[2] // k.shape[2]
+    heads = []
+    for h in range(q.shape[2]):
+        scores = (q[:, :, h] @ k[:, :, h // group].mT) * scale
+        heads.append(scores.where(seen, -torch.inf).softmax(-1) @ v[:, :, h // group])
+    return torch.stack(heads, 2)

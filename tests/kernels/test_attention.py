@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels import attention, fast, reference
 from meshwright.kernels.attention import Mask, causal_mask
-from tests.kernels.exactness import LOW, assert_not_worse, assert_single, errors, tensors
+from tests.kernels.exactness import (
+    FUSED_ATTENTION,
+    LOW,
+    assert_not_worse,
+    assert_single,
+    errors,
+    plain_attention,
+    tensors,
+)
 
 SCALE = 0.3
 SIZES = [1, 5, 64, 65, 150]
@@ -36,13 +45,7 @@ def seen(queries: int, keys: int, window: int, documents: Tensor | None) -> Tens
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, documents: Tensor | None = None) -> Tensor:
     """Head by head, in the dtype it is given."""
-    group = q.shape[2] // k.shape[2]
-    mask = seen(q.shape[1], k.shape[1], window, documents)[:, 0]
-    heads = []
-    for h in range(q.shape[2]):
-        scores = (q[:, :, h] @ k[:, :, h // group].mT) * SCALE
-        heads.append(scores.where(mask, -torch.inf).softmax(-1) @ v[:, :, h // group])
-    return torch.stack(heads, 2)
+    return plain_attention(q, k, v, seen(q.shape[1], k.shape[1], window, documents)[:, 0], SCALE)
 
 
 def inputs(
@@ -90,16 +93,26 @@ def test_the_reference_is_exact_too(values: int) -> None:
     assert_single(partial(reference().attend, mask=Mask(), scale=SCALE), by_hand, inputs(9, values=values))
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["widened", "native"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("keys", [1, 2, 4], ids=["mqa", "gqa", "mha"])
 def test_16_bit_is_no_further_from_fp64_than_plain_code(
-    attend: Callable[..., Tensor], dtype: torch.dtype, packed: bool
+    attend: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    native: bool,
+    dtype: torch.dtype,
+    packed: bool,
+    keys: int,
 ) -> None:
+    """On every CPU both ways are tried, whichever it would take itself: with 16-bit products and without."""
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
     rows = documents(150) if packed else None
     mask = causal_mask(150, 150, documents=rows)
-
+    given = inputs(150, keys=keys, dtype=dtype)
     plain = partial(by_hand, documents=rows)
-    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, inputs(150, dtype=dtype))
+    bars = [FUSED_ATTENTION] * 4 if native and not attention.prefers_blockwise(given[0]) else []
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
 
 
 @pytest.mark.parametrize("past", [0, 1, 6])

@@ -1,5 +1,6 @@
 """Mixture of experts: routing against plain loops over tokens, the balance loss against sums by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -50,17 +51,29 @@ def choice(found: MoE, token: Tensor) -> tuple[list[int], list[float], list[floa
     return chosen, weights, (scores / scores.sum()).tolist()
 
 
+def act(found: MoE, up: Tensor, gate: Tensor | None) -> Tensor:
+    """As Shazeer 2020 (arXiv:2002.05202) with a gate, and as Hendrycks and Gimpel (arXiv:1606.08415) without."""
+    if gate is not None:
+        return up * gate * gate.sigmoid()
+    if found.experts.approximate == "tanh":
+        return up / 2 * (1 + ((2 / math.pi) ** 0.5 * (up + 0.044715 * up**3)).tanh())
+    return up / 2 * (1 + (up / 2**0.5).erf())
+
+
 def by_hand(found: MoE, x: Tensor) -> Tensor:
     experts, rows = found.experts, []
     for token in x.flatten(0, 1):
         chosen, weights, _ = choice(found, token)
         out = torch.zeros_like(token)
         for expert, weight in zip(chosen, weights, strict=True):
-            inner = F.silu(experts.gate[expert] @ token) * (experts.up[expert] @ token)
+            gate = experts.gate[expert] @ token if experts.gated else None
+            inner = act(found, experts.up[expert] @ token, gate)
             out = out + weight * (experts.down[expert] @ inner)
         if found.moe.shared_experts:
             shared = found.shared
-            out = out + shared.down.weight @ (F.silu(shared.gate.weight @ token) * (shared.up.weight @ token))
+            gate = shared.gate.weight @ token if experts.gated else None
+            inner = act(found, shared.up.weight @ token, gate)
+            out = out + shared.down.weight @ inner
         rows.append(out)
     return torch.stack(rows).view_as(x)
 
@@ -72,6 +85,19 @@ def by_hand(found: MoE, x: Tensor) -> Tensor:
 def test_routing_equals_a_loop_over_tokens(name: str, kernels: str, top_k: int, normalize: bool) -> None:
     found = layer(name, kernels, top_k=top_k, normalize_top_k=normalize)
     with torch.no_grad():
+        torch.testing.assert_close(found(states())[0], by_hand(found, states()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mlp", ["gelu", "gelu_tanh"])
+def test_experts_without_a_gate_equal_a_loop_over_tokens(name: str, mlp: str) -> None:
+    shape = shrink(name)
+    assert shape.moe is not None
+    found = MoE(replace(shape, mlp=mlp), choose("auto"))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.normal_(0, 0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+        assert not hasattr(found.experts, "gate")
         torch.testing.assert_close(found(states())[0], by_hand(found, states()), rtol=1e-5, atol=1e-5)
 
 

@@ -1,12 +1,14 @@
 """Functions in processes of their own."""
 
 import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
-from meshwright.observe.apart import TooLong, apart
+from meshwright.observe.apart import TooLong, _serve, apart
+from meshwright.observe.ranks import SERVER
 from meshwright.spec.errors import PlanError
 
 
@@ -24,6 +26,18 @@ def _fails(kind: str) -> Any:
 
 def _sleeps() -> None:
     time.sleep(60)
+
+
+@pytest.mark.parametrize("kind", ["user", "bug", "fine"])
+def test_who_was_interrupted_is_told_nothing_more(kind: str) -> None:
+    """A child whose parent has gone ends without a traceback: its pipe has nobody at the other end."""
+    here, there = SERVER.Pipe()
+    here.close()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _serve(there, _square if kind == "fine" else _fails, (2,) if kind == "fine" else (kind,))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_all_answers() -> None:

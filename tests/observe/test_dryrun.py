@@ -13,14 +13,18 @@ from benchmarks.dry_run import LLAMA, MOE, measured, row
 from meshwright.cli.main import main
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
-from meshwright.observe.document import dry
-from meshwright.observe.dryrun import dry_run, see
+from meshwright.observe import calibrate
+from meshwright.observe.document import dry, needed_bytes, room_of
+from meshwright.observe.dryrun import device_of, dry_run, see
 from meshwright.observe.ranks import SERVER, on_ranks
 from meshwright.observe.routing import Routing
 from meshwright.parallel.group import Group
+from meshwright.planner.predict import estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.held import memory
+from meshwright.spec.held import memory, written_bytes
+from meshwright.spec.recipe import BatchStage
 
 SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
 TINY = replace(SMALL, vocab=512, layers=4, hidden=64, heads=4, kv_heads=2, ffn=96)
@@ -35,13 +39,20 @@ def plan(shape: Any, batch: int, sequence: int = 64, precision: str = "fp32", **
     return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
 
 
+def ramped(one: Plan, batch: int) -> Plan:
+    return replace(one, recipe=replace(one.recipe, batch_ramp=(BatchStage(tokens=1000, global_batch=batch),)))
+
+
 REAL = {
     "one": plan(SMALL, 16, micro_batch=8),
     "noise": replace(
         plan(SMALL, 4, micro_batch=1),
         recipe=replace(plan(SMALL, 4, micro_batch=1).recipe, noise_scale_every=5),
     ),
+    "ramp": ramped(plan(SMALL, 2, micro_batch=8), 32),
+    "async": plan(SMALL, 4, micro_batch=2, saving="async"),
     "z3": plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8),
+    "dp-async": plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async"),
     "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
@@ -207,9 +218,74 @@ def test_the_document_says_what_fits() -> None:
 
 
 def test_workspaces_of_a_gpu_come_to_what_tensors_hold() -> None:
-    found = dry_run(plan(TINY, 2, micro_batch=1), device="cpu")
+    found = dry_run(plan(TINY, 2, micro_batch=1), device="cuda")
     described = replace(found, plan=replace(found.plan, cluster=presets.cluster("h100x1")))
     room = dry(described)["capacity_bytes"]
-    for device, fits in (("cpu", True), ("cuda", False)):
-        full = replace(described, device=device, ranks=(replace(found.worst, peak_bytes=room - 1000),))
-        assert dry(full)["fits"] is fits, device
+    for below, fits in ((200 * 2**20, True), (1000, False)):
+        full = replace(described, ranks=(replace(found.worst, peak_bytes=room - below),))
+        assert dry(full)["fits"] is fits
+
+
+def test_kernels_and_memory_are_of_one_device() -> None:
+    """A CPU's kernels in this machine's memory, a GPU's in the plan's; what is called a GPU's, planner and dry run
+    agree upon."""
+    one = replace(plan(TINY, 2, micro_batch=1), cluster=presets.cluster("h100x1"))
+    assert room_of(one, "cpu").of == "this machine"
+    assert room_of(one, "cuda").of == one.cluster.device.name
+    for device, kind in (
+        (Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, bf16_flop_per_s=8e14), "cuda"),
+        (Device(name=calibrate._title("cpu"), memory_bytes=2**33, bf16_flop_per_s=2e11), "cpu"),
+        (Device(name="small", memory_bytes=2**33), "cpu"),
+    ):
+        asked = replace(one, cluster=Cluster(device=device))
+        assert device_of(asked) == kind
+        assert room_of(asked, kind).of == device.name
+        assert estimator(asked)._gpu is (kind == "cuda")
+
+
+def test_ranks_of_one_machine_need_memory_together() -> None:
+    found = dry_run(plan(TINY, 8, pp=2, micro_batch=1), device="cpu")
+    room = room_of(found.plan, "cpu")
+    assert needed_bytes(found, room) == sum(one.peak_bytes for one in found.ranks)
+    assert needed_bytes(found, replace(room, machines=2)) == found.peak_bytes
+    alone = replace(found, ranks=found.ranks[:1])
+    first = found.ranks[0].peak_bytes
+    assert needed_bytes(alone, room) == 2 * first
+    assert needed_bytes(alone, room, {0: 10.0, 1: 5.0}) == first + round(first / 2)
+
+
+def test_the_largest_step_of_a_ramp_is_run() -> None:
+    small, large = plan(SMALL, 2, micro_batch=8), plan(SMALL, 32, micro_batch=8)
+    seen = dry_run(ramped(small, 32), device="cpu")
+    assert seen.peak_bytes == dry_run(large, device="cpu").peak_bytes > 1.2 * dry_run(small, device="cpu").peak_bytes
+    assert any("32 sequences" in note for note in seen.notes)
+    planned, of_large = (estimator(one).memory(one.layout, [0])[0].total_bytes for one in (ramped(small, 32), large))
+    assert planned == of_large
+
+
+def test_the_copy_of_a_background_save_is_host_memory() -> None:
+    """Of a CPU's peak a part; of a GPU's none, and said apart. Without a save before the last step there is none."""
+    plain = plan(SMALL, 2, micro_batch=2)
+    behind = replace(plain, layout=replace(plain.layout, saving="async"))
+    before, cpu, cuda = (dry_run(one, device=kind) for one, kind in
+                         ((plain, "cpu"), (behind, "cpu"), (behind, "cuda")))  # fmt: skip
+    state = written_bytes(SMALL, behind.layout, "fp32")
+    assert cpu.peak_bytes == pytest.approx(before.peak_bytes + state, rel=0.001)
+    assert cpu.worst.kinds["staging"] == pytest.approx(state, rel=0.001) and not before.worst.staging_bytes
+    assert "staging" not in cuda.worst.kinds and cuda.worst.staging_bytes == cpu.worst.staging_bytes
+    rare = replace(behind, recipe=replace(behind.recipe, checkpoint_every=0))
+    assert dry_run(rare, device="cpu").peak_bytes == before.peak_bytes
+    planned = [estimator(one).memory(one.layout, [0])[0] for one in (plain, behind)]
+    assert planned[1].total_bytes - planned[0].total_bytes == state == planned[1].kinds["staging"]
+
+
+def test_of_equal_pieces_one_rank_copies_each() -> None:
+    """All replicas together copy the state once, some a tensor more than others; beyond 64 ranks each has its share."""
+    one = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")
+    found = dry_run(one, ranks=[0, 1], device="cuda")
+    whole = written_bytes(SMALL, Layout(), "fp32")
+    copied = [seen.staging_bytes for seen in found.ranks]
+    assert sum(copied) == pytest.approx(whole, rel=0.001)
+    assert max(copied) - min(copied) < 4 * 4096 * 256 * 4
+    many = plan(TINY, 128, dp_replicate=128, micro_batch=1)
+    assert dry_run(many, device="cuda").worst.staging_bytes == written_bytes(TINY, many.layout, "fp32")

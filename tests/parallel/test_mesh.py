@@ -1,6 +1,7 @@
 """Ranks and groups against their definitions, and the collectives against sums by hand."""
 
 import itertools
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 
 from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
+from meshwright.observe.tiny import shrink
 from meshwright.parallel import mesh
-from meshwright.parallel.mesh import make_mesh, saving_group
+from meshwright.parallel.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
+from meshwright.spec.held import common
 from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
 from tests.parallel.telling import Told
 
@@ -40,8 +43,8 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
 def test_only_groups_that_somebody_uses_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "_process_group", lambda ranks, world, purpose: None)
     dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).made
-    once = [(5, 13), (5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
-    assert dense.keys() == {("", ranks) for ranks in once} | {("backward", (5, 13))}
+    once = [(5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
+    assert dense.keys() == {("", ranks) for ranks in once} | {("F from 5", (5, 13)), ("B from 13", (5, 13))}
     routed = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2, ep=2, sp=True), rank=5)
     assert routed["ep"].ranks == (4, 5) and routed["expert_shard"].ranks == (1, 3, 5, 7)
     assert [routed.reader, routed.places["cp"]] == [1, 0]
@@ -74,7 +77,7 @@ def _collectives() -> dict[str, Any]:
         one.wait()
     assert received.tolist() == [float(ours.rank ^ 1)] * 2
     groups = [*ours.groups.values(), saving_group(ours)]
-    limits = {compat.time_limit(group.process_group) for group in groups}
+    limits = {compat.time_limit(group.process_group) for group in groups if group.process_group is not None}
     return {"told": told.calls, "ranks": tp.ranks, "limits": limits}
 
 
@@ -84,3 +87,21 @@ def test_collectives_on_four_processes() -> None:
     assert all(result["limits"] == {timedelta(seconds=LIMIT_S)} for result in results), "what the world was given"
     assert results[0]["told"][0] == ("tp", "all_reduce", 24)
     assert [kind for axis, kind, _ in results[0]["told"] if axis == "world"] == ["all_reduce"]
+
+
+def _two_layouts() -> list[float]:
+    """A tied pipeline, whose two ends alone make a group, then other axes over the same ranks."""
+    shape = replace(shrink("qwen2.5-0.5b"), layers=4)
+    made: Made = {}
+    found = []
+    for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
+        ours = make_mesh(layout, made=made)
+        for one in common(shape, layout, ours.rank):
+            make_group(one.axis, one.ranks, ours).all_reduce(torch.ones(1))
+        found.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
+    again = make_mesh(Layout(dp_shard=2, tp=2))  # the same ranks once more, without those that were made
+    return [*found, again["tp"].all_reduce(torch.ones(1)).item()]
+
+
+def test_one_rank_may_have_made_more_groups_than_another() -> None:
+    assert on_ranks(4, _two_layouts, limit_s=30) == [[6.0, 8.0, 7.0, 2.0]] * 4

@@ -19,12 +19,12 @@ from meshwright.kernels import fast
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
-from meshwright.parallel.mail import UNDER_WAY
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.mesh import Made, make_mesh
+from meshwright.parallel.p2p import UNDER_WAY
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.replay import replay
+from meshwright.spec.replay import Link, replay
 from meshwright.spec.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
 from tests.model.shrunk import VOCAB, shrink
 from tests.parallel.telling import Told
@@ -122,18 +122,23 @@ def empty(_: MicroBatch) -> Tensor:
 
 
 def _run_cases(world: int, chosen: list[Case]) -> list[dict[str, Any]]:
-    told = Told()
-    mesh = make_mesh(Layout(pp=world), traffic=told)
-    return [_run_case(case, mesh["pp"], mesh["pp_backward"], told) for case in chosen]
+    told, made = Told(), Made()
+    return [_run_case(case, *ranks_of(case, world, made, told), told) for case in chosen]
 
 
-def _run_case(case: Case, group: Group, backward: Group, told: Told) -> dict[str, Any]:
+def ranks_of(case: Case, world: int, made: Made, told: Told | None = None) -> tuple[Group, dict[Link, Group]]:
+    """The pipeline's ranks and the links of this one."""
+    mesh = make_mesh(Layout(pp=world, vp=case.virtual, schedule=case.schedule), traffic=told, made=made)
+    return mesh["pp"], mesh.links
+
+
+def _run_case(case: Case, group: Group, links: dict[Link, Group], told: Told) -> dict[str, Any]:
     placement = stage_rank(case.schedule, group.size, case.virtual)
     ranges = stage_layers(case.layers, len(placement))
     models = [part_of(case, ranges[stage]) for stage in stages_of(placement, group.index)]
     seen: list[tuple[str, Action]] = []
     pipeline = Pipeline(
-        case.schedule, group, stages_here(case, group, models), empty, backward=backward,
+        case.schedule, group, stages_here(case, group, models), empty, links=links,
         before=lambda action: seen.append(("before", action)), after=lambda action: seen.append(("after", action)),
     )  # fmt: skip
     batches = micro_batches(case.micro_batches)
@@ -201,11 +206,11 @@ def test_a_pipeline_of_one_rank() -> None:
     """Stages hand over on the spot."""
     for name in NAMES:
         case = Case(name, 3, VIRTUAL.get(name, 1))
-        assert_equal(case, 1, [_run_case(case, Group("pp"), Group("pp"), Told())])
+        assert_equal(case, 1, [_run_case(case, Group("pp"), {}, Told())])
 
 
 def test_a_schedule_that_does_not_exist_is_refused_before_anything_is_sent() -> None:
-    pipeline = Pipeline("dualpipe-v", Group("pp"), [lambda x, batch: (x, None)] * 2, empty, backward=Group("pp"))
+    pipeline = Pipeline("dualpipe-v", Group("pp"), [lambda x, batch: (x, None)] * 2, empty, links={})
     with pytest.raises(IllegalLayout, match="2 x pp = 2 micro-batches or more, not 1"):
         pipeline.run(micro_batches(1))
 
@@ -224,11 +229,11 @@ class Census:
 
 
 def _count_alive(world: int, chosen: list[Case]) -> list[tuple[int, int]]:
-    mesh = make_mesh(Layout(pp=world))
-    return [_count_one(case, mesh["pp"], mesh["pp_backward"]) for case in chosen]
+    made = Made()
+    return [_count_one(case, *ranks_of(case, world, made)) for case in chosen]
 
 
-def _count_one(case: Case, group: Group, backward: Group) -> tuple[int, int]:
+def _count_one(case: Case, group: Group, links: dict[Link, Group]) -> tuple[int, int]:
     """Most activations that wait for a backward pass or for the weight's gradient, and most outputs."""
     census = Census()
     placement = stage_rank(case.schedule, group.size, case.virtual)
@@ -249,7 +254,7 @@ def _count_one(case: Case, group: Group, backward: Group) -> tuple[int, int]:
     for number in stages_of(placement, group.index):
         weight = torch.ones(HIDDEN, HIDDEN, requires_grad=True)
         stages.append(lambda x, batch, number=number, weight=weight: stage(number, weight, x, batch))
-    Pipeline(case.schedule, group, stages, empty, backward=backward).run(micro_batches(case.micro_batches))
+    Pipeline(case.schedule, group, stages, empty, links=links).run(micro_batches(case.micro_batches))
     assert not +census.alive, "all is freed in the end"
     return census.peak["activation"], census.peak["output"]
 

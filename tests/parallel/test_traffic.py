@@ -15,7 +15,8 @@ from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic, ledger
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
-from meshwright.train.batches import Share, select, split
+from meshwright.train.batches import Batch, Share, select, split
+from meshwright.train.evaluate import summed_loss
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES
 from meshwright.train.step import train_step
@@ -76,13 +77,22 @@ class Run:
 
     def step(self) -> Sent:
         """What one training step sends."""
+        before = self.mesh.traffic.snapshot()
+        train_step(self.engine, self.optimizer, self._batches(), rate=1e-3, clip=1.0, balance_loss=0.01)
+        return dict(self.mesh.traffic.since(before))
+
+    def evaluate(self) -> Sent:
+        """What an evaluation sends."""
+        before = self.mesh.traffic.snapshot()
+        summed_loss(self.engine, self._batches())
+        self.engine.reshard()
+        return dict(self.mesh.traffic.since(before))
+
+    def _batches(self) -> list[Batch]:
         layout = self.layout
         share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.engine.columns(self.case.sequence))
         batch = select(case_batch(self.case, 1), share)
-        batches = split(batch, layout.micro_batch_of(self.case.global_batch))
-        before = self.mesh.traffic.snapshot()
-        train_step(self.engine, self.optimizer, batches, rate=1e-3, clip=1.0, balance_loss=0.01)
-        return dict(self.mesh.traffic.since(before))
+        return split(batch, layout.micro_batch_of(self.case.global_batch))
 
 
 def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
@@ -93,7 +103,7 @@ def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, di
         run = Run(case, Layout(compile="off", **each), made)
         with Witness() as witness:
             told = run.step()
-        groups = [*run.mesh.groups.values(), run.engine.same_heads, run.engine.both_ends]
+        groups = [*run.mesh.groups.values(), *run.mesh.links.values(), *(group for _, group in run.engine.common)]
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
             axes.setdefault(group.axis, set()).add(group.ranks)

@@ -86,7 +86,9 @@ def test_a_word_means_what_its_field_needs(override: str, value: object) -> None
 def test_the_same_words_in_a_file(plan_file: Path) -> None:
     plan_file.write_text("recipe:\n  learning_rate: 1e-4\n  steps: '50'\nrun: 007\ndata: no\nlayout:\n")
     plan = read(plan_file)
-    assert (plan.recipe.learning_rate, plan.recipe.steps, plan.run, plan.data.path) == (1e-4, 50, "007", "no")
+    folder = plan_file.parent  # what is relative in a file is of its folder
+    places = str(folder / "007"), str(folder / "no")
+    assert (plan.recipe.learning_rate, plan.recipe.steps, plan.run, plan.data.path) == (1e-4, 50, *places)
 
 
 def test_a_preset_changed_derives_anew(plan_file: Path) -> None:
@@ -180,6 +182,14 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
             "model.moe.expert is not known: the nearest known key is model.moe.experts",
         ),
         ("layout: {dp: 2}\n", "plan.yaml:1: layout.dp is not known: it is layout.dp_replicate (whole copies)"),
+        (
+            "recipe:\n  min-learning-rate: 0.1\n",
+            "plan.yaml:2: recipe.min-learning-rate is not known: it is now recipe.min_learning_rate_ratio",
+        ),
+        (
+            "recipe: {schedule: wsd}\n",
+            "plan.yaml:1: recipe.schedule is not known: it is now recipe.learning_rate_schedule",
+        ),
         ("recipe: {gradient_accumulation_steps: 2}\n", "it follows from recipe.global_batch"),
         ("recipe:\n  lr: 1\n  learning_rate: 1\n", "plan.yaml:3: recipe.learning_rate is given twice, as lr and as"),
         ("recipe:\n  future_key: 1\nlayout:\n  other: 2\n", "plan.yaml:2: recipe.future_key is not known"),
@@ -299,7 +309,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_no_mistake(plan_file: Path) -> None:
     plan_file.write_bytes(b"\xef\xbb\xbfrun: here\r\nrecipe:\r\n  steps: 5\r\n")
-    assert (read(plan_file).run, read(plan_file).recipe.steps) == ("here", 5)
+    assert (Path(read(plan_file).run).name, read(plan_file).recipe.steps) == ("here", 5)
 
 
 def test_json_is_yaml(plan_file: Path) -> None:

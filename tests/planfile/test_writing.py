@@ -19,7 +19,10 @@ from meshwright.spec import BatchStage, Plan, presets
 from meshwright.spec.errors import PlanError
 
 
-def test_the_commented_plan_is_the_default_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commented_plan_is_the_default_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     init()
     path = tmp_path / "plan.yaml"
     path.write_text(capsys.readouterr().out)

@@ -27,7 +27,7 @@ def test_counts_are_not_negative(field: str) -> None:
         Recipe(**{field: -2})
 
 
-@pytest.mark.parametrize("field", ["learning_rate", "min_learning_rate", "weight_decay", "clip", "balance_loss"])
+@pytest.mark.parametrize("field", ["learning_rate", "min_learning_rate_ratio", "weight_decay", "clip", "balance_loss"])
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
 def test_rates_are_numbers_of_zero_or_more(field: str, value: float) -> None:
     with pytest.raises(PlanError, match=rf"recipe\.{field}="):
@@ -48,7 +48,10 @@ def test_shares_lie_below_one(field: str, value: float) -> None:
         ({"epsilon": float("nan")}, "recipe.epsilon=nan"),
         ({"seed": -1}, "recipe.seed=-1"),
         ({"seed": 2**63}, "recipe.seed="),
-        ({"min_learning_rate": 1.5}, "is a share of learning_rate"),
+        ({"skip_spikes": 1.0}, "recipe.skip_spikes=1.0 must be above 1 (times the mean norm), or 0 for none"),
+        ({"skip_spikes": float("nan")}, "recipe.skip_spikes=nan must be above 1"),
+        ({"skip_nonfinite": -1}, "recipe.skip_nonfinite=-1 must be 0 or more"),
+        ({"min_learning_rate_ratio": 1.5}, "is a share of learning_rate"),
         ({"steps": 100, "warmup_steps": 101}, "exceeds recipe.steps=100: take recipe.warmup_steps=10"),
     ],
 )

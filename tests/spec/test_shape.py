@@ -118,5 +118,19 @@ def test_scalings_that_cannot_be(change: dict[str, Any], says: str) -> None:
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_heads": 2}, "model.kv_heads=2 groups key heads, and model.mla makes those of all 4 heads"),
+        ({"qk_norm": True}, "take model.qk_norm=false"),
+        ({"positions": "learned"}, "model.mla.rope_dim=4 to rotate: take model.positions=rope"),
+    ],
+)
+def test_latent_attention_has_no_place_for_what_plain_heads_have(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        ModelShape(**SIZES | change, mla=MLAShape(**LATENT))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_preset_can_be_changed() -> None:
     assert replace(presets.model("llama-tiny"), layers=2).layers == 2

@@ -31,6 +31,18 @@ def test_both_numbers_and_the_nearest_layouts() -> None:
     assert alone is not None and alone.endswith("(torchrun --nproc_per_node 2), or take layout.tp=1 layout.sp=false")
 
 
+def test_torchrun_is_told_the_processes_of_one_node() -> None:
+    """Not the whole world, which each node would then start."""
+    started = world_violation(plan(tp=8, dp_shard=4), 16, nodes=2)
+    assert started is not None and "(torchrun --nnodes 2 --nproc_per_node 16, on each node)" in started
+    known = replace(plan(tp=8, dp_shard=4), cluster=presets.cluster("h100x8", 4))
+    for processes, nodes in ((1, 1), (8, 1), (16, 2)):
+        sentence = world_violation(known, processes, nodes)
+        assert sentence is not None and "(torchrun --nnodes 4 --nproc_per_node 8, on each node)" in sentence
+    odd = world_violation(plan(tp=2), 9, nodes=3)
+    assert odd is not None and "2 is no multiple of 3 nodes" in odd
+
+
 def test_the_number_of_processes_comes_before_what_it_makes_illegal() -> None:
     """Neither the advised batch of 63 nor tp=2 would be the end of it."""
     batch = world_violation(plan(dp_shard=3), 2)

@@ -1,6 +1,7 @@
 """The device of a run: its memory, and the preset that its driver's name means."""
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,43 @@ def test_the_device_there_is() -> None:
     assert device.pick_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
     for precision in ("fp32", "bf16", "fp16"):
         device.prepare(CPU, precision)
+
+
+@pytest.fixture
+def process_settings() -> Iterator[None]:
+    """Put back what `prepare` sets for the whole process."""
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    fill, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.usefixtures("process_settings")
+def test_tf32_is_what_the_recipe_says_whatever_was_set_before() -> None:
+    """On a CPU build too: the switch is torch's, no GPU is asked."""
+    gpu = torch.device("cuda")
+    for tf32 in (True, False, True):
+        device.prepare(gpu, "fp32", tf32=tf32)
+        assert torch.backends.cuda.matmul.allow_tf32 == tf32
+        assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if tf32 else "ieee")
+    before = torch.get_float32_matmul_precision()
+    device.prepare(CPU, "fp32", tf32=False)
+    assert torch.get_float32_matmul_precision() == before, "nothing of a CPU's"
+
+
+@pytest.mark.usefixtures("process_settings")
+def test_deterministic_refuses_what_has_no_deterministic_kernel() -> None:
+    device.prepare(CPU, "fp32")
+    assert not torch.are_deterministic_algorithms_enabled()
+    device.prepare(CPU, "fp32", deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    device.prepare(CPU, "fp32")
+    assert torch.are_deterministic_algorithms_enabled(), "a program may have asked for it itself"
 
 
 @pytest.mark.gpu

@@ -1,17 +1,25 @@
 """Plans that cannot fit are refused before anything is made; those that can are not."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import DoesNotFit
+from meshwright.spec.recipe import BatchStage
 from meshwright.train import fits
 from meshwright.train.fits import check_fits
+from meshwright.train.machine import MachineMemory, machine_memory
 
 CPU = torch.device("cpu")
 TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())
+
+
+def _have(patch: pytest.MonkeyPatch, available_bytes: int, total_bytes: int = 0) -> None:
+    found = MachineMemory(total_bytes=total_bytes or available_bytes, available_bytes=available_bytes)
+    patch.setattr(fits, "machine_memory", lambda: found)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +50,107 @@ def test_a_micro_batch_that_nobody_meant() -> None:
 
 
 def test_sharding_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "capacity_bytes", lambda device: 30 * 2**30)
+    _have(monkeypatch, 30 * 2**30)
     large = replace(TINY, model=presets.model("llama-3.1-8b"), recipe=Recipe(precision="bf16", global_batch=64))
     with pytest.raises(DoesNotFit):
         check_fits(large, CPU)
-    check_fits(replace(large, layout=Layout(dp_shard=8, zero=3, micro_batch=1)), CPU)
-    check_fits(replace(large, layout=Layout(tp=4, pp=2, micro_batch=1)), CPU)
+    check_fits(replace(large, layout=Layout(dp_shard=8, zero=3, micro_batch=1)), CPU, machines=8)
+    check_fits(replace(large, layout=Layout(tp=4, pp=2, micro_batch=1)), CPU, machines=8)
+    with pytest.raises(DoesNotFit, match=r"the 8 ranks of this machine 1.* GiB together"):
+        check_fits(replace(large, layout=Layout(dp_shard=8, zero=3, micro_batch=1)), CPU)
 
 
 @pytest.mark.parametrize(("layers", "worst"), [(5, "rank 0"), (4, "rank 1")], ids=["three layers", "a norm more"])
 def test_the_worst_stage_is_named(layers: int, worst: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "capacity_bytes", lambda device: 2**20)
+    _have(monkeypatch, 2**20)
     uneven = replace(
         TINY, model=replace(TINY.model, layers=layers, tied=False, vocab=256), layout=Layout(pp=2, micro_batch=1)
     )
     with pytest.raises(DoesNotFit, match=f"{worst} needs"):
         check_fits(uneven, CPU)
+
+
+def test_the_largest_step_of_a_ramp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _have(monkeypatch, 200 * 2**20)
+    small = replace(TINY, recipe=Recipe(sequence=256, global_batch=2))
+    check_fits(small, CPU)
+    ramp = (BatchStage(tokens=10_000, global_batch=512),)
+    with pytest.raises(DoesNotFit, match="activations"):
+        check_fits(replace(small, recipe=replace(small.recipe, batch_ramp=ramp)), CPU)
+
+
+def test_the_copy_of_a_background_save_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(sequence=16, global_batch=1, steps=50, checkpoint_every=10)
+    plain, behind = (replace(TINY, recipe=recipe, layout=Layout(saving=saving)) for saving in ("sync", "async"))  # type: ignore[arg-type]
+    least = fits._needs(plain, 0, "cpu")
+    _have(monkeypatch, least.total + 2**20)
+    check_fits(plain, CPU)
+    with pytest.raises(DoesNotFit, match=r"copy for layout\.saving=async"):
+        check_fits(behind, CPU)
+    check_fits(replace(behind, recipe=replace(recipe, checkpoint_every=0)), CPU)  # no save before the last step
+
+
+def test_what_others_use_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that would hold the plan, were it empty."""
+    need = fits._needs(TINY, 0, "cpu").total
+    _have(monkeypatch, need - 2**20, total_bytes=4 * need)
+    with pytest.raises(DoesNotFit, match="are available"):
+        check_fits(TINY, CPU)
+
+
+def test_ranks_of_a_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = replace(TINY, layout=Layout(dp_replicate=2))
+    need = fits._needs(two, 0, "cpu").total
+    _have(monkeypatch, int(1.5 * need))
+    with pytest.raises(DoesNotFit, match="the 2 ranks of this machine"):
+        check_fits(two, CPU)
+    check_fits(two, CPU, machines=2)
+
+
+def _machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       16000 kB\nMemFree:         1000 kB\nMemAvailable:    9000 kB\nSwapFree:        2000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        ({}, 16000, 9000),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/memory.max": "max\n",
+          "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "10",
+          "sys/fs/cgroup/a/memory.max": f"{8000 * 1024}", "sys/fs/cgroup/a/memory.current": f"{5000 * 1024}",
+          "sys/fs/cgroup/a/memory.stat": f"anon 1\ninactive_file {500 * 1024}\nactive_file {500 * 1024}\n"},
+         8000, 4000),
+        ({"proc/self/cgroup": "0::/of/the/host\n", "sys/fs/cgroup/memory.max": f"{4000 * 1024}",
+          "sys/fs/cgroup/memory.current": f"{3500 * 1024}"}, 4000, 500),
+        ({"proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n",
+          "sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{6000 * 1024}",
+          "sys/fs/cgroup/memory/x/memory.usage_in_bytes": f"{2000 * 1024}",
+          "sys/fs/cgroup/memory/x/memory.stat": f"inactive_file 7\ntotal_inactive_file {1000 * 1024}\n",
+          "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "1"}, 6000, 5000),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{1000 * 1024}",
+          "sys/fs/cgroup/memory.current": f"{2000 * 1024}"}, 1000, 0),
+    ],
+    ids=["no group", "a group above, its cache counts as free", "in a container", "the first kind", "beyond its limit"],
+)  # fmt: skip
+def test_available_memory_is_what_kernel_and_control_groups_leave(
+    files: dict[str, str], total: int, available: int, tmp_path: Path
+) -> None:
+    found = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    assert (found.total_bytes, found.available_bytes, found.swap_bytes) == (total * 1024, available * 1024, 2000 * 1024)
+
+
+def test_without_proc_all_memory_counts(tmp_path: Path) -> None:
+    found = machine_memory(tmp_path)
+    assert found.available_bytes == found.total_bytes > 2**28
+
+
+def test_this_machine_has_less_available_than_in_all() -> None:
+    found = machine_memory()
+    assert 0 < found.available_bytes < found.total_bytes

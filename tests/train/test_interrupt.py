@@ -4,13 +4,13 @@ import os
 import signal
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from meshwright.train.interrupt import Interrupt
-from meshwright.train.trainer import Trainer
+from meshwright.train.stopping import StopAgreement
 
 
 def handlers() -> tuple[object, object]:
@@ -77,8 +77,53 @@ def test_a_signal_while_ranks_agree_is_heard_at_the_next_step() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return told
 
-        engine = SimpleNamespace(mesh={"world": World()})
-        saver = SimpleNamespace(failed=lambda: False)
-        rank: Any = SimpleNamespace(state=SimpleNamespace(engine=engine), saver=saver, device="cpu")
-        assert [Trainer._stops(rank, stop) for _ in range(2)] == [False, True]
+        saver: Any = SimpleNamespace(failed=lambda: False)
+        world: Any = World()
+        agreement = StopAgreement(world, torch.device("cpu"), stop, saver)
+        assert [agreement.reached(under_way=False) for _ in range(2)] == [False, True]
         assert stop.requested == "SIGTERM"
+
+
+@pytest.mark.parametrize("signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGTERM", None), (None, None)])
+def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signals: tuple[str | None, ...]) -> None:
+    """Nothing is sent when it is asked; all ranks name the same signal."""
+
+    class World:
+        size = 2
+
+        def all_reduce(self, told: torch.Tensor, op: str) -> torch.Tensor:
+            return told
+
+    saver: Any = SimpleNamespace(failed=lambda: False)
+    world: Any = World()
+    ranks = [
+        StopAgreement(world, torch.device("cpu"), cast(Any, SimpleNamespace(requested=signal)), saver)
+        for signal in signals
+    ]
+    most = torch.stack([rank.begin() for rank in ranks]).amax(0).tolist()
+    assert not any(rank.reached(under_way=True) for rank in ranks)
+    for rank in ranks:
+        rank.hear(most)
+    named = "SIGINT" if "SIGINT" in signals else "SIGTERM" if "SIGTERM" in signals else None
+    assert [rank.reached(under_way=True) for rank in ranks] == [named is not None] * 2
+    assert {rank.stop.requested for rank in ranks} == {named}
+
+
+def test_a_rank_that_could_not_save_ends_all() -> None:
+    class World:
+        size = 2
+
+        def all_reduce(self, told: torch.Tensor, op: str) -> torch.Tensor:
+            return told
+
+    gave_up = []
+    saver: Any = SimpleNamespace(failed=lambda: OSError("disk"), give_up=lambda: gave_up.append(True))
+    other: Any = SimpleNamespace(failed=lambda: None, give_up=lambda: gave_up.append(True))
+    world: Any = World()
+    stop: Any = SimpleNamespace(requested=None)
+    failed, well = (StopAgreement(world, torch.device("cpu"), stop, one) for one in (saver, other))
+    told = failed.begin().tolist()
+    for rank in (failed, well):
+        rank.hear(told)
+        rank.reached(under_way=True)
+    assert gave_up == [True, True]

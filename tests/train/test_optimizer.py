@@ -1,5 +1,6 @@
 """AdamW: against torch's own, master weights against an explicit fp32 copy, decay, bytes, state."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -156,22 +157,77 @@ def test_a_skipped_step_leaves_every_bit_and_counts_as_none(dtype: torch.dtype) 
 
 
 def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little is widened at once: here about one parameter, then all together."""
+    """However little is widened at once: here about one parameter at first, then all together."""
     moved = []
     for size in (1, 6000, 2**26):
         monkeypatch.setattr(module, "BUCKET_BYTES", size)
         found = small(dtype=torch.bfloat16)
         mine = AdamW(found.named_parameters(), RECIPE)
-        assert sorted(name for names, _ in mine.buckets for name in names) == sorted(dict(found.named_parameters()))
-        moved.append((len(mine.buckets), found))
         for step in range(3):
             give(found, noise(found, step))
+            buckets = list(mine.buckets())
             mine.step(1e-3, divide_by=ONE, skip=ZERO)
+        assert sorted(name for names in buckets for name in names) == sorted(dict(found.named_parameters()))
+        moved.append((len(buckets), found))
     counts = [count for count, _ in moved]
-    assert counts[0] == len(list(moved[0][1].parameters())) > counts[1] > counts[2] == 1
+    assert counts[0] > counts[1] > counts[2] == 1
     for _, found in moved[1:]:
         for name, value in weights(moved[0][1]).items():
             assert torch.equal(found.get_parameter(name), value), name
+
+
+def linears(sizes: list[int], dtype: torch.dtype = torch.bfloat16) -> nn.ParameterDict:
+    return nn.ParameterDict({f"{at:02}": nn.Parameter(torch.zeros(n, dtype=dtype)) for at, n in enumerate(sizes)})
+
+
+def test_gradients_in_fp32_are_one_bucket_however_many_they_are() -> None:
+    found = linears([2**20] * 40 + [8] * 40)
+    mine = AdamW(found.items(), RECIPE)
+    for parameter in found.values():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+    assert list(mine.buckets()) == [tuple(found)]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own memory", "pieces of a buffer"])
+def test_widening_takes_one_bucket_at_most(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """Replayed from sizes alone: 16-bit gradients that are there, fp32 ones made of them. What was dropped makes room
+    for the next bucket, but where all are pieces of one buffer, which stays."""
+    monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
+    sizes = [8, 100, 100, 300, 1000, 1000, 1500, 2000, 5000, 5000, 5000, 20_000]
+    found = linears(sizes)
+    mine = AdamW(found.items(), RECIPE)
+    buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16).split(sizes)
+    for parameter, piece in zip(found.values(), buffer, strict=True):
+        parameter.grad = piece if shared else piece.clone()
+    at_first, there = 2 * sum(sizes), 2 * sum(sizes)
+    buckets = list(mine.buckets())
+    for names in buckets:
+        numbers = [sizes[int(name)] for name in names]
+        there -= 0 if shared else 2 * sum(numbers)
+        assert len(names) == 1 or there + 4 * sum(numbers) <= at_first + (4096 if shared else 2048)
+    assert len(buckets) == (9 if shared else 7)
+
+
+def test_each_bucket_is_dropped_before_the_next_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET_BYTES", 1)
+    found = linears([64, 128, 256])
+    mine = AdamW(found.items(), RECIPE)
+    alive: list[int] = []
+    widened: list[weakref.ref[Tensor]] = []
+    real = AdamW._widened_gradients
+
+    def watched(self: AdamW, names: tuple[str, ...]) -> dict[str, Tensor]:
+        alive.append(sum(one() is not None for one in widened))
+        made = real(self, names)
+        widened.extend(weakref.ref(value) for value in made.values())
+        return made
+
+    monkeypatch.setattr(AdamW, "_widened_gradients", watched)
+    for parameter in found.values():
+        parameter.grad = torch.ones_like(parameter)
+    mine.step(1e-3, divide_by=ONE, skip=ZERO)
+    assert alive == [0, 0, 0] and len(widened) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

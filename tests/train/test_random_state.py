@@ -59,6 +59,24 @@ def test_another_kind_is_refused() -> None:
         set_rng_state({}, {"rng": "PCG64"})
 
 
+def test_of_gpus_only_the_one_in_use_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever number it has: another run of the rank may see its GPU under another one."""
+    states = {0: torch.zeros(16, dtype=torch.uint8), 3: torch.arange(16, dtype=torch.uint8)}
+    current = [3]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [states.get(i, states[0]) for i in range(4)])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: states[current[0]])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, *device: states.update({device[0] if device else current[0]: state})
+    )
+    tensors, values = rng_state()
+    assert [name for name in tensors if "cuda" in name] == ["rng.0.cuda"]
+    current[0] = 0
+    set_rng_state(tensors, values)
+    assert torch.equal(states[0], torch.arange(16, dtype=torch.uint8))
+
+
 @pytest.mark.gpu
 def test_gpu_generators_go_on(tmp_path: Path) -> None:
     torch.cuda.manual_seed_all(5)

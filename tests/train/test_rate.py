@@ -14,56 +14,58 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def rates(**options: object) -> list[float]:
-    recipe = Recipe(**{"learning_rate": 1.0, "min_learning_rate": 0.1, "steps": 100, "warmup_steps": 10, **options})  # type: ignore[arg-type]
+    recipe = Recipe(
+        **{"learning_rate": 1.0, "min_learning_rate_ratio": 0.1, "steps": 100, "warmup_steps": 10, **options}
+    )  # type: ignore[arg-type]
     return [math.nan, *(learning_rate(recipe, step) for step in range(1, recipe.steps + 1))]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_is_a_straight_line_to_the_full_rate(schedule: str) -> None:
-    found = rates(schedule=schedule)
+    found = rates(learning_rate_schedule=schedule)
     assert found[1:11] == pytest.approx([step / 10 for step in range(1, 11)])
     assert max(found[1:]) == 1.0
 
 
 def test_cosine() -> None:
-    found = rates(schedule="cosine")
+    found = rates(learning_rate_schedule="cosine")
     assert found[55] == pytest.approx(0.1 + 0.9 * 0.5), "half way between warm-up and end"
     assert found[33] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 23 / 90)))
     assert found[100] == pytest.approx(0.1)
 
 
 def test_linear() -> None:
-    found = rates(schedule="linear")
+    found = rates(learning_rate_schedule="linear")
     assert found[55] == pytest.approx(0.55)
     assert found[19] == pytest.approx(1 - 0.9 * 0.1)
     assert found[100] == pytest.approx(0.1)
 
 
 def test_constant() -> None:
-    assert set(rates(schedule="constant")[10:]) == {1.0}
+    assert set(rates(learning_rate_schedule="constant")[10:]) == {1.0}
 
 
 def test_warm_up_stable_decay() -> None:
-    found = rates(schedule="wsd", decay_steps=40)
+    found = rates(learning_rate_schedule="wsd", decay_steps=40)
     assert set(found[10:61]) == {1.0}
     assert found[61] == pytest.approx(1 - 0.9 / 40)
     assert found[80] == pytest.approx(0.55)
     assert found[100] == pytest.approx(0.1)
-    default = rates(schedule="wsd")
+    default = rates(learning_rate_schedule="wsd")
     assert set(default[10:81]) == {1.0} and default[81] < 1 and default[100] == pytest.approx(0.1)
 
 
 def test_a_decay_longer_than_what_is_left_begins_after_the_warm_up() -> None:
-    found = rates(schedule="wsd", decay_steps=1000)
+    found = rates(learning_rate_schedule="wsd", decay_steps=1000)
     assert found[10] == 1.0 and found[11] == pytest.approx(1 - 0.9 / 90) and found[100] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_warm_up_and_with_nothing_else(schedule: str) -> None:
-    assert rates(schedule=schedule, warmup_steps=0)[1] <= 1.0
-    only = rates(schedule=schedule, warmup_steps=100)
+    assert rates(learning_rate_schedule=schedule, warmup_steps=0)[1] <= 1.0
+    only = rates(learning_rate_schedule=schedule, warmup_steps=100)
     assert only[1:] == pytest.approx([step / 100 for step in range(1, 101)])
-    one = rates(schedule=schedule, steps=1, warmup_steps=0)
+    one = rates(learning_rate_schedule=schedule, steps=1, warmup_steps=0)
     assert one[1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
 
 
@@ -78,7 +80,13 @@ def test_never_above_the_full_rate_never_below_the_floor_never_rising_again(
     schedule: str, steps: int, share: float, floor: float, decay: int
 ) -> None:
     warmup = int(share * steps)
-    found = rates(schedule=schedule, steps=steps, warmup_steps=warmup, min_learning_rate=floor, decay_steps=decay)[1:]
+    found = rates(
+        learning_rate_schedule=schedule,
+        steps=steps,
+        warmup_steps=warmup,
+        min_learning_rate_ratio=floor,
+        decay_steps=decay,
+    )[1:]
     assert all(0 < rate <= 1 or (floor == 0 and rate >= 0) for rate in found)
     after = found[max(0, warmup - 1) :]
     assert all(a >= b - 1e-12 for a, b in pairwise(after))

@@ -276,3 +276,20 @@ def test_the_losses_that_a_curve_goes_on_from(tmp_path: Path) -> None:
     log.close()
     assert MetricsLog.losses(log.path, 2) == (1.0, 2.0, 3.0)
     assert MetricsLog.losses(log.path, 1, most=2) == (2.5, 3.0) and MetricsLog.losses(log.path, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("min_learning_rate", "min_learning_rate_ratio"), ("schedule", "learning_rate_schedule")],
+)
+def test_a_run_with_a_key_of_an_earlier_version_names_file_and_new_key(tmp_path: Path, old: str, new: str) -> None:
+    run = create(tmp_path)
+    run.keep_plan()
+    run.close()
+    path = tmp_path / "plan.yaml"
+    path.write_text(path.read_text().replace(f"  {new}:", f"  {old}:"))
+    with pytest.raises(PlanError) as error:
+        RunFolder.open(tmp_path)
+    assert re.fullmatch(
+        rf"{re.escape(str(path))}:\d+: recipe\.{old} is not known: it is now recipe\.{new}", str(error.value)
+    )

@@ -149,6 +149,20 @@ def test_an_fp16_overflow_skips_the_step_halves_the_scale_and_the_next_one_goes_
     assert any(not torch.equal(value, before[key]) for key, value in weights(found).items())
 
 
+@pytest.mark.parametrize(("initial", "interval", "after"), [(2.0**40, 2000, 0.5), (2.0**8, 1, 2.0)])
+def test_the_loss_of_an_fp16_step_that_changes_the_scale_is_that_of_the_step(
+    initial: float, interval: int, after: float
+) -> None:
+    """An overflow halves the scale and a growth step doubles it; the loss was scaled by what it was before."""
+    whole = batch(4, 10)
+    logits = small(dtype=torch.float16)(whole.tokens).float()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten()).item()
+    scaler = LossScaler(torch.device("cpu"), initial=initial, growth_interval=interval)
+    result, _ = trained(small(dtype=torch.float16), whole, 2, scaler=scaler)
+    assert scaler.scale.item() == initial * after and result.skipped.item() == (after < 1)
+    assert result.loss.item() == pytest.approx(expected, rel=5e-3)
+
+
 def test_measuring_noise_changes_no_bit_and_gives_each_micro_batchs_mean_gradient() -> None:
     whole = batch(4, 10, valid=[10, 3, 7, 1])
     plain, measured = small("mixtral-8x7b"), small("mixtral-8x7b")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -166,3 +167,17 @@ def test_a_service_that_breaks_off_ends_no_run(caplog: pytest.LogCaptureFixture)
     assert record.message == "Outage is told nothing more, training goes on: ConnectionError('no route')"
     with pytest.raises(ConnectionError):
         watched.tell(Forgiving(Outage()), watched.info(steps=1))
+
+
+def test_why_a_step_was_skipped_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services take numbers alone; the count of skipped steps is one."""
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(log=lambda numbers, step: logged.append(numbers), finish=lambda: None)
+    package = ModuleType("wandb")
+    package.init = lambda **how: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    service = WandB()
+    service.started(watched.info(run=tmp_path / "mine"))
+    service.stepped(replace(watched.step(3), skipped="non-finite", skipped_steps=2, grad_norm=math.nan))
+    assert logged[0]["train/skipped_steps"] == 2
+    assert not {"train/skipped", "train/grad_norm"} & set(logged[0])

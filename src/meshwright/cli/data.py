@@ -22,9 +22,10 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
     """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
     from meshwright import planfile
     from meshwright.cli.output import console, print_json
+    from meshwright.cli.train import shape_from_folder
     from meshwright.data.show import view
 
-    settings = planfile.read(plan, overrides)
+    settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)))
     if json:
         print_json(found)

@@ -10,11 +10,13 @@ from meshwright.cli.train import Words, sort_words
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from meshwright.observe.document import Room
     from meshwright.observe.dryrun import DryRun
     from meshwright.observe.watched import Seen
     from meshwright.spec import Plan
 
 SHOWN = 20
+KERNELS = {"cuda": "a GPU", "cpu": "a CPU"}
 
 
 def dryrun(
@@ -31,6 +33,9 @@ def dryrun(
     ] = 1.0,
     whole: Annotated[
         bool, typer.Option("--whole", help="Every micro-batch of a step, not only until nothing new comes.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the communication of every rank for deadlocks, and nothing else.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
@@ -50,7 +55,13 @@ def dryrun(
     if load != 1 and plan.model.moe is None:
         raise PlanError(f"--load {load:g} is of a mixture of experts, and {plan.model.name} has none")
 
-    from meshwright.observe.document import dry
+    if check:
+        from meshwright.cli.check import check_communication
+
+        check_communication(plan, device=device, load=load, whole=whole, json=json)
+        return
+
+    from meshwright.observe.document import dry, needed_bytes, room_of
     from meshwright.observe.dryrun import dry_run
 
     with console(json=json).status("dry run") as status:
@@ -58,14 +69,15 @@ def dryrun(
             plan, ranks=rank or (), device=device, load=load, whole=whole,
             told=lambda done, of: status.update(f"dry run: {done} of {of} ranks"),
         )  # fmt: skip
-    document = dry(found)
+    room = room_of(found.plan, found.device)
+    document = dry(found, room)
     if json:
         print_json(document)
     else:
-        for line in lines(found, document["capacity_bytes"]):
+        for line in lines(found, room):
             print(line)
     if document["fits"] is False:
-        raise DoesNotFit(unfit(found, document["capacity_bytes"]))
+        raise DoesNotFit(unfit(found, room, needed_bytes(found, room)))
 
 
 def _plan(path: "Path | None", overrides: list[str]) -> "Plan":
@@ -81,15 +93,30 @@ def _plan(path: "Path | None", overrides: list[str]) -> "Plan":
     return read(plan.cluster.devices) if plan.cluster.devices > 1 else plan
 
 
-def unfit(found: "DryRun", room: int) -> str:
+def unfit(found: "DryRun", room: "Room", needed_bytes: int) -> str:
     """One line: how much is missing, of what."""
     from meshwright.spec.units import gib
 
     worst = found.worst
     kind = max(worst.kinds, key=worst.kinds.__getitem__)
     return (
-        f"the dry run of rank {worst.rank} needs {_needed(found)} of {gib(room)} ({worst.when}; most of it "
-        f"{kind}: {gib(worst.kinds[kind])}): `meshwright plan` names layouts that fit"
+        f"the dry run of rank {worst.rank} needs {_needed(found)} ({worst.when}; most of it "
+        f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
+        "fit"
+    )
+
+
+def judged(found: "DryRun", room: "Room", needed_bytes: int) -> str:
+    """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
+    from meshwright.spec.units import gib
+
+    if not room.usable_bytes:
+        return ""
+    ranks = found.plan.layout.world // room.machines if room.shared else 1
+    together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
+    whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
+    return (
+        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.shared else 'are usable'}"
     )
 
 
@@ -102,22 +129,27 @@ def _needed(found: "DryRun") -> str:
     return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
 
 
-def lines(found: "DryRun", room: int) -> Iterator[str]:
+def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
-    from meshwright.observe.document import fits
+    from meshwright.observe.document import fits, needed_bytes
     from meshwright.spec.units import gib
 
     plan, worst = found.plan, found.worst
     yield (
         f"{plan.model.name}, {plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}, "
         f"{plan.recipe.global_batch} sequences of {plan.recipe.sequence} a step, {plan.recipe.precision}, "
-        f"kernels of {found.device}"
+        f"kernels of {KERNELS[found.device]}"
     )
     yield ""
     yield from _table(found)
     yield ""
-    verdict = "" if not room else f" of {gib(room)}: {'fits' if fits(found, room) else 'does not fit'}"
-    yield f"Peak {_needed(found)}{verdict} (rank {worst.rank}, {worst.when})"
+    verdict = ""
+    if room.usable_bytes:
+        verdict = judged(found, room, needed_bytes(found, room))
+        verdict += f": {'fits' if fits(found, room) else 'does not fit'}"
+    yield f"Peak {_needed(found)} (rank {worst.rank}, {worst.when}){verdict}"
+    if worst.staging_bytes and found.device == "cuda":
+        yield f"Host memory, pinned: {gib(worst.staging_bytes)} for the copy that a thread saves (layout.saving)"
     yield from _largest(worst)
     yield ""
     traffic = found.traffic(worst.rank)

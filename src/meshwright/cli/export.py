@@ -39,7 +39,6 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     ranks wrote the checkpoint. RunError, CheckpointError, HubError where the shape cannot be written or `out` holds
     something, PlanError for an unknown dtype.
     """
-    from meshwright.data import Tokenizer
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.folder import GENERATION, TEMPLATE, read_json
     from meshwright.spec.errors import PlanError
@@ -54,7 +53,7 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
         out,
         model_tensors=weights(checkpoint, wanted, verified=True),
         shape=run.plan.model,
-        tokenizer=Tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else Tokenizer.bytes(),
+        tokenizer=run.known_tokenizer(checkpoint),
         dtype=wanted,
         chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         generation=read_json(run.path / GENERATION),

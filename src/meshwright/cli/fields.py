@@ -30,12 +30,21 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
     plan = info.plan
     rows = [
         ("model", f"{plan.model.name}, {count(info.parameters)} parameters, {plan.recipe.precision}, on {info.device}"),
-        ("data", f"{plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"),
+        ("data", _data(info)),
         *([("layout", layout_line(plan.layout))] if plan.layout.world > 1 else []),
         ("batch", info.batch_equation),
         ("run", f"{plan.run}, {_steps(info)} of {plan.recipe.sequence} tokens a sequence"),
     ]
     return [*rows, *info.foreseen, *(("note", note) for note in info.notes)]
+
+
+def _data(info: RunInfo) -> str:
+    """The text, its tokens, and how often the run reads it."""
+    from meshwright.data.advice import tokens_of_run
+
+    text = f"{info.plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
+    times = tokens_of_run(info.plan) / max(1, info.train_tokens)
+    return f"{text}, read {times:.1f} times" if times >= 1.05 else f"{text}, {times:.0%} of it is read"
 
 
 def layout_line(layout: Layout) -> str:
@@ -91,6 +100,8 @@ def utilization(metrics: StepMetrics) -> str:
 def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
     """Figures that only some runs have."""
     found = []
+    if metrics.skipped is not None:
+        found.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
     if metrics.noise_scale_tokens is not None:
         found.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
     if metrics.balance_loss is not None:

@@ -14,13 +14,14 @@ LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
 
 
-def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "Foreseen":
+def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machines: int = 1) -> "Foreseen":
     """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
 
-    DoesNotFit where the dry run says so, unless `anyway`.
+    DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
     """
+    from meshwright.cli.dryrun import judged, unfit
     from meshwright.observe.apart import TooLong
-    from meshwright.observe.document import dry, fits, room_here
+    from meshwright.observe.document import dry, needed_bytes, room_here
     from meshwright.observe.dryrun import device_of, dry_run
     from meshwright.planner.predict import estimator
     from meshwright.spec.errors import DoesNotFit
@@ -31,22 +32,46 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False) -> "F
     predicted = estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
+    said += [("note", sentence) for sentence in _costs(predicted)]
     rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
     try:
         found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
     except TooLong:
         said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
         return Foreseen(sentences=tuple(said))
-    document = dry(found)
-    room = document["capacity_bytes"] = room_here(plan, target)
-    document["fits"] = fits(found, room)
-    of = f" of {gib(room)}" if room else ""
-    said.append(("dryrun", f"peak {gib(found.peak_bytes)}{of} (rank {rank}, {found.worst.when})"))
+    room = room_here(plan, target, machines)
+    of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
+    document = dry(found, room, of_places)
+    needed = needed_bytes(found, room, of_places)
+    said.append(
+        ("dryrun", f"peak {gib(found.peak_bytes)} (rank {rank}, {found.worst.when}){judged(found, room, needed)}")
+    )
     if document["fits"] is False and not anyway:
-        from meshwright.cli.dryrun import unfit
-
-        raise DoesNotFit(f"{unfit(found, room)}; --anyway tries all the same")
+        raise DoesNotFit(f"{unfit(found, room, needed)}; --anyway tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+NAMED_FROM = 0.1
+"""Share of the speed from which on a default is named as what costs it."""
+
+
+def _costs(found: "Prediction") -> list[str]:
+    """What the planner says that the mask between documents costs, where it knows the device."""
+    from dataclasses import replace
+
+    from meshwright.planner.predict import estimator
+
+    plan = found.plan
+    if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
+        return []
+    other = replace(plan, recipe=replace(plan.recipe, document_mask=False))
+    share = 1 - estimator(other).predict(other).step_s / found.step_s
+    if share < NAMED_FROM:
+        return []
+    return [
+        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
+        "recipe.document_mask=false lets them attend to each other"
+    ]
 
 
 def hindsight(run: Path) -> list[str]:

@@ -86,20 +86,16 @@ def _weights(found: "HubFolder") -> "dict[str, Tensor]":
 
 def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "dict[str, Tensor]") -> None:
     """The run folder; what a directory knows beyond a run (chat template, generation config) is kept for its export."""
-    from meshwright.model.hub.folder import GENERATION, TEMPLATE
     from meshwright.train import checkpoint
-    from meshwright.train.durable import replace_file
     from meshwright.train.run import RunFolder
+    from meshwright.train.weights import keep_extras
 
     path = Path(plan.run)
     begun = not path.exists()
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
-            if found.chat_template is not None:
-                replace_file(path / TEMPLATE, found.chat_template.encode())
-            if (found.path / GENERATION).is_file():
-                replace_file(path / GENERATION, (found.path / GENERATION).read_bytes())
-            values = {"step": 0, "sequence": plan.recipe.sequence}
+            keep_extras(found, path)
+            values = {"step": 0, "sequence": plan.recipe.sequence, "tokenizer": tokenizer.fingerprint}
             checkpoint.save(folder.checkpoints, step=0, tensors=tensors, values=values, score=None, keep_last=1)
     except BaseException:
         if begun:

@@ -25,8 +25,8 @@ REACH_S, MEET_S = 40.0, 600.0
 """For the launcher's store, which is there before any rank; for the slowest rank to import torch."""
 LAST_WORDS_S = 20.0
 """For other ranks to come where this one has failed before it met them."""
-WATCHED, UNWATCHED = timedelta(days=1), timedelta(minutes=10)
-"""How long a collective may take: the watchdog knows better than the library what is slow and what hangs."""
+HOST_LIMIT = timedelta(days=1)
+"""How long a collective on the host may take: others wait in one while the first rank encodes the text."""
 SHOW_CURSOR = b"\x1b[?25h"
 
 _watchdog: "Watchdog | None" = None
@@ -76,7 +76,7 @@ def joined(hang_after_s: float | None = None) -> Iterator["Pulse"]:
             store=dist.PrefixStore("group", _watchdog.main_store),
             rank=rank(),
             world_size=processes(),
-            timeout=UNWATCHED if hang_after_s == 0 else WATCHED,
+            timeout=HOST_LIMIT,
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"rank {rank()} cannot join the others: {_first_line(error)}") from None
@@ -155,9 +155,16 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         limits=Limits(hang_s=hang_after_s),
         say=_say,
         end=os._exit,
+        queues=_has_gpu(),
     )
     watchdog.start()
     return watchdog
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _is_agents_store() -> bool:

@@ -13,6 +13,7 @@ from meshwright import __version__
 from meshwright.cli.accuracy import accuracy
 from meshwright.cli.calibrate import calibrate
 from meshwright.cli.compare import compare
+from meshwright.cli.doctor import doctor
 from meshwright.cli.dryrun import dryrun
 from meshwright.cli.environment import described, set_defaults
 from meshwright.cli.eval import evaluate
@@ -85,6 +86,7 @@ app.command(cls=Verb, name="eval", short_help="Score a model on a text.")(evalua
 app.command(cls=Verb, name="export", short_help="Write a run as a Hugging Face directory.")(export)
 app.command(cls=Verb, name="import", short_help="Make a run of a Hugging Face directory.")(import_)
 app.command(cls=Verb, name="verify", short_help="Compare every kind of layout with one device.")(verify)
+app.command(cls=Verb, name="doctor", short_help="Check whether this machine is fit to train.")(doctor)
 app.command(cls=Verb, name="accuracy", short_help="Score the planner on published runs.")(accuracy)
 app.command(cls=Verb, name="schema", short_help="Print the JSON Schema of plan files.")(schema)
 data = typer.Typer(

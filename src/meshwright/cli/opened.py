@@ -50,17 +50,16 @@ def open_model(path: Path, dtype: str | None) -> Opened:
 
 def _open_run(path: Path, dtype: str | None) -> Opened:
     run, checkpoint = locate(path)
+    tokenizer = run.known_tokenizer(checkpoint)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model = build(run.plan.model, dtype=wanted, device=pick_device(), initialize=False)
     places = model.state_dict()
     for name, tensor in weights(checkpoint, wanted, verified=True):
         places[name].copy_(tensor)
-    file = run.tokenizer if run.tokenizer.is_file() else None
-    tokenizer = Tokenizer.load(file) if file else Tokenizer.bytes()
     return Opened(
         model=model.eval(),
         tokenizer=tokenizer,
-        tokenizer_file=str(file) if file else "bytes",
+        tokenizer_file=str(run.tokenizer),
         plan=run.plan,
         stop_ids=() if tokenizer.eos is None else (tokenizer.eos,),
     )

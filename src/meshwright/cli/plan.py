@@ -42,6 +42,7 @@ def plan(
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
     from meshwright.cli.fixed import fixed_layout
     from meshwright.planner.refused import answered
+    from meshwright.planner.roomy import recommended
     from meshwright.planner.search import search
 
     if save is not None and save == Path(model):
@@ -55,6 +56,7 @@ def plan(
         found = answered(of, asked, fixed)
     if not found.best:
         _nothing(of, found, free=not fixed, json=json)
+    found = recommended(of, asked, found, fixed)
     if save:
         _save(found.best[0].plan, budget, save)
     if json:
@@ -148,7 +150,7 @@ def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: P
     print(
         f"{asked.model.name}, sequence {asked.recipe.sequence}, {asked.recipe.global_batch} sequences a step, "
         f"{asked.recipe.precision}; {asked.cluster.nodes} x {asked.cluster.devices_per_node} "
-        f"{asked.cluster.device.name}"
+        f"{asked.cluster.device.name}, kernels of {'a GPU' if asked.cluster.device.is_gpu else 'a CPU'}"
     )
     print()
     for line in summary(found):
@@ -187,6 +189,7 @@ def _command(best: "Plan", file: Path) -> Iterator[str]:
 
 
 def _table(best: "list[Prediction]") -> Iterator[str]:
+    from meshwright.planner.roomy import is_tight
     from meshwright.planner.words import layout_words
     from meshwright.spec.units import count
 
@@ -195,6 +198,7 @@ def _table(best: "list[Prediction]") -> Iterator[str]:
         yield (
             f"{_step(one.step_s):>8} {count(one.tokens_per_s_per_device):>9} {one.mfu(causal=False):6.1%} "
             f"{one.peak_bytes / 2**30:6.1f} {one.time.bubble_s / one.step_s:6.1%}  {layout_words(one.plan.layout)}"
+            f"{'  (tight)' if is_tight(one) else ''}"
         )
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,8 @@ def profile(
     RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import processes
+    from meshwright.cli.launch import nodes, processes
+    from meshwright.cli.repeatable import set_environment
     from meshwright.cli.train import shape_from_folder
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
@@ -46,16 +48,19 @@ def profile(
     path, overrides, _ = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    set_environment(plan)
     if steps < 1:
         raise PlanError(f"--steps {steps} must be at least 1")
-    violation = world_violation(plan, processes()) if processes() > 1 else None
+    violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
     if violation:
         raise IllegalLayout(violation)
     plan.check()
 
     from meshwright.observe.finished import refuse_other
+    from meshwright.train import folders
 
-    refuse_other(Path(plan.run), plan)
+    if not folders.is_open(plan.run):
+        refuse_other(Path(plan.run), plan)
     from meshwright.cli.output import console, print_json
     from meshwright.observe.measured import measured
     from meshwright.observe.trace import trace
@@ -64,6 +69,7 @@ def profile(
     found = _measured(plan, steps, people)
     if found is None:
         return
+    plan = replace(plan, run=folders.settled(plan))  # by the first rank, which alone has found something
     document = measured(found)
     files = _written(plan, {"profile.json": document, "trace.json": trace(found)})
     if json:
@@ -101,12 +107,14 @@ def _written(plan: "Plan", documents: dict[str, object]) -> list[Path]:
     from meshwright.cli.output import plain
     from meshwright.spec.errors import RunError
     from meshwright.train.durable import replace_file
+    from meshwright.train.folders import point_latest
 
     folder = Path(plan.run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.yaml").exists():
             planfile.write(plan, folder / "plan.yaml")
+        point_latest(folder)
         for name, document in documents.items():
             replace_file(folder / name, (dumps(plain(document), allow_nan=False) + "\n").encode())
     except OSError as error:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.train.watch import Summary
 
 PLAN = Path(__file__).with_name("quickstart.yaml")
+RUN = "runs/quickstart"
 PROMPT = "def "
 SAMPLE_TOKENS = 160
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
@@ -45,17 +46,20 @@ def quickstart(
     from meshwright import planfile
 
     began = time.monotonic()
-    plan = planfile.read(PLAN, words or ())
+    plan = planfile.read(PLAN, [f"run={RUN}", *(words or ())])
     if not any(word.startswith("run=") for word in words or ()):
         plan = replace(plan, run=str(free_folder(Path(plan.run))))
     plan.check()
 
+    from meshwright.cli.failure import INTERRUPTED
     from meshwright.cli.output import console, print_json
 
     people = console(json=json)
     outcome = run(plan, people)
-    if outcome is None:
+    if isinstance(outcome, str):
         people.print(f"\nSaved. Go on with:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
+        if outcome == "interrupted":
+            raise typer.Exit(INTERRUPTED)
     elif json:
         print_json({"run": plan.run, "seconds": time.monotonic() - began, **asdict(outcome)})
     else:
@@ -80,8 +84,8 @@ class Outcome:
     summary: "Summary"
 
 
-def run(plan: "Plan", people: "Console") -> Outcome | None:
-    """Encode, sample, train, sample, export; None = interrupted, and saved."""
+def run(plan: "Plan", people: "Console") -> Outcome | str:
+    """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
     from meshwright.cli.display import choose
     from meshwright.cli.export import write_directory
     from meshwright.cli.foresight import foresee
@@ -99,7 +103,7 @@ def run(plan: "Plan", people: "Console") -> Outcome | None:
         show(people, "Before training", before, 6)
         summary = loop.run(plan, watchers=[display], foresee=foresee)
     if summary.stopped != "done":
-        return None
+        return summary.stopped
     opened = open_model(Path(plan.run), None)
     after = sample(opened)
     show(people, "After training", after, 18)

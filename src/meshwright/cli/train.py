@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +29,7 @@ def train(
         typer.Option(
             metavar="SECONDS",
             help="On several processes: how long one may stand still in a step. 0 = for ever. "
-            "[default: 30, or 10 times the longest step]",
+            "[default: 300, or 10 times the longest step]",
             show_default=False,
         ),
     ] = None,
@@ -47,17 +48,20 @@ def train(
     """Train a plan; without a file, the default plan.
 
     Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a.
-    resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one.
+    resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one. Without
+    run= the folder is a new one, runs/DATE-MODEL, and with resume=auto that of the newest run of this plan.
+    model=HF_DIR takes the weights too, model.init=random draws new ones.
     """
     from meshwright import planfile
-    from meshwright.cli.launch import joined, processes, rank
+    from meshwright.cli.launch import joined, nodes, processes, rank
+    from meshwright.cli.repeatable import set_environment
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
     path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
     plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
-    violation = world_violation(plan, processes())
+    violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
     if hang_after is not None and not 0 <= hang_after < float("inf"):
@@ -65,34 +69,40 @@ def train(
     for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
+    set_environment(plan)
+
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
-    from meshwright.cli.display import choose
+    from meshwright.cli.display import Chosen, choose
+    from meshwright.cli.failure import INTERRUPTED
     from meshwright.cli.foresight import foresee, hindsight
     from meshwright.cli.output import console, print_json
     from meshwright.train import loop
 
-    look_ahead = partial(foresee, anyway=anyway) if foresight else None
+    look_ahead = partial(foresee, anyway=anyway, machines=nodes()) if foresight else None
     with joined(hang_after) as pulse:
         if rank():
-            loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead)
-            return
-        services = _services(tensorboard, wandb)
-        with choose(console(json=json)) as display:
-            summary = loop.run(
-                plan,
-                watchers=[display, *services],
-                resume=resume,
-                progress=display.encoding,
-                pulse=pulse,
-                foresee=look_ahead,
-            )
-        # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
-        if json:
-            print_json(summary)
-        elif summary.stopped != "done":
-            print(f"go on with: {again(words or ())}", flush=True)
-        elif look_ahead is not None:
-            print("\n".join(("", *hindsight(Path(plan.run)))), flush=True)
+            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead, machines=nodes())
+        else:
+            services, chosen = _services(tensorboard, wandb), Chosen(plan.run)
+            with choose(console(json=json)) as display:
+                summary = loop.run(
+                    plan,
+                    watchers=[chosen, display, *services],
+                    resume=resume,
+                    progress=display.encoding,
+                    pulse=pulse,
+                    foresee=look_ahead,
+                    machines=nodes(),
+                )
+            # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
+            if json:
+                print_json({"run": chosen.run, **asdict(summary)})
+            elif summary.stopped != "done":
+                print(f"go on with: {again(words or (), chosen.run)}", flush=True)
+            elif look_ahead is not None:
+                print("\n".join(("", *hindsight(Path(chosen.run)))), flush=True)
+    if summary.stopped == "interrupted":
+        raise typer.Exit(INTERRUPTED)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
@@ -110,12 +120,13 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
 
 
-def again(words: Sequence[str]) -> str:
-    """The same command on as many processes, going on from the newest checkpoint."""
+def again(words: Sequence[str], run: str) -> str:
+    """The same command on as many processes, going on from the newest checkpoint of the run in this folder."""
     from meshwright.cli.invocation import command, launched
     from meshwright.cli.launch import nodes, processes
 
-    words = ["train", *(word for word in words if not word.startswith("resume=")), "resume=auto"]
+    given = [word for word in words if not word.startswith(("resume=", "run="))]
+    words = ["train", *given, f"run={run}", "resume=auto"]
     if processes() == 1:
         return command(words)
     return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))

@@ -19,6 +19,18 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import storage_key as storage_key
+from meshwright.compat.foreach import add_to_each as add_to_each
+from meshwright.compat.foreach import copy_each as copy_each
+from meshwright.compat.foreach import fused_adamw as fused_adamw
+from meshwright.compat.foreach import norms as norms
+from meshwright.compat.groups import named_group as named_group
+from meshwright.compat.process_groups import GroupCall as GroupCall
+from meshwright.compat.process_groups import Launch as Launch
+from meshwright.compat.process_groups import group_methods as group_methods
+from meshwright.compat.process_groups import group_name as group_name
+from meshwright.compat.process_groups import is_collective_operation as is_collective_operation
+from meshwright.compat.process_groups import launch_of as launch_of
+from meshwright.compat.process_groups import process_groups as process_groups
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 
@@ -205,6 +217,15 @@ def time_limit(group: Any) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
+def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
+    """Let the collectives of a process group on GPUs end after `limit`, those on the host as before; False where it has
+    no GPU backend. torch takes one limit for all backends of a group, and sets another by private names only."""
+    with suppress(*_CANNOT):
+        group._get_backend(torch.device("cuda"))._set_default_timeout(limit)
+        return True
+    return False
+
+
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
     """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -268,6 +289,17 @@ def _fsdp_groups(module: Any) -> list[Any]:
     state = _fsdp_state(module)
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def fsdp_drop_gradients(modules: list[Any]) -> None:
+    """Forget gradients that modules hold but have not reduced. FSDP keeps them on its own records of parameters, which
+    have no public name."""
+    for module in modules:
+        for group in _fsdp_groups(module):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
 
 def fsdp_post_backward(modules: list[Any]) -> None:

@@ -63,7 +63,7 @@ class PartialAttention:
     def __init__(self, q: Tensor, value_width: int, *, scale: float, fused: bool) -> None:
         """q (B, S, H, E)."""
         self.dtype, self.fused, self.scale, self.value_width = q.dtype, fused, scale, value_width
-        self.q = _queries(q, scale, fused)
+        self.q = _queries(q, value_width, scale, fused)
         self.out = q.new_zeros(*self.q.shape[:3], value_width, dtype=torch.float32)
         self.lse = q.new_full(self.q.shape[:3], float("-inf"), dtype=torch.float32)
 
@@ -92,7 +92,7 @@ class PartialGradients:
     def __init__(self, q: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, *, scale: float, fused: bool) -> None:
         """q (B, S, H, E), out and its gradient (B, S, H, V), lse (B, H, S)."""
         self.dtype, self.width, self.fused, self.scale, self.lse = q.dtype, q.shape[-1], fused, scale, lse
-        self.q = _queries(q, scale, fused)
+        self.q = _queries(q, out.shape[-1], scale, fused)
         self.gradient = _keys(gradient.transpose(1, 2), self.q, fused).contiguous()
         self.q_gradient = torch.zeros_like(self.q, dtype=torch.float32)
         if fused:
@@ -134,10 +134,13 @@ class PartialGradients:
         q_gradient.add_(torch.bmm(score_gradient, k).view(q_gradient.shape), alpha=self.scale)
 
 
-def _queries(q: Tensor, scale: float, fused: bool) -> Tensor:
-    """(B, S, H, E) -> (B, H, S, E): as it is for the fused form, scaled and in fp32 for the plain one."""
+def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:
+    """(B, S, H, E) -> (B, H, S, E): scaled and in fp32 for the plain form. The fused one wants queries, keys and values
+    of one width: that of the widest, in which zeros change nothing."""
     q = q.transpose(1, 2)
-    return _padded(_wide(q), _fused_width(q.shape[-1])).contiguous() if fused else (q.float() * scale).contiguous()
+    if not fused:
+        return (q.float() * scale).contiguous()
+    return _padded(_wide(q), _fused_width(max(q.shape[-1], value_width))).contiguous()
 
 
 def _keys(x: Tensor, q: Tensor, fused: bool) -> Tensor:

@@ -1,5 +1,6 @@
 """Initial weights: every tensor's distribution as a table. They depend on (seed, parameter name, place in the tensor)
-alone, so any layout of any size starts from the same numbers."""
+alone, so any layout of any size starts from the same numbers. They are drawn where the tensor is: a GPU's generator
+gives other numbers than a CPU's."""
 
 import hashlib
 import math
@@ -36,18 +37,32 @@ BLOCK_ELEMENTS = 2**20
 draws little more than those."""
 
 
-def generator_for(seed: int, name: str, block: int = 0) -> torch.Generator:
-    """A CPU generator seeded by a hash of (seed, name, run of rows), whatever the order or number of layers."""
+LAUNCH_ELEMENTS = 2**15
+"""On a GPU a generator gives a thread of each launch its own numbers. So many elements are threads enough for no GPU to
+cut the launch, so that all GPUs draw the same."""
+
+
+def generator_for(seed: int, name: str, block: int = 0, device: torch.device | None = None) -> torch.Generator:
+    """A generator seeded by a hash of (seed, name, run of rows), whatever the order or number of layers."""
     key = f"{seed}:{name}:{block}" if block else f"{seed}:{name}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _drawn(size: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Normal numbers in fp32, on the generator's device."""
+    whole = torch.empty(size, device=generator.device)
+    pieces = (whole,) if whole.device.type == "cpu" else whole.view(-1).split(LAUNCH_ELEMENTS)
+    for piece in pieces:
+        piece.normal_(0.0, deviation, generator=generator)
+    return whole
 
 
 def fill_initial(
     part: Tensor, name: str, shape: ModelShape, seed: int, *, whole: Sequence[int], offsets: Sequence[int] | None = None
 ) -> None:
-    """Give `part`, the box at `offsets` of a parameter of size `whole`, its initial values. At most a run of rows is
-    alive beside it."""
+    """Give `part`, the box at `offsets` of a parameter of size `whole`, its initial values, drawn where it is. At most
+    a run of rows is alive beside it."""
     deviation = standard_deviation(name, shape)
     if deviation is None:
         part.fill_(0.0 if name.endswith(".bias") else 1.0)
@@ -58,6 +73,6 @@ def fill_initial(
     first, last = offsets[0], offsets[0] + len(part)
     for block in range(first // rows, -(-last // rows)):
         start, end = block * rows, min((block + 1) * rows, whole[0])
-        drawn = torch.empty(end - start, *whole[1:]).normal_(0.0, deviation, generator=generator_for(seed, name, block))
+        drawn = _drawn((end - start, *whole[1:]), deviation, generator_for(seed, name, block, part.device))
         here = slice(max(start, first), min(end, last))
         part[here.start - first : here.stop - first] = drawn[here.start - start : here.stop - start][:, *inside]

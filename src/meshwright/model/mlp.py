@@ -47,4 +47,9 @@ def make_mlp(shape: ModelShape, kernels: Kernels, ffn: int, bias: bool) -> nn.Mo
     """The dense feed-forward of a shape, `ffn` wide."""
     if shape.mlp == "swiglu":
         return GatedMLP(shape.hidden, ffn, kernels, bias)
-    return PlainMLP(shape.hidden, ffn, kernels, bias, "tanh" if shape.mlp == "gelu_tanh" else "none")
+    return PlainMLP(shape.hidden, ffn, kernels, bias, gelu_form(shape))
+
+
+def gelu_form(shape: ModelShape) -> str:
+    """What F.gelu calls the form of a shape without a gate."""
+    return "tanh" if shape.mlp == "gelu_tanh" else "none"

@@ -6,11 +6,12 @@ Dropless: every token reaches its top_k experts, however uneven. Letters: N toke
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts import Counts, groups_on_device, spread
-from meshwright.model.mlp import make_mlp
+from meshwright.model.mlp import gelu_form, make_mlp
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -63,11 +64,14 @@ def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
 
 
 class Experts(nn.Module):
-    """X feed-forwards as three stacked matrices; the product over runs of rows is a kernel."""
+    """X feed-forwards as three stacked matrices, or two without a gate; the product over runs of rows is a kernel."""
 
     def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
+        self.gated = shape.mlp == "swiglu"
+        if self.gated:
+            self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
+        self.approximate = gelu_form(shape)
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels = kernels
@@ -75,14 +79,17 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
-        if groups_on_device(rows, self.gate):
+        if groups_on_device(rows, self.up):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
     def feed_forward(self, rows: Tensor, counts: Counts) -> Tensor:
         """The experts that are held here: rows (R, D) sorted by them, counts rows of each -> (R, D)."""
         product = self.kernels.expert_linear
-        inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
+        if self.gated:
+            inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
+        else:
+            inner = F.gelu(product(rows, self.up, counts), approximate=self.approximate)
         out: Tensor = product(inner, self.down, counts)
         return out
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -62,12 +63,13 @@ def _start(function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Connect
 
 def _serve(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked ends this
-    try:
-        pipe.send((True, function(*task)))
-    except MeshwrightError as error:
-        pipe.send((False, error))
-    except BaseException as error:
-        pipe.send((False, RuntimeError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")))
+    with suppress(BrokenPipeError):  # whoever asked was interrupted, and is not there any more
+        try:
+            pipe.send((True, function(*task)))
+        except MeshwrightError as error:
+            pipe.send((False, error))
+        except BaseException as error:
+            pipe.send((False, RuntimeError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")))
 
 
 def _answer(pipe: Connection) -> Any:

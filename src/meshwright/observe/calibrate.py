@@ -32,7 +32,7 @@ from meshwright.planner.links import Links
 from meshwright.planner.overheads import fitted
 from meshwright.planner.speeds import Speeds
 from meshwright.planner.stack import MESHWRIGHT
-from meshwright.spec.cluster import Device
+from meshwright.spec.cluster import CORES, Device
 from meshwright.train import device as train_device
 
 LIMIT_S = 600.0
@@ -174,7 +174,7 @@ def _title(kind: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.processor() or platform.machine()}, {threads_of(1)} cores"
+    return f"{model or platform.processor() or platform.machine()}, {threads_of(1)}{CORES}"
 
 
 def _memory_bytes(kind: str) -> int:

@@ -1,6 +1,7 @@
 """A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +13,39 @@ from meshwright.parallel.traffic import Counts
 from meshwright.planner.memory import DRIVER_BYTES
 from meshwright.planner.search import usable_bytes
 from meshwright.planner.stack import MESHWRIGHT
-from meshwright.spec.plan import Plan
-from meshwright.train.fits import capacity_bytes
+from meshwright.spec.places import pipeline_ranks, place_of
+from meshwright.spec.plan import Plan, as_document
+from meshwright.train.fits import capacity_bytes, shared_bytes
+from meshwright.train.machine import PROCESS_BYTES, machine_memory
 
 
-def dry(found: DryRun) -> dict[str, Any]:
-    """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that a plan is judged against."""
+
+    of: str
+    """Whose: the plan's device, `the GPU here` or `this machine`."""
+    usable_bytes: int
+    """0 = not known."""
+    total_bytes: int = 0
+    """Of which that is left; 0 = the same."""
+    machines: int = 0
+    """Over which the ranks are spread that share it; 0 = each rank has its own."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks are in it."""
+        return self.machines > 0
+
+
+def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] | None = None) -> dict[str, Any]:
+    """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null.
+    `room` and `of_places`: see `needed_bytes`."""
     worst = found.worst
-    room = room_bytes(found.plan, found.device)
+    room = room or room_of(found.plan, found.device)
     return {
         "source": "dryrun",
-        "plan": asdict(found.plan),
+        "plan": as_document(found.plan),
         "device": found.device,
         "environment": {"meshwright": __version__},
         "peak_bytes": worst.peak_bytes,
@@ -36,17 +59,36 @@ def dry(found: DryRun) -> dict[str, Any]:
         "mfu_full": None,
         "hfu": None,
         "bubble_fraction": None,
-        "capacity_bytes": room,
+        "capacity_bytes": room.usable_bytes,
+        "capacity_of": room.of,
+        "needed_bytes": needed_bytes(found, room, of_places),
+        "staging_bytes": worst.staging_bytes,
         "reserve_bytes": reserve_bytes(found.device),
-        "fits": fits(found, room) if room else None,
+        "fits": fits(found, room, of_places) if room.usable_bytes else None,
         "ranks": [_rank(found, one) for one in found.ranks],
         "notes": list(found.notes),
     }
 
 
-def fits(found: DryRun, room: int) -> bool:
-    """Whether its fullest rank does, with what comes to its tensors."""
-    return found.worst.peak_bytes + reserve_bytes(found.device) <= room
+def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool:
+    """Whether the plan does, with what comes to its tensors."""
+    return needed_bytes(found, room, of_places) <= room.usable_bytes
+
+
+def needed_bytes(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> int:
+    """Of the fullest rank, or of all that share the room. A pipeline place of which no rank was run is taken for as
+    full as the fullest, or in proportion to it as `of_places` (what the planner says of each) has it."""
+    worst = found.worst
+    if not room.shared:
+        return worst.peak_bytes + reserve_bytes(found.device)
+    layout = found.plan.layout
+    seen = {place_of(layout, one.rank)["pp"]: one.peak_bytes for one in found.ranks}
+    share = worst.peak_bytes / of_places[place_of(layout, worst.rank)["pp"]] if of_places else 0.0
+    peaks = {}
+    for place, rank in enumerate(pipeline_ranks(layout)):
+        guess = of_places[place] * share if of_places else worst.peak_bytes
+        peaks[rank] = seen.get(place, round(guess))
+    return shared_bytes(found.plan, peaks, room.machines)
 
 
 def reserve_bytes(device: str) -> int:
@@ -55,28 +97,39 @@ def reserve_bytes(device: str) -> int:
     return int(MESHWRIGHT.reserve_bytes) if device == "cuda" else 0
 
 
-def room_here(plan: Plan, target: torch.device) -> int:
-    """What a rank can have of the machine that is there, and of the plan's device where that has less."""
-    here = capacity_bytes(target)
-    here = here // plan.layout.world if target.type == "cpu" else max(1, int(here - DRIVER_BYTES))
-    return min(here, room_bytes(plan, target.type))
+def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
+    """What a run has of the machine that is there; of a GPU, what the plan's has where that is less."""
+    if target.type == "cpu":
+        return _machine(plan, machines)
+    here = Room(of="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
+    described = room_of(plan, "cuda")
+    return described if plan.cluster.device.is_gpu and 0 < described.usable_bytes < here.usable_bytes else here
 
 
-def room_bytes(plan: Plan, device: str) -> int:
-    """What a program can have of the plan's device, or of this machine's where the plan does not say; of a machine
-    without GPUs each rank has its share. 0 = not known."""
-    if plan.cluster.device.memory_bytes:
-        return max(1, int(usable_bytes(plan)))
-    if device == "cuda":
-        here = torch.cuda.is_available()
-        return max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if here else 0
-    return capacity_bytes(torch.device("cpu")) // plan.layout.world
+def room_of(plan: Plan, device: str) -> Room:
+    """What a program has of the plan's device, where the kernels are of its kind (`device`); else of this machine."""
+    own = plan.cluster.device
+    if own.memory_bytes and own.is_gpu == (device == "cuda"):
+        return Room(of=own.name, usable_bytes=max(1, int(usable_bytes(plan))), total_bytes=own.memory_bytes)
+    if device == "cpu":
+        return _machine(plan, 1)
+    here = torch.cuda.is_available()
+    usable = max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if here else 0
+    return Room(of="the GPU here", usable_bytes=usable)
+
+
+def _machine(plan: Plan, machines: int) -> Room:
+    """All ranks of a machine share its memory, and each is a process with libraries of its own."""
+    memory, ranks = machine_memory(), max(1, plan.layout.world // machines)
+    usable = max(1, memory.available_bytes - ranks * PROCESS_BYTES)
+    return Room(of="this machine", usable_bytes=usable, total_bytes=memory.total_bytes, machines=machines)
 
 
 def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
     return {
         "rank": one.rank,
         "peak_bytes": one.peak_bytes,
+        "staging_bytes": one.staging_bytes,
         "when": one.when,
         "memory": kinds(one.kinds),
         "activations": [{"where": where, "bytes": size} for where, size in one.where.items()],

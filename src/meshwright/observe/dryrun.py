@@ -7,6 +7,7 @@ of N in a process group whose collectives do nothing. Time grows with what one r
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from meshwright.kernels.target import acting_as
 from meshwright.observe.apart import apart
 from meshwright.observe.program import Program, at_whole, shortened
 from meshwright.observe.remembered import Remembered
+from meshwright.observe.staged import assigned_of
 from meshwright.observe.storages import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.watched import Seen, Watched
 from meshwright.observe.workspaces import workspace_bytes
@@ -23,8 +25,6 @@ from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
-from meshwright.spec.presets import device as preset
-from meshwright.spec.presets import device_names
 from meshwright.train.device import resident_peak_bytes
 
 
@@ -41,6 +41,7 @@ class DryRun:
     """What a plan's program would hold and send."""
 
     plan: Plan
+    """With the largest step of its batch ramp as every step."""
     device: str
     """Whose kernels and allocator are stood in for: cuda or cpu."""
     ranks: tuple[Seen, ...]
@@ -91,6 +92,7 @@ def dry_run(
     """
     plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
+    ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
     for rank in ranks:
         if not 0 <= rank < plan.layout.world:
@@ -113,14 +115,13 @@ def dry_run(
         ranks=tuple(found[rank] for rank in counts),
         run=counts,
         costs=costs,
-        notes=tuple(_notes(plan)),
+        notes=tuple(_notes(plan, ramped=bool(ramp))),
     )
 
 
 def device_of(plan: Plan) -> str:
-    """cuda for a plan on a known GPU or on a machine that has one, else cpu."""
-    known = any(plan.cluster.device.name == preset(name).name for name in device_names() if name != "local")
-    return "cuda" if known or torch.cuda.is_available() else "cpu"
+    """cuda for a plan on a GPU that it describes or on a machine that has one, else cpu."""
+    return "cuda" if plan.cluster.device.is_gpu or torch.cuda.is_available() else "cpu"
 
 
 def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
@@ -128,7 +129,8 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) 
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = Program(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
-            documents=plan.recipe.document_mask and plan.layout.cp == 1,
+            documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
+            assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
         try:
             maker = compat.fake_maker(fake)
@@ -152,8 +154,10 @@ def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, in
     return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan, *, ramped: bool) -> list[str]:
     found = []
+    if ramped:
+        found.append(f"of the batch ramp the largest step is run: {plan.recipe.global_batch} sequences")
     if plan.recipe.document_mask and plan.layout.cp > 1:
         found.append("document masks over context-parallel ranks depend on the text and are not counted")
     if plan.model.moe is not None:

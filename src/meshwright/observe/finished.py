@@ -12,6 +12,7 @@ from meshwright.observe.documents import Document, Took, checked, read, read_jso
 from meshwright.observe.records import records
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.spec.plan import RANDOM
 from meshwright.train.run import RunFolder
 
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
@@ -125,7 +126,7 @@ def measured(run: Finished) -> Document | None:
 def same_program(plan: Plan, document: Document) -> bool:
     """Whether a dry run or profile is of what this plan runs: all that memory, traffic or time depend on, and for a dry
     run the version of the engine that it ran. A profile's device tells what compile=auto stands for."""
-    ours, theirs = planfile.dump(plan), document.plan
+    ours, theirs = planfile.dump(replace(plan, init=RANDOM)), document.plan
     if not isinstance(theirs.get("recipe"), dict) or not isinstance(theirs.get("layout"), dict):
         return False
     dry = document.source == "dryrun"
@@ -135,7 +136,7 @@ def same_program(plan: Plan, document: Document) -> bool:
     switches = all(bool(ours["recipe"][key]) == bool(theirs["recipe"].get(key)) for key in SWITCHES)
     layout = all(_same(ours["layout"][key], theirs["layout"].get(key)) for key in ours["layout"] if key not in FREE)
     compiled = dry or _compiled(ours, document.device) == _compiled(theirs, document.device)
-    return recipe and switches and layout and compiled and _same(ours["model"], theirs.get("model"))
+    return recipe and switches and layout and compiled and _same(ours["model"], _shape(theirs.get("model")))
 
 
 TELLING = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", "document_mask")
@@ -144,6 +145,11 @@ SWITCHES = ("clip", "balance_loss", "noise_scale_every")
 """Keys of which only that they are 0 or not does: a norm, a loss, a copy of all gradients, or none."""
 FREE = ("compile", "saving")
 """Keys of a layout that a dry run leaves aside. Neither saves; whether it is compiled counts for a profile."""
+
+
+def _shape(model: Any) -> Any:
+    """Without where its weights are from: any weights take as long."""
+    return {key: value for key, value in model.items() if key != "init"} if isinstance(model, dict) else model
 
 
 def _compiled(plan: dict[str, Any], device: str) -> Any:

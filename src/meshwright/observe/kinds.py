@@ -7,7 +7,8 @@ and how long it lived.
     logits          made inside the loss over the vocabulary
     activations     made in a forward pass and still there after it, or left by B for W
     temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
-    tokens          the batch
+    tokens          the batch, and the next one that is read ahead
+    staging         on a CPU, the copy of the state from which a thread writes a checkpoint
 """
 
 from collections.abc import Iterable
@@ -21,11 +22,11 @@ from meshwright.train.memory import kept
 from meshwright.train.state import TrainState
 
 STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
-KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens")
+KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
 COLLECTIVES = (
     "parallel/group.py",
     "parallel/ring.py",
-    "parallel/mail.py",
+    "parallel/p2p.py",
     "parallel/expert.py",
     "parallel/replicas.py",
 )
@@ -61,6 +62,8 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
     here = record.died >= 0 and record.death_phase == record.phase
     if phase == "tokens":
         return "tokens"
+    if phase == "copy":
+        return "staging" if record.died < 0 else "temporaries"
     if record.outer == "fsdp":
         whole = record.operation == "empty" and "sharding.py" not in record.line
         return "parameters" if whole and stays_whole else "buffers"

@@ -176,7 +176,7 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
         for start in range(0, len(some), BATCH):
             part = some[start : start + BATCH]
             ranks = [
-                list(map(_unpacked, rank))
+                list(map(received, rank))
                 for rank in on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
             ]
             for index, found in enumerate(part):
@@ -189,13 +189,15 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
 def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:
     """On one rank: all trials of one world size, over the same process groups."""
     made: Made = {}
-    return [_packed(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
+    return [sent(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
 
 
-def _packed(found: Outcome) -> Outcome:
-    """With arrays for tensors: a tensor travels between processes as an open file, and thousands are too many."""
+def sent(found: Outcome) -> Outcome:
+    """As it goes to another process, with arrays for tensors: a tensor travels as an open file, and thousands are too
+    many."""
     return replace(found, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in found.tensors.items()})
 
 
-def _unpacked(found: Outcome) -> Outcome:
+def received(found: Outcome) -> Outcome:
+    """As it was before `sent`."""
     return replace(found, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in found.tensors.items()})

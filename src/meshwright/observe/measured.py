@@ -8,6 +8,7 @@ import torch
 from meshwright import __version__
 from meshwright.observe.document import kinds, largest, traffic
 from meshwright.observe.profile import Profile, RankProfile
+from meshwright.spec.plan import as_document
 
 
 def measured(found: Profile) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def measured(found: Profile) -> dict[str, Any]:
     started_s = min(one.steps[found.chosen].start_s for one in found.ranks)
     return {
         "source": "measured",
-        "plan": asdict(found.plan),
+        "plan": as_document(found.plan),
         "device": "cuda" if worst.kernels else "cpu",
         "environment": {
             "meshwright": __version__,

@@ -1,14 +1,16 @@
-"""What a training process does, once: build, two optimizer steps, an evaluation, the state as a checkpoint reads it.
+"""What a training process does, once: build, two optimizer steps of the largest size of the batch ramp, an evaluation,
+the state as a checkpoint reads it; and between the steps the copy of it that a thread writes, where one does.
 
 The functions are those that `train` calls. They run here on tensors without values as well as on real ones, so a dry
 run and the measurement it is compared with are the same program.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwright.data import Sequences
 from meshwright.model.moe import Experts
@@ -17,6 +19,7 @@ from meshwright.parallel import Mesh
 from meshwright.planner.peaks import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
@@ -24,6 +27,7 @@ from meshwright.train.batches import Batch, Share, split, to_batch
 from meshwright.train.evaluate import summed_loss
 from meshwright.train.loop import new_state
 from meshwright.train.rate import learning_rate
+from meshwright.train.staging import Staging, copied_bytes
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 
@@ -44,8 +48,21 @@ class Program:
     documents: bool = False
     """Whether rows hold borders of documents, and attention a mask."""
     initialize: bool = False
+    acts_as: str = ""
+    """cpu or cuda: for which kind of device the tensors stand; empty = what `device` says."""
+    assigned: Callable[[Mapping[str, Tensor]], set[str] | None] | None = None
+    """Names of the tensors that this rank writes of those it offers, None = an even share; asked where a thread writes
+    checkpoints. Without it none does."""
+    staging_bytes: int = field(default=0, init=False)
+    """Host memory of the copy that the thread writes from; on a GPU it lies beside the device's."""
     state: TrainState = field(init=False)
     batches: list[Batch] = field(init=False)
+    read_ahead: list[Batch] = field(init=False)
+    """Of the next step, which a thread reads while this one is made."""
+    _staging: Staging = field(default_factory=Staging, init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = replace(self.plan, recipe=self.plan.recipe.largest)
 
     def build(self) -> None:
         """Model, optimizer, the tokens of a step."""
@@ -56,7 +73,7 @@ class Program:
             for module in (m for stage in self.state.engine.stages for m in stage.modules() if isinstance(m, Experts)):
                 module.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
         self.told("tokens")
-        self.batches = self._tokens()
+        self.batches, self.read_ahead = self._tokens(), self._tokens()
 
     def step(self, number: int, count: int) -> None:
         """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the
@@ -69,6 +86,23 @@ class Program:
             measure_noise=bool(recipe.noise_scale_every) and number == 2,
             before_update=lambda: self.told(f"update {number}"),
         )  # fmt: skip
+
+    def copy(self) -> None:
+        """The first checkpoint, where a thread writes it: what this rank writes, in memory kept from then on."""
+        kind = self.acts_as or self.device.type
+        if self.assigned is None or not self.plan.copies_state(kind):
+            return
+        self.told("copy")
+        offered = self.state.pieces()
+        names = self.assigned(offered)
+        if names is None:
+            recipe, layout = self.plan.recipe, self.plan.layout
+            self.staging_bytes = written_bytes(self.plan.model, layout, recipe.precision, self.mesh.rank)
+            return
+        own = {name: offered[name] for name in offered if name in names}
+        self.staging_bytes = copied_bytes(own.values())
+        if kind != "cuda":
+            self._staging.copy(own)
 
     def rest(self) -> None:
         """Evaluation, and what a checkpoint reads."""

@@ -3,7 +3,7 @@ and the same in the planner's words (planner.timeline.StepTime).
 
     compute     passes (F, B, W, BW) less what they waited
     exchange    waiting for tensor, context and expert parallelism
-    bubble      waiting for the pipeline's mail, and for the other pipeline ranks when all is done
+    bubble      waiting for the pipeline's messages, and for the other pipeline ranks when all is done
     weights     waiting for gathers of parameters
     gradients   waiting for reductions of gradients, and what is done to put them in place
     optimizer   norm and update, with what they wait for

@@ -64,6 +64,8 @@ class Seen:
     """Of the program: build, tokens, step 1, update 1 ..."""
     passes: tuple[Part, ...]
     """Every pass and what lies between them, in order: the memory timeline."""
+    staging_bytes: int = 0
+    """Host memory of the copy from which a thread writes checkpoints: of a CPU's peak a part, of a GPU's none."""
 
 
 class Watched:
@@ -99,6 +101,8 @@ class Watched:
                 before = program.mesh.traffic.snapshot()
                 program.step(number, count)
                 self.sent.append(program.mesh.traffic.since(before))
+                if number == 1:
+                    program.copy()
             program.rest()
             label_states(watch, program.state)
         label_rest(watch, self._shapes(), program.plan.layout)
@@ -162,6 +166,7 @@ class Watched:
             when=", ".join(dict.fromkeys(names)),
             kinds=found[peak_at],
             where=self._where(at_peak),
+            staging_bytes=self.program.staging_bytes,
             largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
             parts=tuple(

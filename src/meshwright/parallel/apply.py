@@ -25,10 +25,10 @@ from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import BlockCall, block_call
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
-from meshwright.parallel.stages import cut, ends_group, share_embedding
+from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.held import adds_gradients
+from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import shares_tied_ends
 from meshwright.spec.places import own_stages
@@ -108,15 +108,15 @@ def parallelize(
     share_embedding(stages)
     shape = stages[0].shape
     replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
         boxes=held,
         reduce_dtype=reduce_dtype,
         replicas=replicas,
-        pipeline=make_pipeline(stages, mesh, replicas) if mesh["pp"].size > 1 else None,
-        same_heads=_same_heads(shape, mesh),
-        both_ends=ends_group(shape, mesh),
+        pipeline=make_pipeline(stages, mesh, replicas, warms_up=loads_code) if mesh["pp"].size > 1 else None,
+        common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )
 
 
@@ -139,14 +139,6 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     model.make_mask = mask_maker(group, layout.zigzag)
     attend = ring_attend(group) if layout.context == "ring" else gather_attend(group)
     replace_kernels(model, lambda kernels: replace(kernels, attend=attend))
-
-
-def _same_heads(shape: ModelShape, mesh: Mesh) -> Group:
-    """tp ranks that hold the same key head."""
-    tp = mesh["tp"]
-    copies = max(1, tp.size // shape.kv_heads) if shape.mla is None else 1
-    start = tp.index - tp.index % copies
-    return make_group("tp", tp.ranks[start : start + copies], mesh)
 
 
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box
@@ -17,7 +18,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.replicas import Replicas
-from meshwright.parallel.tensor import is_partial
+from meshwright.spec.held import Common
 
 P = TypeVar("P", bound=Pass)
 
@@ -34,10 +35,8 @@ class Engine:
     mesh: Mesh
     boxes: dict[str, Box]
     """What tensor and expert parallelism leave of each parameter here."""
-    same_heads: Group
-    """tp ranks that hold the same key head (fewer key heads than ranks)."""
-    both_ends: Group
-    """Pipeline ranks that hold a tied head's matrix, first and last."""
+    common: tuple[tuple[Common, Group], ...]
+    """What this rank holds in common with others along each axis, with their group."""
     reduce_dtype: torch.dtype | None = None
     """In what gradients are summed; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
@@ -123,20 +122,14 @@ class Engine:
             return torch.stack([one(self.model, None)[1] for one in passes]).sum()
 
     def finish_gradients(self) -> None:
-        """Wait for the sums over replicas; sum what is only a part on this rank: parameters that tp ranks, or both
-        ends of a pipeline, hold in common."""
+        """Wait for the sums over replicas; sum what is only a part on this rank: of parameters that tp ranks, or both
+        ends of a pipeline, hold in common (spec.held.common)."""
         for replicas in self.replicas:
             replicas.finish()
-        if self.both_ends.size > 1:
-            self._sum([self.parameters["embed.weight"]], self.both_ends)
-        tp, sp = self.mesh["tp"], self.mesh.layout.sp
-        if tp.size == 1:
-            return
         named = self.parameters
-        whole = [n for n in named if self._is_whole(n) and is_partial(n, sp=sp)]
-        self._sum([named[n] for n in whole], tp)
-        if self.same_heads.size > 1:
-            self._sum([p for n, p in named.items() if _is_key_or_value(n)], self.same_heads)
+        for one, group in self.common:
+            if one.late:
+                self._sum([named[name] for name in one.names], group)
 
     def _sum(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
         """All gradients in one all-reduce for each dtype; a rank without one adds zero, and all end with the sum,
@@ -154,36 +147,17 @@ class Engine:
                 grad.copy_(part.view_as(grad))
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Euclidean norm () fp32 over the gradients of the whole model, each element counted once."""
-        counted = [data.local(gradient) for name, gradient in gradients.items() if self._counts(name)]
+        """Euclidean norm () fp32 over the gradients of the whole model, each element counted once: by the first
+        of the ranks that hold it."""
+        elsewhere = {name for one, group in self.common if group.index for name in one.names}
+        counted = [data.local(gradient) for name, gradient in gradients.items() if name not in elsewhere]
         if self.mesh["world"].size == 1:
             return euclidean_norm(counted)
         device = next(iter(gradients.values())).device
         square = euclidean_norm(counted) ** 2 if counted else torch.zeros((), device=device)
         return self.mesh["world"].all_reduce(square).sqrt()
 
-    def _counts(self, name: str) -> bool:
-        """Whether this rank's piece is the one that counts: equal pieces lie on replicas and common parameters."""
-        layout, places = self.mesh.layout, self.mesh.places
-        spread = ".experts." in name and layout.ep > 1
-        replicas = ["dp_replicate"] if layout.zero else ["dp_replicate", "dp_shard", "cp"]
-        if spread:
-            first = not places["dp_replicate"] and (bool(layout.zero) or self.mesh["expert_shard"].index == 0)
-        else:
-            first = not any(places[axis] for axis in replicas)
-        return first and self.boxes[name].owner and not self._is_second_embedding(name)
-
-    def _is_second_embedding(self, name: str) -> bool:
-        return name == "embed.weight" and not any(stage.first for stage in self.stages)
-
-    def _is_whole(self, name: str) -> bool:
-        return self.boxes[name].sizes == self.boxes[name].whole
-
-
-def _is_key_or_value(name: str) -> bool:
-    return ".attention.k." in name or ".attention.v." in name
-
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:
     """() fp32, over all elements of all tensors of this rank, whatever their dtype."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in tensors]))
+    return torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))

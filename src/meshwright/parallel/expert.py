@@ -73,7 +73,7 @@ class Dispatch:
         order, inverse = sort_runs(arriving.view(-1, local), sum(route.received))
         here = _travel(rows, order, inverse, route, True)
         by_expert: Counts = [sum(arriving_known[expert::local]) for expert in range(local)]
-        if groups_on_device(here, self.experts.gate):
+        if groups_on_device(here, self.experts.up):
             by_expert = arriving.view(-1, local).sum(0)
         return _travel(self.experts.feed_forward(here, by_expert), order, inverse, route, False)
 

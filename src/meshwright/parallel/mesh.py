@@ -6,6 +6,7 @@ collectives of tensor parallelism need the fast links; pipeline stages lie farth
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.places import expert_ranks, expert_replicas, place_of, ranks_along
+from meshwright.spec.replay import Link, links
+from meshwright.spec.schedule import stage_rank
 
 Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
 """(purpose, ranks): a purpose of its own makes another group of the same ranks."""
@@ -33,18 +36,24 @@ GROUPS = {
 ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
 each costs memory and time at the start."""
 
+GPU_LIMIT = timedelta(hours=2)
+"""How long a collective on GPUs may take before the library itself ends the process: the second line behind the
+watchdog, for a process whose threads no longer run."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: those of GROUPS; `pp_backward` are the ranks of `pp` once more, whose transfers
-    do not wait for those of `pp`; `ep` shares the experts, `expert_shard` (in one replica) and `expert_data` (in all)
-    hold the same ones, where ep > 1; `alone` is this rank."""
+    """The groups of one rank by name: those of GROUPS, of which `pp` only says who the ranks are; `ep` shares the
+    experts, `expert_shard` (in one replica) and `expert_data` (in all) hold the same ones, where ep > 1; `alone` is
+    this rank."""
 
     layout: Layout
     rank: int
     groups: dict[str, Group]
     traffic: Traffic
     """Told of every collective of every group."""
+    links: dict[Link, Group]
+    """The two ranks of each link of the pipeline that this rank sends or receives on, in order of rank."""
     made: Made
     """Process groups; another mesh of the same process takes them over."""
 
@@ -68,8 +77,8 @@ def make_mesh(
     """All groups of a layout for this rank (default: that of the process group that is initialised).
 
     Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups
-    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next: torch names
-    groups by their ranks. `traffic`: one that somebody watches already.
+    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next, which takes
+    over what is there. `traffic`: one that somebody watches already.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -79,20 +88,40 @@ def make_mesh(
         ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
         ranks["expert_data"] = expert_replicas(layout, rank)
     traffic = Traffic() if traffic is None else traffic
-    mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, made={} if made is None else made)
+    mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, links={}, made={} if made is None else made)
+    along = ranks.pop("pp")
+    mesh.groups["pp"] = Group("pp", along, along.index(rank), None, traffic)
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
-        _connect(mesh.groups[name])
-    mesh.groups["pp_backward"] = make_group("pp", ranks["pp"], mesh, purpose="backward")
-    _connect(mesh.groups["pp_backward"])
+        if _uses_nccl(mesh.groups[name]):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.groups[name].process_group)
+    if layout.pp > 1:
+        _make_links(mesh)
     return mesh
 
 
-def _connect(group: Group) -> None:
-    """NCCL connects a group at its first collective, which all its ranks must make together: a pipeline's would be a
-    transfer between two of them. Gloo connects when a group is made."""
-    if group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group):
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group.process_group)
+def _make_links(mesh: Mesh) -> None:
+    """A group of two ranks for each link of this rank, connected by a first message. In a group that does more, a
+    transfer would wait for whatever was started before it."""
+    layout, pp = mesh.layout, mesh["pp"]
+    for link in links(stage_rank(layout.schedule, layout.pp, layout.vp)):
+        if pp.index not in (link.source, link.target):
+            continue
+        ends = pp.ranks[link.source], pp.ranks[link.target]
+        group = make_group("pp", tuple(sorted(ends)), mesh, purpose=f"{link.kind} from {ends[0]}")
+        mesh.links[link] = group
+        if _uses_nccl(group):
+            start = dist.isend if mesh.rank == ends[0] else dist.irecv
+            message = dist.P2POp(
+                start, torch.zeros(1, device="cuda"), group.ranks[1 - group.index], group.process_group
+            )
+            dist.batch_isend_irecv([message])[0].wait()
+
+
+def _uses_nccl(group: Group) -> bool:
+    """NCCL connects a group at its first call, which must not be one that other ranks wait for. Gloo connects when a
+    group is made."""
+    return group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group)
 
 
 def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
@@ -100,6 +129,7 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
     key = purpose if len(ranks) > 1 else "", ranks
     if key not in mesh.made:
         mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+        compat.limit_gpu_collectives(mesh.made[key], GPU_LIMIT)
     return Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
 
 
@@ -119,8 +149,7 @@ def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.Pro
     if len(ranks) == world and not purpose:
         return dist.group.WORLD
     limit = compat.time_limit(dist.group.WORLD)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return group
+    return compat.named_group(ranks, limit, purpose)
 
 
 def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:

@@ -1,15 +1,17 @@
 """The pipeline of an engine: its stages as the executor calls them, and when their gradients are reduced."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline import Pipeline, Stage
+from meshwright.parallel.pipeline import Pipeline, Stage, WarmUp
 from meshwright.parallel.replicas import Replicas
 from meshwright.spec.schedule import Action, last_of
 
@@ -25,8 +27,10 @@ class Pass(Protocol):
         """Through one stage: x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
 
 
-def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = ()) -> Pipeline:
-    """The executor of this rank's stages."""
+def make_pipeline(
+    stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = (), *, warms_up: bool = False
+) -> Pipeline:
+    """The executor of this rank's stages. `warms_up`: their code is compiled, or loaded when it is first launched."""
     layout = mesh.layout
     parameter = next(stages[0].parameters())
     slices = layout.tp if layout.sp else 1
@@ -42,12 +46,36 @@ def make_pipeline(stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[
         mesh["pp"],
         [_stage(model) for model in stages],
         receive_like,
-        backward=mesh["pp_backward"],
+        links=mesh.links,
         before=reduction.before,
         after=reduction.after,
+        warm_up=WarmUp(variant=lambda one: one.size, undone=lambda: undone(stages, mesh)) if warms_up else None,
     )
     reduction.pipeline = pipeline
     return pipeline
+
+
+@contextmanager
+def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
+    """Inside, stages may run forward and backward: gradients, random state and the counts of traffic are afterwards
+    what they were, and parameters are sharded. Gradients are not reduced; there must be none before."""
+    modules = [module for stage in stages for module in data.sharded_modules(stage)]
+    for module in modules:
+        module.set_requires_gradient_sync(False)
+        module.set_requires_all_reduce(False)
+        module.set_reshard_after_backward(False)
+    before = mesh.traffic.snapshot()
+    devices = {parameter.device for stage in stages for parameter in stage.parameters()}
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        compat.fsdp_drop_gradients(modules)
+        for module in modules:
+            module.reshard()
+        for stage in stages:
+            stage.zero_grad()
+        mesh.traffic.restore(before)
 
 
 def _stage(model: Transformer) -> Stage:

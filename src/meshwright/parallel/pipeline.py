@@ -10,8 +10,9 @@ Megatron-LM's deallocate_output_tensor, without touching the tensor). Sizes are 
 tensors themselves is sent. Stages that lie on one rank (the bottom of a V) hand over without a copy.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.parallel.group import Group
-from meshwright.parallel.mail import Kind, Mail
-from meshwright.spec.replay import Transfer, transfers
-from meshwright.spec.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
+from meshwright.parallel.p2p import Kind, PointToPoint, Program, program
+from meshwright.spec.replay import Link
+from meshwright.spec.schedule import Action, forward_only, schedule, stage_rank, stages_of
 
 Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
 """(output of the stage before or None, micro-batch) -> (output, unread on the last; part of the loss () or None)."""
@@ -31,13 +32,25 @@ Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
 Watch = Callable[[Action], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """Every stage runs once on this rank alone, before the first message of a step that brings something new: code is
+    compiled and loaded on all ranks at the same time, and not while a transfer is open."""
+
+    variant: Callable[[Any], Hashable]
+    """What tells micro-batches that run other code; the same on all ranks that a stage communicates with."""
+    undone: Callable[[], AbstractContextManager[None]]
+    """Inside, stages may run and leave nothing behind."""
+
+
 class Pipeline:
     """This rank's stages under a schedule.
 
     `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
     None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
-    send for it, the same on all ranks. Activations travel in `group`, gradients in `backward`, another group of the
-    same ranks: each has an order of its own. `before` and `after` are called around every action of a training step.
+    send for it, the same on all ranks. `group` says who the ranks are, `links` are the process groups in which this
+    rank sends and receives. `before` and `after` are called around every action of a training step. `warm_up`: None =
+    nothing is compiled or loaded.
     """
 
     def __init__(
@@ -47,15 +60,18 @@ class Pipeline:
         stages: Sequence[Stage],
         receive_like: Callable[[Any], Tensor],
         *,
-        backward: Group,
+        links: Mapping[Link, Group],
         before: Watch | None = None,
         after: Watch | None = None,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.name, self.group, self.receive_like = name, group, receive_like
-        self.groups: dict[Kind, Group] = {"F": group, "B": backward}
+        self.links = links
         self.placement = stage_rank(name, group.size, len(stages))
         self.stages = dict(zip(stages_of(self.placement, group.index), stages, strict=True))
         self.before, self.after = before, after
+        self.warm_up = warm_up
+        self._warm: set[Hashable] = set()
         self._programs: dict[tuple[int, bool], Program] = {}
         self.current: tuple[Action, ...] = ()
         """The actions of the step under way."""
@@ -87,7 +103,11 @@ class Pipeline:
 
     def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
         todo = self._program(len(micro_batches), train=train)
-        passes = Passes(self, todo, micro_batches, train=train)
+        if self.warm_up is not None:
+            self._warm_up(self.warm_up, todo, micro_batches, train=train)
+        like, rank = self.receive_like, self.group.index
+        p2p = PointToPoint(self.links, rank, todo, lambda i: like(micro_batches[i]))
+        passes = Passes(self, p2p, micro_batches, train=train)
         self.current = todo.actions
         with splitting() if todo.splits else nullcontext():
             for action in todo.actions:
@@ -96,26 +116,38 @@ class Pipeline:
                 passes.do(action)
                 if train and self.after is not None:
                     self.after(action)
-        return passes.end()
+                p2p.action_ended()
+        p2p.close()
+        return passes.loss()
+
+    def _warm_up(self, how: WarmUp, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
+        kinds = {(action.stage, action.kind) for action in todo.actions}
+        for one in micro_batches:
+            name = train, how.variant(one), frozenset(kinds)
+            if name in self._warm:
+                continue
+            self._warm.add(name)
+            with how.undone(), splitting() if todo.splits else nullcontext():
+                for stage in self.stages:
+                    for order in (("F", "BW"), ("F", "B", "W")) if train else (("F",),):
+                        if all((stage, kind) in kinds for kind in order):
+                            passes = Passes(self, _Alone(self.receive_like(one)), [copy(one)], train=train)
+                            for kind in order:
+                                passes.do(Action(kind, stage, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A rank's actions and its sends and receives, in the order in which they are started."""
+class _Alone:
+    """In place of the other ranks: a stage reads random numbers, and what it sends is dropped."""
 
-    actions: tuple[Action, ...]
-    transfers: tuple[Transfer, ...]
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
 
-    @property
-    def splits(self) -> bool:
-        """Whether any backward pass leaves its weight gradients for later."""
-        return any(action.kind == "W" for action in self.actions)
+    def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
+        """Something to read."""
+        return torch.randn_like(self.like)
 
-
-def program(lists: Actions, rank: int) -> Program:
-    """The part of one rank in the lists of all."""
-    own = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
-    return Program(lists[rank], own)
+    def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
+        """Nobody wants it."""
 
 
 @dataclass(slots=True)
@@ -130,9 +162,10 @@ class _Graph:
 class Passes:
     """The state of one step: graphs between F and B, queues between B and W, tensors under way."""
 
-    def __init__(self, pipeline: Pipeline, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
-        self.pipeline, self.micro_batches, self.train = pipeline, micro_batches, train
-        self.mail = Mail(pipeline.groups, todo.transfers, lambda i: pipeline.receive_like(micro_batches[i]))
+    def __init__(
+        self, pipeline: Pipeline, p2p: "PointToPoint | _Alone", micro_batches: Sequence[Any], *, train: bool
+    ) -> None:
+        self.pipeline, self.p2p, self.micro_batches, self.train = pipeline, p2p, micro_batches, train
         self.last = len(pipeline.placement) - 1
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.queues: dict[tuple[int, int], WeightGradients] = {}
@@ -148,15 +181,14 @@ class Passes:
         else:
             self._backward(*place, split=action.kind == "B")
 
-    def end(self) -> Tensor:
-        """Wait until all is sent; the summed loss."""
-        self.mail.close()
+    def loss(self) -> Tensor:
+        """The sum of this rank's parts ()."""
         if self.total is None:
             return self.pipeline.receive_like(self.micro_batches[0]).new_zeros((), dtype=torch.float32)
         return self.total
 
     def _forward(self, stage: int, i: int) -> None:
-        x = self.mail.take("F", stage, i) if stage else None
+        x = self.p2p.take("F", stage, i) if stage else None
         if x is not None and self.train:
             x.requires_grad_()
         output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
@@ -167,13 +199,13 @@ class Passes:
         if stage < self.last:
             assert output is not None, f"stage {stage} of {self.last + 1} gave no output"
             edge = get_gradient_edge(output) if output.requires_grad else None
-            self.mail.put("F", stage + 1, i, output.detach())
+            self.p2p.put("F", stage + 1, i, output.detach())
         if self.train:
             self.graphs[stage, i] = _Graph(x, edge, loss if loss is not None and loss.requires_grad else None)
 
     def _backward(self, stage: int, i: int, *, split: bool) -> None:
         graph = self.graphs.pop((stage, i))
-        gradient = self.mail.take("B", stage, i) if stage < self.last else None
+        gradient = self.p2p.take("B", stage, i) if stage < self.last else None
         queue = WeightGradients()
         with queue if split else nullcontext():
             _run_backward(graph, gradient)
@@ -181,7 +213,7 @@ class Passes:
             self.queues[stage, i] = queue
         if graph.x is not None:
             found = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
-            self.mail.put("B", stage - 1, i, found)
+            self.p2p.put("B", stage - 1, i, found)
 
 
 def _run_backward(graph: _Graph, gradient: Tensor | None) -> None:

@@ -15,11 +15,19 @@ from types import FrameType, TracebackType
 
 from meshwright.parallel.traffic import Traffic
 
-QUICK = frozenset({"step", "data", "forward", "backward", "gradients", "optimizer", "loss"})
-"""Phases of a step; any other one may take long."""
-COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor")
-COLLECTIVES = ("torch.distributed.", "meshwright.parallel.mail")
+QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
+"""Phases of a step; any other one may take long: shared file systems stall for minutes."""
+COMPILE = "compile"
+"""The phase of a rank that compiles, in whichever thread: others wait for it in their collectives."""
+COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor", "triton.compiler", "triton.runtime")
+"""Modules that are on the main thread's stack while it compiles, or tries variants of a kernel."""
+COMPILING = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "triton.compiler")
+"""The same for any other thread. Autograd compiles the backward pass on the thread of a GPU; Inductor has threads that
+wait for work all the time, and those do not count."""
+COLLECTIVES = ("torch.distributed.", "meshwright.parallel.p2p")
 """Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
+BACKWARD = "torch.autograd.graph:_engine_run_backward"
+"""Where the main thread waits while autograd's own threads run a backward pass."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
 
@@ -65,7 +73,8 @@ class Beat:
     still_s: float = 0.0
     """For so long neither step nor collective nor stack has changed."""
     waits: bool = False
-    """Whether it stands in a collective, or reads what the device is still computing."""
+    """Whether it is in a collective, in autograd's engine, or reads what the device is still computing. With a GPU:
+    anywhere in a step, since a launch waits where the queue of the device is full."""
     slow: bool = True
     """Whether what it does may take long."""
     longest_s: float = 0.0
@@ -101,20 +110,26 @@ class Watch:
     """Looks at one thread of this process; `look` is called by another one, from time to time.
 
     `phases`: function -> what is done in it; `reads`: functions that read what the device is still computing.
+    `queues`: operations are queued on a device (a GPU), and the thread runs ahead of it.
     """
 
-    def __init__(self, pulse: Pulse, phases: Mapping[str, str], reads: frozenset[str] = frozenset()) -> None:
-        self.pulse, self.phases, self.reads = pulse, phases, reads
+    def __init__(
+        self, pulse: Pulse, phases: Mapping[str, str], reads: frozenset[str] = frozenset(), *, queues: bool = False
+    ) -> None:
+        self.pulse, self.phases, self.reads, self.queues = pulse, phases, reads, queues
         self._thread = threading.get_ident()
         self._seen: object = None
         self._moved_s = time.monotonic()
 
     def look(self) -> Beat:
-        """Where the thread stands now. Takes 20 to 50 microseconds."""
-        # CPython's documented way to see another thread; frames are read under the interpreter's lock, never changed.
-        frames = list(_frames(sys._current_frames().get(self._thread)))
+        """Where the thread is now. Takes 20 to 50 microseconds, and as much for each other thread of Python code."""
+        # CPython's documented way to see other threads; frames are read under the interpreter's lock, never changed.
+        threads = sys._current_frames()
+        frames = list(_frames(threads.pop(self._thread, None)))
         names = [_name(frame) for frame in frames]
         phase, calls = self.phase(names), self.pulse.calls
+        if phase in QUICK and any(_compiles(frame) for frame in threads.values()):
+            phase = COMPILE
         pieces = 0 if phase in QUICK else self.pulse.pieces
         seen = (self.pulse.step, calls.calls_begun, pieces, [(id(f.f_code), f.f_lasti) for f in frames])
         now = time.monotonic()
@@ -126,11 +141,15 @@ class Watch:
             last=calls.last,
             calls=calls.calls_begun,
             still_s=now - self._moved_s,
-            waits=bool(names) and (names[0] in self.reads or names[0].startswith(COLLECTIVES)),
+            waits=bool(names) and phase != COMPILE and self._waits(names[0], phase),
             slow=phase not in QUICK or self.pulse.ended < FIRST_STEPS,
             longest_s=self.pulse.longest_s,
             where=_where(frames),
         )
+
+    def _waits(self, innermost: str, phase: str) -> bool:
+        known = innermost in self.reads or innermost == BACKWARD or innermost.startswith(COLLECTIVES)
+        return known or (self.queues and phase in QUICK)
 
     def after(self, trace: TracebackType | None) -> Beat:
         """Where the thread stood when it raised what ends it."""
@@ -145,7 +164,7 @@ class Watch:
     def phase(self, names: list[str]) -> str:
         """Of functions from the innermost to the outermost: what the outermost known one does."""
         if any(name.startswith(COMPILERS) for name in names):
-            return "compile"
+            return COMPILE
         known = [self.phases[name] for name in names if name in self.phases]
         return known[-1] if known else "step" if self.pulse.step else "start"
 
@@ -154,6 +173,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _compiles(frame: FrameType) -> bool:
+    return any(_module(one).startswith(COMPILING) for one in _frames(frame))
 
 
 def _module(frame: FrameType) -> str:

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from meshwright.model import Transformer
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Mesh, make_group
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
-from meshwright.spec.schedule import stage_rank
-from meshwright.spec.shape import ModelShape
 
 
 def cut(model: Transformer, layout: Layout, stage: int) -> Transformer:
@@ -37,13 +33,3 @@ def share_embedding(stages: Sequence[Transformer]) -> None:
     if len(stages) > 1 and stages[0].first and stages[-1].last and stages[-1].shape.tied:
         embed: nn.Embedding = stages[0].embed
         stages[-1].embed.weight = embed.weight
-
-
-def ends_group(shape: ModelShape, mesh: Mesh) -> Group:
-    """The two ranks that both hold a tied head's matrix, or this rank alone."""
-    pp, layout = mesh["pp"], mesh.layout
-    placement = stage_rank(layout.schedule, layout.pp, layout.vp) if layout.pp > 1 else (0,)
-    ends = (pp.ranks[placement[0]], pp.ranks[placement[-1]])
-    if not shape.tied or mesh.rank not in ends or ends[0] == ends[1]:
-        return mesh["alone"]
-    return make_group("pp", ends, mesh)

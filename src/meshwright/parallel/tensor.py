@@ -218,16 +218,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return x_gradient, weight_gradient, None, None, None
 
 
-def is_partial(name: str, *, sp: bool) -> bool:
-    """Whether the gradient of a parameter that every tp rank holds whole is only a rank's part of the sum.
-
-    Inside attention and MLP every rank goes through its own heads or columns only (or, experts spread over tp, its own
-    tokens); biases after a split product are added by the first rank alone. Norms between the blocks and learned
-    positions see a slice of the sequence with sp, and all of it without.
-    """
-    return sp or ".attention." in name or ".mlp." in name
-
-
 def replace_kernels(model: nn.Module, change: Callable[[Kernels], Kernels]) -> None:
     """Give every module that has kernels changed ones."""
     for module in model.modules():

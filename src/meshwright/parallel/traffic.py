@@ -55,6 +55,10 @@ class Traffic:
         """The counts as they are now."""
         return {key: (calls, sent) for key, (calls, sent) in self._counts.items()}
 
+    def restore(self, before: Counts) -> None:
+        """Take the counts back to a snapshot: what was sent since does not belong to a step."""
+        self._counts = {key: [calls, sent] for key, (calls, sent) in before.items()}
+
     def since(self, before: Counts) -> Counts:
         """What was counted after a snapshot."""
         more = {}

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshwright.parallel.pulse import Beat
+from meshwright.parallel.pulse import COMPILE, Beat
 
-HANG_S, TIMES_LONGEST, SLOW_S = 30.0, 10.0, 600.0
-SILENT_S = 30.0
+HANG_S, TIMES_LONGEST, SLOW_S = 300.0, 10.0, 1800.0
+"""Limits in a step, in longest steps, and elsewhere. A healthy rank that is ended costs all ranks the work since the
+last checkpoint; a rank that hangs costs the limit."""
+SILENT_S = 120.0
 LOST_S = 5.0
 """A rank that is silent is gone after so long, where another one has lost a connection already."""
 ADVICE = "every rank was ended; resume=auto goes on from the last checkpoint"
@@ -20,7 +22,7 @@ class Limits:
     hang_s: float | None = None
 
     def still_s(self, beat: Beat) -> float:
-        """In a step 30 s or 10 times the longest step so far, elsewhere 10 minutes."""
+        """In a step 5 minutes or 10 times the longest step so far, elsewhere half an hour."""
         if self.hang_s == 0:
             return math.inf
         quick = self.hang_s or max(HANG_S, TIMES_LONGEST * beat.longest_s)
@@ -52,7 +54,10 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> V
     # Who stands in a collective waits for somebody; of several that do not, the one that has stood longest. Where all
     # wait for each other, the one that is behind: it did not enter what the others wait in.
     blamed = min(going, key=lambda rank: _order(beats[rank]))
-    return still(blamed, beats[blamed]) if beats[blamed].still_s > limits.still_s(beats[blamed]) else None
+    # While one compiles, which takes minutes, those that wait for it are as slow as it is.
+    slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
+    limit_s = limits.still_s(replace(beats[blamed], slow=slow))
+    return still(blamed, beats[blamed]) if beats[blamed].still_s > limit_s else None
 
 
 def _order(beat: Beat) -> tuple[float, ...]:

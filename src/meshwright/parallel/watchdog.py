@@ -57,7 +57,8 @@ class Place:
 
 
 class Watchdog:
-    """Watches the thread that makes it. `say` prints a line; `end` ends the process at once with an exit code.
+    """Watches the thread that makes it. `say` prints a line; `end` ends the process at once with an exit code;
+    `queues` as of Watch.
 
     `store` and `main_store` are two connections to one store, for the watchdog's own threads and for all others.
     """
@@ -74,10 +75,11 @@ class Watchdog:
         limits: Limits,
         say: Callable[[str], None],
         end: Callable[[int], None],
+        queues: bool = False,
     ) -> None:
         self.store, self.main_store, self.place, self.limits = store, main_store, place, limits
         self.say, self.end = say, end
-        self.pulse, self.watch = pulse, Watch(pulse, phases, reads)
+        self.pulse, self.watch = pulse, Watch(pulse, phases, reads, queues=queues)
         self.beat = Beat(host=place.host, machine=_machine(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
         self._claims: queue.SimpleQueue[tuple[Verdict, int]] = queue.SimpleQueue()

@@ -12,6 +12,8 @@ SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.de
 """A section given as one word: which key of the section the word is the value of."""
 STARTS_FROM = ("model", "cluster", "cluster.device")
 """Sections with the extra key `preset`: begin with that one and change what else is given."""
+MOVED = {"init": ("model", "init")}
+"""Field of the Plan -> section and key that it has in a file: a shape has no weights, a model has."""
 
 SWITCH = {"true": "full", "false": "none"}
 ALIASES: dict[str, dict[str, str]] = {
@@ -103,8 +105,8 @@ ALIASES: dict[str, dict[str, str]] = {
         "global_batch_size": "global_batch",
         "lr": "learning_rate",
         "max_lr": "learning_rate",
-        "lr_scheduler_type": "schedule",
-        "lr_schedule": "schedule",
+        "lr_scheduler_type": "learning_rate_schedule",
+        "lr_schedule": "learning_rate_schedule",
         "warmup_iters": "warmup_steps",
         "adam_beta1": "beta1",
         "adam_beta2": "beta2",
@@ -174,11 +176,17 @@ WORDS = {
 }
 """Alias -> its values -> ours, where the other tools' values differ too."""
 
+RENAMED = {
+    "recipe.min_learning_rate": "recipe.min_learning_rate_ratio",
+    "recipe.schedule": "recipe.learning_rate_schedule",
+}
+"""Keys of earlier versions -> what they are called now. They are refused, for their names misled."""
+
 NOT_A_KEY = {
     "gradient_accumulation_steps": "it follows from recipe.global_batch = layout.micro_batch x accumulation x dp",
     "accumulation": "it follows from recipe.global_batch = layout.micro_batch x accumulation x dp",
     "warmup_ratio": "give recipe.warmup_steps, a number of steps",
-    "min_lr": "give recipe.min_learning_rate, the last rate as a share of recipe.learning_rate",
+    "min_lr": "give recipe.min_learning_rate_ratio, the last rate as a share of recipe.learning_rate",
     "attention_bias": "give model.qkv_bias and model.out_bias",
     "epochs": "give recipe.steps, a number of optimizer steps",
     "num_train_epochs": "give recipe.steps, a number of optimizer steps",
@@ -197,6 +205,8 @@ def sections() -> dict[str, dict[str, Any]]:
     _collect(Plan, "", found)
     for section in STARTS_FROM:
         found[section]["preset"] = str
+    for key, (section, name) in MOVED.items():
+        found[section][name] = found[""].pop(key)
     return found
 
 
@@ -219,8 +229,10 @@ def own_word(key: str, word: str) -> str:
 
 
 def suggestion(section: str, key: str) -> str:
-    """What to do about a key that is not known: the reason it has none, or the dotted name nearest to it."""
+    """What to do about a key that is not known: its new name, why it has none, or the dotted name nearest to it."""
     plain = key.replace("-", "_").lower()
+    if join(section, plain) in RENAMED:
+        return f"it is now {RENAMED[join(section, plain)]}"
     if plain in NOT_A_KEY:
         return NOT_A_KEY[plain]
     here = {name: join(section, name) for name in sections()[section]}

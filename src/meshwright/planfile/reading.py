@@ -4,19 +4,21 @@ Every problem is found before one is reported: the first in one line, and how ma
 """
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
+from meshwright.planfile.paths import located
 from meshwright.planfile.text import Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import AXES
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import RANDOM, Plan
 from meshwright.spec.shape import ModelShape
 
 DEFAULT_MODEL = "llama-tiny"
@@ -39,13 +41,15 @@ def read(
 ) -> Plan:
     """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
 
-    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. What was read under another
+    Relative paths in the file are of the file's folder, those of overrides of the current one (planfile/paths.py).
+    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. Its weights are then taken,
+    unless `model.init` says otherwise, and its tokenizer, where `data.tokenizer` is auto. What was read under another
     tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
     to it. PlanError names the place, the key and the nearest legal value; whether the plan can run is `Plan.check`'s
     question.
     """
     reader = _Reader(shape_from_folder)
-    tree = reader.named(parse_file(Path(path)), "") if path is not None else Given({}, "")
+    tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
     for override in overrides:
@@ -66,6 +70,7 @@ class _Reader:
         self.shape_from_folder = shape_from_folder
         self.problems: list[PlanError] = []
         self.notes: list[str] = []
+        self.init = RANDOM
 
     def refuse(self, where: str, sentence: str) -> None:
         self.problems.append(PlanError(_placed(where, sentence)))
@@ -145,7 +150,11 @@ class _Reader:
                 values[key] = self._section(key, hint, given)
         if self.problems:
             self._raise()
-        return Plan(**values)
+        found = Plan(**values, init=self.init)
+        own = os.path.join(self.init, "tokenizer.json")
+        if found.init == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
+            return found
+        return replace(found, data=replace(found.data, tokenizer=own))
 
     def _section(self, key: str, hint: Any, given: Given) -> Any:
         """One top-level value; None where it has problems."""
@@ -179,10 +188,13 @@ class _Reader:
     def _started(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
         """What the preset of a section gives, changed by the other fields."""
         name = fields.pop("preset", None)
+        init = fields.pop("init", None) if section == "model" else None
+        if init is not None:
+            self.init = self._init(init)
         if not isinstance(name, str):
             return {"name": "custom", **fields} if section == "cluster.device" else fields
         if section == "model":
-            base = self._model(name)
+            base = self._model(name, weights=init is None)
             base["name"] = f"{base['name']} (changed)" if fields else base["name"]
         elif section == "cluster":
             device, per_node = presets.split_cluster(name)
@@ -191,8 +203,15 @@ class _Reader:
             base = asdict(presets.device(name))
         return _merged(base, fields)
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first."""
+    def _init(self, value: Any) -> str:
+        """`model.init`; whether the folder is there is asked when its weights are read, if they are."""
+        if isinstance(value, str) and value:
+            return value if value == RANDOM else os.path.expanduser(value)
+        raise PlanError("model.init must be random, or a Hugging Face folder whose weights are taken")
+
+    def _model(self, name: str, *, weights: bool) -> dict[str, Any]:
+        """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first.
+        `weights`: those of a folder are taken."""
         try:
             folder = Path(name).expanduser()
             exists = folder.is_dir()
@@ -212,6 +231,7 @@ class _Reader:
             raise PlanError(f"model={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
         if self.shape_from_folder is None:
             raise PlanError(f"model={name!r} is a folder, and folders are not read here: give a preset's name or sizes")
+        self.init = str(folder) if weights else self.init
         return asdict(self.shape_from_folder(folder))
 
     def _raise(self) -> None:

@@ -7,18 +7,19 @@ import ast
 import inspect
 import os
 import textwrap
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
-from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, part_of, sections
+from meshwright.planfile.names import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
+from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, as_document
 
 WIDTH = 120
 COMMENT_COLUMN = 34
@@ -26,15 +27,17 @@ HEAD = """\
 A plan: what is trained, on what, how, and laid out where. Change it here, or on the command line:
   meshwright train plan.yaml model=llama-10m data=./my_texts recipe.steps=2000 run=runs/mine
 Every key may be left out; then it has the value given here. `meshwright schema` describes all of them.
+Relative paths in this file are of the folder it lies in; on the command line, of the current one.
 """
 MODEL_HINT = """\
 With changes: model: {{preset: {model}, layers: 8}}. All sizes by hand, or any preset: meshwright schema.
+A Hugging Face folder gives its weights too: model: ./hf; without them: model: {{preset: ./hf, init: random}}.
 """
 
 
 def dump(plan: Plan) -> dict[str, Any]:
     """The plan as JSON-like values, presets written out, so that it means the same wherever it is read."""
-    return {key: _plain(value) for key, value in asdict(plan).items()}
+    return {key: _plain(value) for key, value in as_document(plan).items()}
 
 
 def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
@@ -44,7 +47,7 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
     does where that is changed.
     """
     path = Path(path)
-    text = content(plan, open_warmup=open_warmup)
+    text = content(plan, path.parent, open_warmup=open_warmup)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:
@@ -58,9 +61,9 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def content(plan: Plan, *, open_warmup: bool = False) -> str:
-    """What `write` puts into a file."""
-    found = dump(plan)
+def content(plan: Plan, folder: Path, *, open_warmup: bool = False) -> str:
+    """What `write` puts into a file in `folder`."""
+    found = written(dump(plan), folder)
     if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
         found["recipe"]["warmup_steps"] = -1
     return str(yaml.safe_dump(found, sort_keys=False, width=WIDTH))
@@ -72,6 +75,8 @@ def commented() -> str:
     words = {"model": DEFAULT_MODEL, "cluster": plan.cluster.device.name}
     lines = [f"# {line}" for line in HEAD.splitlines()]
     for key, about in _sentences(Plan).items():
+        if key in MOVED:
+            continue
         lines.append("")
         value = getattr(plan, key)
         if key in words or part_of(sections()[""][key]) is None:
@@ -94,6 +99,11 @@ def schema() -> dict[str, Any]:
     found = TypeAdapter(Plan).json_schema()
     kinds = {section: Plan if not section else _kind(section) for section in sections()}
     found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "Meshwright plan"}
+    for key, (section, name) in MOVED.items():
+        found["$defs"][kinds[section].__name__]["properties"][name] = {
+            **found["properties"].pop(key),
+            "description": _sentences(Plan)[key],
+        }
     for section, kind in kinds.items():
         _describe(found if not section else found["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
@@ -148,7 +158,7 @@ def _describe(part: dict[str, Any], kind: Any) -> None:
     part["description"] = inspect.getdoc(kind)
     part["additionalProperties"] = False
     for name, sentence in _sentences(kind).items():
-        if sentence:
+        if sentence and name in part["properties"]:
             part["properties"][name]["description"] = sentence
 
 

@@ -19,7 +19,7 @@ DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
 KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
-         "temporaries", "reserve")  # fmt: skip
+         "temporaries", "tokens", "staging", "reserve")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,8 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
     what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
-    return Moment(what, len(alive) - 1, alive, (0,) * len(alive), graded)
+    none = (0,) * len(alive)
+    return Moment(what, len(alive) - 1, alive, none, graded, none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ class Moment(NamedTuple):
     """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
     gradients are reduced. `inputs`: so does one that leaves gradients of weights; `split`: it comes to its last layer.
     `embedding`: one ends with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of
-    weights that a split pass has left are made; `reduce`: with them all of a stage are there, the first to be reduced.
+    weights that a split pass has left are made; `reduce`: with them all of a stage are there and are reduced next.
     Numbers are by the rank's stages, ascending."""
 
     what: What
@@ -27,6 +27,8 @@ class Moment(NamedTuple):
     """Micro-batches between their backward pass and the gradients of weights that it has left."""
     graded: tuple[int, ...]
     """1 where gradients of earlier micro-batches are there, those of weights that a split pass leaves included."""
+    reduced: tuple[int, ...]
+    """1 where the last of them is: data-parallel ranks have summed them and keep what ZeRO leaves a rank."""
 
 
 @cache
@@ -39,8 +41,8 @@ def moments_of(name: str, ranks: int, micro_batches: int, virtual: int, rank: in
 
 
 def _highest(some: Collection[Moment]) -> Iterator[Moment]:
-    """Those of one kind below no other."""
-    flat = {one: (*one.alive, *one.queued, *one.graded) for one in some}
+    """Those of one kind below no other. What is reduced is less with ZeRO and as much without."""
+    flat = {one: (*one.alive, *one.queued, *one.graded, *(-done for done in one.reduced)) for one in some}
     for one, mine in flat.items():
         if not any(other is not one and all(map(le, mine, its)) for other, its in flat.items()):
             yield one
@@ -49,12 +51,11 @@ def _highest(some: Collection[Moment]) -> Iterator[Moment]:
 def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Moment]:
     actions = actions_of(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
-    alive, queued, graded = ([0] * len(places) for _ in range(3))
+    alive, queued, graded, reduced = ([0] * len(places) for _ in range(4))
     last = {action.stage: action for action in actions if action.kind in ("W", "BW")}
-    first_end = min(last.values(), key=actions.index)
 
     def now(what: What) -> Moment:
-        return Moment(what, place, tuple(alive), tuple(queued), tuple(graded))
+        return Moment(what, place, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
 
     for action in actions:
         place = places[action.stage]
@@ -66,7 +67,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             yield now("weights")
             queued[place] -= 1
             graded[place] = 1
-            if action == first_end:
+            if action == last[action.stage]:
                 yield now("reduce")
         else:
             final = action == last[action.stage]
@@ -79,3 +80,5 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
                 yield now("end" if final else "embedding")
             if action.kind == "BW":
                 graded[place] = 1
+        if action == last[action.stage]:
+            reduced[place] = 1

@@ -65,13 +65,13 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
-    found = [Moment("loss", 0, (1,), (0,), (graded,)) for graded in range(min(micro_batches, 2))]
+    found = [Moment("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
     if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
     for graded, final in passes:
-        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded))
-        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded))
+        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
+        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
     return tuple(found)
 
 
@@ -85,23 +85,29 @@ class Standing(NamedTuple):
     waits: bool
     """Whether gradients of its weights wait to be made."""
     share: float
-    """Of the rank's gradients that are there."""
+    """Of the rank's gradients that are there, and not reduced yet."""
+    reduced: float
+    """Of those that are reduced."""
+    own: float
+    """Of those of the stage under way, whether there or not."""
     kept_bytes: float
     logits_bytes: float
 
 
-def standing(found: tuple[Moment, ...], costs: list[Cost]) -> tuple[Standing, ...]:
+def standing(found: tuple[Moment, ...], costs: list[Cost], shares: tuple[float, ...]) -> tuple[Standing, ...]:
     """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
-    which of the stages before the last is under way."""
+    which of the stages before the last is under way. `shares`: of the rank's parameters, each stage's."""
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
     leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[Standing]] = {}
-    for what, place, alive, waiting, graded in found:
+    for what, place, alive, waiting, graded, done in found:
         kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
-        share, again, waits = sum(graded) / len(graded), bool(graded[place]), bool(waiting[place])
-        one = Standing(what, place, again, waits, share, kept_bytes, alive[-1] * logits)
-        kinds.setdefault((what, place == end if alike else place, again, waits), []).append(one)
+        reduced = sum(map(mul, done, shares))
+        share, again, waits = sum(map(mul, graded, shares)) - reduced, bool(graded[place]), bool(waiting[place])
+        one = Standing(what, place, again, waits, share, reduced, shares[place], kept_bytes, alive[-1] * logits)
+        kind = what, place == end if alike and what != "reduce" else place, again, waits, reduced, shares[place]
+        kinds.setdefault(kind, []).append(one)
     return tuple(one for some in kinds.values() for one in _front(some))
 
 
@@ -153,14 +159,15 @@ class Rank:
 
     def at(self, moment: Standing) -> Iterator[Sizes]:
         """What is held at the worst places of the pass under way, instead of the state's gradients and parameters."""
-        what, place, again, waits, share, kept, logits = moment
+        what, place, again, waits, share, reduced, own, kept, logits = moment
         cost, units, whole = self.costs[place], self.units, self.state["gradients"]
         ends, early = self.last and place == len(self.costs) - 1, waits and not again
-        before = whole * share + (units.last.gradients if ends and early else 0.0)
+        before = whole * share + self._left(whole * reduced) + (units.last.gradients if ends and early else 0.0)
+        parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
         final = units.summed and what == "sums"
 
         def kinds(gradients: float, logits: float, temporaries: float, buffers: float, gone: float = 0.0) -> Sizes:
-            return gradients, logits, temporaries, buffers, self.state["parameters"] - gone, kept
+            return gradients, logits, temporaries, buffers, parameters - gone, kept
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
@@ -176,8 +183,8 @@ class Rank:
             yield kinds(before, logits, cost.split_bytes, 0.0)
         elif what in ("embedding", "end"):
             last = what == "end" and units.summed
-            after = before if again else before + (units.first.gradients if early else whole / len(self.costs))
-            found = self._embedding(after, logits, again, last and bool(self.layout.zero))
+            after = before if again else before + (units.first.gradients if early else whole * own)
+            found = self._embedding(after, logits, again, own if last and self.layout.zero else 0.0)
             if last and not self.layout.zero:  # put together in one buffer for their sum
                 found = *found[:2], max(found[2], units.first.gradients), *found[3:]
             yield kinds(*found)
@@ -233,18 +240,25 @@ class Rank:
         """Parameters of the head, when its last backward pass has come by."""
         return self.units.last.parameters if final and self.lets_go and not self.units.tied else 0.0
 
-    def _embedding(self, gradients: float, logits: float, again: bool, final: bool) -> Place:
-        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the other
-        layers are shards already, and their parameters are gone."""
+    def _left(self, gradients: float) -> float:
+        """Of a stage's gradients, when they are reduced."""
+        return self._shard(Unit(gradients=gradients)) if self.lets_go else gradients
+
+    def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
+        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the
+        stage's layers are shards already, and their parameters are gone. `final`: the stage's share of the rank where
+        they are reduced."""
         first, block = self.units.first, self.units.block
-        gone = max(0.0, self.state["parameters"] - first.parameters) if final and self.lets_go else 0.0
+        gone = max(0.0, self.state["parameters"] * final - first.parameters) if self.lets_go else 0.0
         if self.apart:
             gathers = first.parameters if self.frees else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
             return self.state["gradients"], logits, first.made, buffers, gone
         more = first.gradients if again and self.made < self.summed else 0.0
         if final:
-            gradients = min(gradients, first.gradients + block.gradients + self._shard(Unit(gradients=gradients)))
+            own = self.state["gradients"] * final
+            left = first.gradients + block.gradients + self._shard(Unit(gradients=own))
+            gradients -= max(0.0, own - left)
         return gradients, logits, first.made + more, 0.0, gone
 
     def _shard(self, unit: Unit) -> float:

@@ -40,7 +40,7 @@ class Pieces:
     @property
     def _gpu(self) -> bool:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
-        return self.cluster.device.bf16_flop_per_s > 0 and self.speeds.host is None
+        return self.cluster.device.is_gpu and self.speeds.host is None
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
@@ -130,6 +130,21 @@ class Pieces:
             layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
             self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         return self._known.counts[key]
+
+    def stage_shares(self, layout: Layout, own: tuple[int, ...]) -> tuple[float, ...]:
+        """Of the parameters of a pipeline rank with these stages, each stage's."""
+        if len(own) == 1:
+            return (1.0,)
+        split, plain = self.split(layout), replace(layout, zero=0)
+        found = []
+        for stage in own:
+            first, last = stage == 0, stage == len(split) - 1
+            routed = sum(map(self.shape.is_moe_layer, split[stage])) if self.shape.moe else 0
+            key = "stage", layout.tp, layout.ep, len(split[stage]), routed, first, last
+            if key not in self._known.counts:
+                self._known.counts[key] = counts(self.shape, plain, split[stage], first=first, last=last)
+            found.append(self._known.counts[key].whole)
+        return tuple(size / sum(found) for size in found)
 
     def _edges(self, layout: Layout) -> Edges:
         """Of the embedding's unit and of what stays whole, without a pipeline."""

@@ -32,10 +32,16 @@ from meshwright.planner.timeline import (
     update_seconds,
 )
 from meshwright.planner.traffic import Held, Sharing, sharing
+from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
+
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
+POSITION_BYTES = 8
+"""A position alone, int64, or with the number of its document, int32 each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +132,24 @@ class Estimator(Pieces):
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
-            found.append(self._memory(layout, m, stages, state, rank, of, count, exact))
+            one = self._memory(layout, m, stages, state, rank, of, count, exact)
+            found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
+
+    def _of_host(self, layout: Layout, rank: int) -> dict[str, float]:
+        """What a CPU's memory holds beside the program's tensors: the tokens of this step and of the next, and the copy
+        from which a thread writes checkpoints. Of a GPU's memory tokens are less than a thousandth."""
+        recipe = self.recipe
+        each = TOKEN_BYTES + POSITION_BYTES * (layout.cp > 1 or recipe.document_mask)
+        tokens = 2 * recipe.global_batch // layout.dp * recipe.sequence // layout.cp * each
+        first = rank * (layout.world // layout.pp)
+        copied = layout.saves_behind("cpu") and recipe.saves_between
+        staging = written_bytes(self.shape, layout, recipe.precision, first) if copied else 0
+        return {"tokens": float(tokens), "staging": float(staging)}
 
     @cached_property
     def _largest(self) -> "Estimator":
-        recipe = self.recipe
-        batch = max(recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp))
-        return replace(self, recipe=replace(recipe, global_batch=batch, batch_ramp=()))
+        return replace(self, recipe=self.recipe.largest)
 
     def telling(self, layout: Layout) -> list[int]:
         """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
@@ -187,9 +203,10 @@ class Estimator(Pieces):
         micro-batch at once."""
         key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
         if key not in self._known.standing:
-            exact = exact or layout.pp == 1
+            exact, own = exact or layout.pp == 1, own_stages(layout, rank)
             found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
-            self._known.standing[key] = standing(found, [stages[stage] for stage in own_stages(layout, rank)])
+            shares = self.stage_shares(layout, own)
+            self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
     def _update_bytes(self, count: Counts) -> float:

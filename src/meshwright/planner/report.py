@@ -4,8 +4,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from meshwright.planner.prediction import Prediction
+from meshwright.planner.roomy import is_tight
 from meshwright.planner.search import Found
 from meshwright.planner.timeline import StepTime
+from meshwright.spec.plan import as_document
 
 
 def document(found: Prediction) -> dict[str, Any]:
@@ -13,7 +15,7 @@ def document(found: Prediction) -> dict[str, Any]:
     worst, time = found.worst, found.time
     return {
         "source": "predicted",
-        "plan": asdict(found.plan),
+        "plan": as_document(found.plan),
         "peak_bytes": round(found.peak_bytes),
         "peak_rank": worst.pp_rank * (found.plan.layout.world // found.plan.layout.pp),
         "memory": [{"kind": kind, "bytes": round(size)} for kind, size in worst.kinds.items() if size],
@@ -34,7 +36,7 @@ def document(found: Prediction) -> dict[str, Any]:
 
 
 def ranked(found: Found) -> dict[str, Any]:
-    """What a search adds to the document of its best layout."""
+    """What a search adds to the document of the layout that it recommends: all that are listed, the fastest first."""
     return {
         "layouts": [
             {
@@ -45,8 +47,9 @@ def ranked(found: Found) -> dict[str, Any]:
                 "mfu_causal": one.mfu(causal=True),
                 "mfu_full": one.mfu(causal=False),
                 "bubble_fraction": one.bubble_fraction,
+                "tight": is_tight(one),
             }
-            for one in found.best
+            for one in sorted(found.best, key=lambda one: one.step_s)
         ],
         "rejected": [
             {"layout": asdict(one.layout), "reason": f"does not fit: {one.reason}", "peak_bytes": round(one.peak_bytes),

@@ -76,16 +76,18 @@ def usable_bytes(plan: Plan) -> float:
     return max(0.0, memory - DRIVER_BYTES) if memory else float("inf")
 
 
-def search(estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, listed: int = LISTED) -> Found:
+def search(
+    estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, listed: int = LISTED, share: float = 1.0
+) -> Found:
     """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
-    (regions.Region.layout)."""
-    return _Search(estimator, plan, fixed or {}, listed).run()
+    (regions.Region.layout). What needs more than `share` of a device does not fit."""
+    return _Search(estimator, plan, fixed or {}, listed, share).run()
 
 
 class _Search:
-    def __init__(self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int) -> None:
+    def __init__(self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float) -> None:
         self.estimator, self.plan, self.fixed, self.listed = estimator, plan, fixed, listed
-        self.room = usable_bytes(plan)
+        self.room = share * usable_bytes(plan)
         self.found = Found()
         self.numbers = count()
         self.best: list[tuple[float, int, Layout]] = []

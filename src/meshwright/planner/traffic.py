@@ -8,7 +8,6 @@ reduce-scatter and all-to-all (n-1)/n of the whole one.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -19,10 +18,10 @@ from meshwright.planner.stack import MESHWRIGHT, Stack
 from meshwright.planner.stages import ranks_of
 from meshwright.planner.states import Size, Sizes, pieces
 from meshwright.planner.work import Exchange
-from meshwright.spec.boxes import boxes, rows_of, sharded_dim
-from meshwright.spec.held import WIDTHS
+from meshwright.spec.boxes import rows_of, sharded_dim
+from meshwright.spec.held import WIDTHS, common, held
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import layers_of_stages, own_stages
+from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
@@ -79,17 +78,17 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
-    held = Held(
+    part = Held(
         layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
     )
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
-    yield from _of_blocks(of, layout, m, held)
+    yield from _of_blocks(of, layout, m, part)
     yield from _of_borders(of, layout, m, own, len(split))
     if layout.zero:
-        yield from _of_shards(layout, m, _units(shape, layout, held), width.parameter, summed)
+        yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed)
     else:
-        yield from _of_replicas(layout, _units(shape, layout, held), summed)
-    yield from _of_common_gradients(shape, layout, held, summed)
+        yield from _of_replicas(layout, _units(shape, layout, part), summed)
+    yield from _of_common_gradients(shape, layout, pipeline_ranks(layout)[pp_rank], summed)
     yield from _of_numbers(layout)
 
 
@@ -252,41 +251,13 @@ def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summe
             yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * shard * summed // r
 
 
-@cache
-def _in_part(shape: ModelShape, tp: int, ep: int, sp: bool) -> dict[str, Sizes]:
-    """What tp ranks hold in common while each has but a part of its gradient, by the part of the model."""
-    first = shape.moe.first_dense if shape.moe else 0
-    small = replace(shape, layers=min(shape.layers, first + 1))
-    found: dict[str, Sizes] = {}
-    for name, box in boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep, sp=sp), 0).items():
-        if box.sizes == box.whole and (sp or ".attention." in name or ".mlp." in name):
-            number = name.split(".")[1] if name.startswith("layers.") else ""
-            kind = ("routed" if small.is_moe_layer(int(number)) else "dense") if number else name.split(".")[0]
-            if kind != "dense" or int(number) == 0:
-                found[kind] = (*found.get(kind, ()), (box.sizes, False))
-    return found
-
-
-def _of_common_gradients(shape: ModelShape, layout: Layout, held: Held, summed: float) -> Calls:
-    layers, first, last = held
-    n = layout.dp_shard * layout.cp if layout.zero else 1
-    if shape.tied and layout.pp > 1 and first != last:
-        yield "pp", "all_reduce", 1, _numel(pieces(shape, layout.tp, layout.ep).embedding[:1], n) * summed
-    t = layout.tp
-    if t == 1:
-        return
-    part = {kind: _numel(sizes, n) for kind, sizes in _in_part(shape, t, layout.ep, layout.sp).items()}
-    routed = sum(shape.is_moe_layer(layer) for layer in layers)
-    numel = (len(layers) - routed) * part.get("dense", 0) + routed * part.get("routed", 0)
-    numel += part.get("norm", 0) if last else 0
-    numel += part.get("positions", 0) if first else 0
-    if numel:
-        yield "tp", "all_reduce", 1, 2 * (t - 1) * numel * summed // t
-    if shape.mla is None and t > shape.kv_heads:
-        copies = t // shape.kv_heads
-        head = [((shape.head_dim, shape.hidden), False), *([((shape.head_dim,), False)] if shape.qkv_bias else [])]
-        keys = 2 * len(layers) * _numel(head, n)
-        yield "tp", "all_reduce", 1, 2 * (copies - 1) * keys * summed // copies
+def _of_common_gradients(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
+    """What data parallelism leaves to be summed: held by several tp ranks, or by both ends of a pipeline."""
+    own = {one.parameter.name: one.own for one in held(shape, layout, rank)}
+    for one in common(shape, layout, rank):
+        if one.late:
+            n, numel = len(one.ranks), sum(own[name] for name in one.names)
+            yield one.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
 
 
 def _of_numbers(layout: Layout) -> Calls:

@@ -6,6 +6,7 @@ from meshwright.planner.batch import budget, critical
 from meshwright.planner.changes import Change, fixes, longest_sequence, on_half, without
 from meshwright.planner.predict import Estimator
 from meshwright.planner.prediction import Prediction
+from meshwright.planner.roomy import FREE, is_tight
 from meshwright.planner.search import Found, techniques, usable_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -13,8 +14,6 @@ from meshwright.spec.units import GIB, count, duration, gib
 
 TIE = 0.02
 """Step times nearer than this are no choice of the planner's."""
-TIGHT = 0.93
-"""Of the memory a program can have: beyond it a few percent of error are too much."""
 COLLAPSED = 0.25
 """MFU below which a warning is due, where fewer devices would use each better by as much as WORTH."""
 WORTH = 1.25
@@ -71,7 +70,9 @@ def summary(found: Found) -> Iterator[str]:
     if found.legal == 1:
         yield f"{fits(best)} {layout_words(best.plan.layout)}: {speed(best)}."
         return
-    yield f"{fits(best)} Fastest of {found.legal:,} legal layouts: {layout_words(best.plan.layout)}: {speed(best)}."
+    roomy = f" that leaves {FREE:.0%} of memory free" if any(map(is_tight, found.best)) and not is_tight(best) else ""
+    fastest = f"Fastest of {found.legal:,} legal layouts{roomy}"
+    yield f"{fits(best)} {fastest}: {layout_words(best.plan.layout)}: {speed(best)}."
     yield from _tight(found)
     yield from _others(found)
     yield f"Of the others {found.too_large:,} do not fit and {found.slower:,} cannot be faster than those listed."
@@ -85,23 +86,27 @@ def summary(found: Found) -> Iterator[str]:
 
 
 def _tight(found: Found) -> Iterator[str]:
-    """Where little memory is left: the one that needs least among those that are nearly as fast."""
+    """Where little memory is left: what is faster than the recommended one, or that nothing leaves more."""
     best, room = found.best[0], usable_bytes(found.best[0].plan)
-    if best.peak_bytes < TIGHT * room:
+    if is_tight(best):
+        yield (
+            f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, the planner errs by several percent, and "
+            f"no layout that was found leaves {FREE:.0%}."
+        )
         return
-    least = min(found.best, key=lambda one: one.peak_bytes)
-    said = f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, and the planner errs by several percent"
-    if least.peak_bytes < TIGHT * room:
-        slower = least.step_s / best.step_s - 1
-        said += f"; {gib(least.peak_bytes)} with {slower:.1%} more time: {layout_words(least.plan.layout)}"
-    yield said + "."
+    fastest = min(found.best, key=lambda one: one.step_s)
+    if is_tight(fastest) and fastest.step_s < best.step_s:
+        yield (
+            f"Faster by {best.step_s / fastest.step_s - 1:.1%}, but tight ({gib(room - fastest.peak_bytes)} of "
+            f"{gib(room)} left, and the planner errs by several percent): {layout_words(fastest.plan.layout)}."
+        )
 
 
 def _others(found: Found) -> Iterator[str]:
-    best, rest = found.best[0], found.best[1:]
+    best, rest = found.best[0], [one for one in found.best[1:] if is_tight(found.best[0]) or not is_tight(one)]
     ties = sum(other.step_s <= best.step_s * (1 + TIE) for other in rest)
     if ties:
-        some = "At least " if ties == len(rest) else ""
+        some = "At least " if ties == len(found.best) - 1 else ""
         number = f"{some}{ties} more {'is' if ties == 1 else 'are'}"
         yield f"{number} within {TIE:.0%} of it: choose among them by memory and habit."
     simpler = next((o for o in rest if techniques(o.plan.layout) < techniques(best.plan.layout)), None)

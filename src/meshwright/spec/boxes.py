@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec.inventory import Parameter, parameters, tp_holders
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import expert_ranks, place_of
 from meshwright.spec.shape import ModelShape
@@ -78,7 +78,7 @@ def boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
 
 
 def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: int) -> Box:
-    offsets, sizes, owner = [], [], True
+    offsets, sizes = [], []
     for letter, axis, length in zip(parameter.dims, parameter.axes, parameter.shape, strict=True):
         offset, size = 0, length
         if axis == "ep":
@@ -89,12 +89,9 @@ def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: i
             heads = shape.heads if letter == "H" else shape.kv_heads
             first, number = heads_of(heads, layout.tp, tp)
             offset, size = first * length // heads, number * length // heads
-            owner = owner and (heads >= layout.tp or tp % (layout.tp // heads) == 0)
         elif axis == "tp":
             offset, size = share(length, layout.tp, tp)
         offsets.append(offset)
         sizes.append(size)
-    split = any(size < length for size, length in zip(sizes, parameter.shape, strict=True))
-    if not split and parameter.group != "expert":
-        owner = tp == 0
+    owner = tp % tp_holders(parameter, shape, layout) == 0
     return Box(whole=parameter.shape, offsets=tuple(offsets), sizes=tuple(sizes), owner=owner)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError
 
+CORES = " cores"
+"""How the name of a machine's own processor ends, as `calibrate` writes it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -38,6 +41,12 @@ class Device:
             value = getattr(self, field)
             if not isinstance(value, str) and not 0 <= value < math.inf:
                 raise PlanError(f"cluster.device.{field}={value} must be a number of 0 (not known) or more")
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether a program on it runs a GPU's kernels: its peak is known, and `calibrate` did not measure it as the
+        cores of a machine. Planner and dry run ask here."""
+        return self.bf16_flop_per_s > 0 and not self.name.endswith(CORES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ MeshwrightError                 2
 ├── RunError                    a run folder that is taken, missing or damaged
 │   └── NonFiniteLoss           the loss or the gradient is no number any more
 ├── DoesNotFit                  3  no legal layout, or not enough memory
-└── OutsideTolerance            4  a comparison beyond its bar
+├── OutsideTolerance            4  a comparison beyond its bar
+└── UnsafeCommunication         4  ranks that could wait for each other, or disagree on what they exchange
 
 A message is one line: what is wrong, where, and what to do.
 """
@@ -64,5 +65,11 @@ class DoesNotFit(MeshwrightError):
 
 class OutsideTolerance(MeshwrightError):
     """A comparison that ended beyond its bar."""
+
+    exit_code = 4
+
+
+class UnsafeCommunication(MeshwrightError):
+    """Ranks that could deadlock, disagree on an operation, or use a buffer while it is exchanged."""
 
     exit_code = 4

@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.boxes import Box, boxes, shard
-from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import Entry, Ledger
-from meshwright.spec.places import expert_ranks, layers_of_stages, own_stages, place_of
+from meshwright.spec.places import expert_ranks, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
+from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
 Phase = Literal["step", "update"]
@@ -53,6 +54,8 @@ WIDTHS = {
 """By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
 `gradient_bytes` wide."""
 COUNTER_BYTES = 4
+LATE = ("pp", "tp")
+"""Axes along which gradients are summed after data parallelism, in this order."""
 
 
 def adds_gradients(layout: Layout, micro_batches: int) -> bool:
@@ -94,15 +97,77 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
     sharers = (layout.dp_shard * layout.cp, place["dp_shard"] * layout.cp + place["cp"])
     same_experts = expert_ranks(layout, rank)[1]
     expert_sharers = (len(same_experts), same_experts.index(rank)) if layout.ep > 1 else sharers
-    names = {name for stage in own_stages(layout, place["pp"]) for name in stage_names(shape, layout, stage)}
     result = []
-    for parameter in parameters(shape):
-        if parameter.name not in names:
-            continue
+    for parameter in _parameters_of(shape, layout, rank):
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
         ranks, index = (ranks, index) if layout.zero else (1, 0)
         result.append(Held(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
     return result
+
+
+def _parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
+    own = own_stages(layout, place_of(layout, rank)["pp"])
+    names = {name for stage in own for name in stage_names(shape, layout, stage)}
+    return [parameter for parameter in parameters(shape) if parameter.name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """Parameters of which `ranks`, which differ along one axis, hold the very same elements."""
+
+    axis: str
+    """pp (both ends of a tied model), tp, or a group of data-parallel ranks (data, replicate, expert_data)."""
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    partial: bool
+    """Whether each rank's gradient is only its part: the gradient is the sum over `ranks`."""
+
+    @property
+    def late(self) -> bool:
+        """Whether that sum is left once data parallelism has taken its own."""
+        return self.partial and self.axis in LATE
+
+
+def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
+    """What a rank holds in common with others, and whose gradients must be summed: each sum once, along each axis.
+
+    Read by the engine (the sums, the gradient norm, the comparison of replicas) and the planner (their bytes).
+    """
+    found: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
+    ends, place = _tied_ends(shape, layout, rank), place_of(layout, rank)
+    for parameter in _parameters_of(shape, layout, rank):
+        n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
+        first = rank - place["tp"] % n
+        for axis, ranks, partial in (
+            ("pp", ends if parameter.name == "embed.weight" else (), True),
+            ("tp", tuple(range(first, first + n)), parts > 1),
+            (*_replicas(parameter, layout, rank), True),
+        ):
+            if len(ranks) > 1:
+                found.setdefault((axis, ranks, partial), []).append(parameter.name)
+    in_order = sorted(found.items(), key=lambda item: (*LATE, item[0][0]).index(item[0][0]))
+    return tuple(
+        Common(axis=axis, ranks=ranks, names=tuple(names), partial=partial)
+        for (axis, ranks, partial), names in in_order
+    )
+
+
+def _replicas(parameter: Parameter, layout: Layout, rank: int) -> tuple[str, tuple[int, ...]]:
+    """Data-parallel ranks that hold the same elements, ZeRO's cut included."""
+    if layout.zero:
+        return "replicate", ranks_along(layout, ("dp_replicate",), rank)
+    if layout.ep > 1 and parameter.group == "expert":
+        return "expert_data", expert_replicas(layout, rank)
+    return "data", ranks_along(layout, ("dp_replicate", "dp_shard", "cp"), rank)
+
+
+def _tied_ends(shape: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
+    """The first and the last rank of this rank's pipeline, where both hold a tied head's matrix and this is one."""
+    if not shape.tied or layout.pp == 1:
+        return ()
+    places, pipeline = stage_rank(layout.schedule, layout.pp, layout.vp), ranks_along(layout, ("pp",), rank)
+    ends = (pipeline[places[0]], pipeline[places[-1]])
+    return ends if rank in ends and ends[0] != ends[1] else ()
 
 
 def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
@@ -140,6 +205,18 @@ def memory(
             if size
         )
     )
+
+
+def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
+    """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
+    all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
+    width = WIDTHS[precision]
+    bytes_each = width.parameter + width.master + width.moments
+    ranks, total = layout.world // layout.pp, 0.0
+    for one in held(shape, layout, rank):
+        copies = ranks * one.box.numel / one.parameter.numel / one.ranks
+        total += one.own * bytes_each / max(1.0, copies)
+    return round(total)
 
 
 def _sizes(found: list[Held], layout: Layout, phase: Phase, width: Widths) -> dict[str, int]:

@@ -4,12 +4,16 @@ Read by the model (which parameters it must have), the planner (bytes on a rank)
 the checkpoint (resharding) and the dry run (which row a storage belongs to). Dim letters: docs/notation.md.
 Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole on every tp rank. What ZeRO
 splits of the rest is not written here: dim 0, or inside experts that are too few (`boxes.sharded_dim`).
+
+Also here, for the engine and the planner alike: which tp ranks hold the same part of a parameter (`tp_holders`), and
+which of them each have only a part of its gradient (`tp_parts`). `held.common` applies both to a rank.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
 
@@ -25,6 +29,9 @@ class Parameter:
     """embedding, attention, mlp, router, expert, norm or head."""
     layer: int = -1
     """-1 = outside the layers."""
+    inside: bool = False
+    """Read within attention, an MLP or a mixture of experts. There a tp rank computes with its own heads, columns or
+    experts only, or adds the bias for all."""
 
     @property
     def numel(self) -> int:
@@ -69,18 +76,41 @@ def num_active_parameters(shape: ModelShape) -> int:
     return sum(p.numel // experts * top_k if p.group == "expert" else p.numel for p in parameters(shape))
 
 
-def _matrix(name: str, dims: str, sizes: tuple[int, ...], split: str, group: str, layer: int) -> Parameter:
+def tp_holders(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """How many neighbouring tp ranks hold the same part of a parameter: all where tp splits none of its dims, some
+    where it splits heads that are fewer than the ranks, else one. Experts spread over ep have other holders: one."""
+    if layout.ep > 1 and "ep" in parameter.axes:
+        return 1
+    split = next((letter for letter, axis in zip(parameter.dims, parameter.axes, strict=True) if axis == "tp"), "")
+    heads = {"": 1, "H": shape.heads, "K": shape.kv_heads}.get(split, layout.tp)
+    return max(1, layout.tp // heads)
+
+
+def tp_parts(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """Of how many neighbouring tp ranks the gradients must be summed, once, to make the gradient of what each of them
+    holds; 1 = a rank's own is whole.
+
+    Inside attention and MLP each holder has the part of its own heads or columns. Elsewhere (norms between the blocks,
+    learned positions) all holders compute the same, unless sp gives each a slice of the sequence.
+    """
+    return tp_holders(parameter, shape, layout) if parameter.inside or layout.sp else 1
+
+
+def _matrix(
+    name: str, dims: str, sizes: tuple[int, ...], split: str, group: str, layer: int, inside: bool = False
+) -> Parameter:
     """`split` names the dim letters that tp splits; X (experts) is always split by ep."""
     axes = tuple("ep" if d == "X" else "tp" if d in split else "" for d in dims)
-    return Parameter(name=name, dims=dims, shape=sizes, axes=axes, group=group, layer=layer)
+    return Parameter(name=name, dims=dims, shape=sizes, axes=axes, group=group, layer=layer, inside=inside)
 
 
 def _linear(
     name: str, dims: str, sizes: tuple[int, int], split: str, group: str, layer: int, bias: bool
 ) -> Iterator[Parameter]:
-    yield _matrix(name + ".weight", dims, sizes, split, group, layer)
+    """One of attention or MLP."""
+    yield _matrix(name + ".weight", dims, sizes, split, group, layer, inside=True)
     if bias:
-        yield _matrix(name + ".bias", dims[0], sizes[:1], split, group, layer)
+        yield _matrix(name + ".bias", dims[0], sizes[:1], split, group, layer, inside=True)
 
 
 def _norm(shape: ModelShape, name: str, layer: int, size: int = 0, dim: str = "D") -> Iterator[Parameter]:
@@ -102,8 +132,8 @@ def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter
     yield from _linear(prefix + "k", "KD", (keys, shape.hidden), "K", "attention", layer, shape.qkv_bias)
     yield from _linear(prefix + "v", "KD", (keys, shape.hidden), "K", "attention", layer, shape.qkv_bias)
     if shape.qk_norm:
-        yield _matrix(prefix + "q_norm.weight", "E", (shape.head_dim,), "", "norm", layer)
-        yield _matrix(prefix + "k_norm.weight", "E", (shape.head_dim,), "", "norm", layer)
+        yield _matrix(prefix + "q_norm.weight", "E", (shape.head_dim,), "", "norm", layer, inside=True)
+        yield _matrix(prefix + "k_norm.weight", "E", (shape.head_dim,), "", "norm", layer, inside=True)
     yield from _linear(prefix + "o", "DH", (shape.hidden, queries), "H", "attention", layer, shape.out_bias)
 
 
@@ -114,13 +144,13 @@ def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
     queries = shape.heads * (mla.nope_dim + mla.rope_dim)
     if mla.q_rank:
         yield from _linear(prefix + "q_down", "RD", (mla.q_rank, shape.hidden), "", "attention", layer, shape.qkv_bias)
-        yield _matrix(prefix + "q_norm.weight", "R", (mla.q_rank,), "", "norm", layer)
+        yield _matrix(prefix + "q_norm.weight", "R", (mla.q_rank,), "", "norm", layer, inside=True)
         yield from _linear(prefix + "q_up", "HR", (queries, mla.q_rank), "H", "attention", layer, False)
     else:
         yield from _linear(prefix + "q", "HD", (queries, shape.hidden), "H", "attention", layer, False)
     down = mla.kv_rank + mla.rope_dim
     yield from _linear(prefix + "kv_down", "CD", (down, shape.hidden), "", "attention", layer, shape.qkv_bias)
-    yield _matrix(prefix + "kv_norm.weight", "C", (mla.kv_rank,), "", "norm", layer)
+    yield _matrix(prefix + "kv_norm.weight", "C", (mla.kv_rank,), "", "norm", layer, inside=True)
     up = shape.heads * (mla.nope_dim + mla.v_dim)
     yield from _linear(prefix + "kv_up", "HC", (up, mla.kv_rank), "H", "attention", layer, False)
     values = shape.heads * mla.v_dim
@@ -145,11 +175,13 @@ def _moe(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
         axes=("", ""),
         group="router",
         layer=layer,
+        inside=True,
     )
     inner = (moe.experts, moe.ffn, shape.hidden)
     if shape.mlp == "swiglu":
-        yield _matrix(prefix + "experts.gate", "XFD", inner, "F", "expert", layer)
-    yield _matrix(prefix + "experts.up", "XFD", inner, "F", "expert", layer)
-    yield _matrix(prefix + "experts.down", "XDF", (moe.experts, shape.hidden, moe.ffn), "F", "expert", layer)
+        yield _matrix(prefix + "experts.gate", "XFD", inner, "F", "expert", layer, inside=True)
+    yield _matrix(prefix + "experts.up", "XFD", inner, "F", "expert", layer, inside=True)
+    outer = (moe.experts, shape.hidden, moe.ffn)
+    yield _matrix(prefix + "experts.down", "XDF", outer, "F", "expert", layer, inside=True)
     if moe.shared_experts:
         yield from _mlp(shape, prefix + "shared.", layer, moe.shared_experts * moe.ffn, False)

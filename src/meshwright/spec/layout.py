@@ -75,6 +75,11 @@ class Layout:
         """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
         return self.dp * self.cp * self.tp * self.pp
 
+    def saves_behind(self, device: str) -> bool:
+        """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would
+        take the memory and the write the cores that training has, so there only where it is asked for."""
+        return self.saving == "async" or (self.saving == "auto" and device == "cuda")
+
     def micro_batch_of(self, global_batch: int) -> int:
         """Sequences of one forward pass on one rank, for a step of `global_batch`; the field caps it."""
         per_rank = global_batch // self.dp

@@ -30,25 +30,49 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    tp = layout.tp
+    tp, refused = layout.tp, []
     if shape.heads % tp:
-        near = nearest_divisor(shape.heads, tp)
-        yield f"layout.tp={tp} does not divide the {shape.heads} attention heads: take layout.tp={near}"
-    elif shape.mla is None and shape.kv_heads % tp and tp % shape.kv_heads:
-        near = nearest_divisor(shape.kv_heads, tp)
-        yield (f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other; take layout.tp={near}")
+        refused.append(f"layout.tp={tp} does not divide the {shape.heads} attention heads")
+    elif not _deals_key_heads(shape, tp):
+        refused.append(f"layout.tp={tp} and the {shape.kv_heads} key heads: one must divide the other")
     if tp > shape.ffn or tp > shape.vocab:
-        yield f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}: take a smaller layout.tp"
+        refused.append(f"layout.tp={tp} exceeds model.ffn={shape.ffn} or model.vocab={shape.vocab}")
     if shape.moe is not None and layout.ep == 1 and tp > shape.moe.ffn:
-        yield f"layout.tp={tp} exceeds model.moe.ffn={shape.moe.ffn}: take a smaller layout.tp, or spread by layout.ep"
+        refused.append(f"layout.tp={tp} exceeds model.moe.ffn={shape.moe.ffn}, and layout.ep=1 spreads no experts")
+    if refused:
+        advice = f"take {_nearest_tp(shape, recipe, layout)}"
+        yield from (f"{sentence}{'; ' if ':' in sentence else ': '}{advice}" for sentence in refused)
     if layout.sp and tp == 1:
         yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp"
     local = recipe.sequence // layout.cp
     if layout.sp and local % tp:
+        instead = "" if layout.ep > 1 else " or layout.sp=false"
         yield (
             f"layout.sp=true cuts a rank's {local} positions into layout.tp={tp} equal parts: "
-            f"take recipe.sequence={_up(recipe.sequence, _unit(layout))} or layout.sp=false"
+            f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}{instead}"
         )
+
+
+def _deals_key_heads(shape: ModelShape, tp: int) -> bool:
+    """Whether tp ranks can have equally many key heads, or equally many ranks each of them."""
+    return shape.mla is not None or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+
+
+def _nearest_tp(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
+    """The nearest degree that no rule refuses, as words for the command line."""
+    moe, others, local = shape.moe, layout.dp_shard * layout.cp, recipe.sequence // layout.cp
+    widest = min(shape.ffn, shape.vocab, moe.ffn if moe and layout.ep == 1 else shape.ffn)
+    legal = [
+        tp
+        for tp in range(1, min(shape.heads, widest) + 1)
+        if shape.heads % tp == 0
+        and _deals_key_heads(shape, tp)
+        and (tp == 1 or not layout.sp or local % tp == 0)
+        and others * tp % layout.ep == 0
+    ]
+    tp = min(legal, key=lambda tp: (abs(tp - layout.tp), tp), default=1)
+    alone = " layout.sp=false" if tp == 1 and layout.sp else ""
+    return f"layout.tp={tp}{alone}" + ("" if legal else " layout.ep=1")
 
 
 def _unit(layout: Layout) -> int:
@@ -80,15 +104,16 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             yield f"layout.vp={layout.vp} cuts a pipeline rank's layers, and layout.pp=1: take layout.vp=1"
         if layout.stages:
             number = len(layout.stages)
+            fits = sum(layout.stages) == shape.layers and layout.vp == 1 and name not in V_PLACED and number > 1
             yield (
                 f"layout.stages={list(layout.stages)} deals layers to {number} pipeline stages, and layout.pp=1: "
-                f"take layout.stages=[] or layout.pp={number}"
+                f"take layout.stages=[]" + (f" or layout.pp={number}" if fits else "")
             )
         return
     if stages > shape.layers:
         yield (
             f"layout.pp={layout.pp} x layout.vp={layout.vp} stages exceed the model's {shape.layers} layers: "
-            f"take layout.pp={max(1, min(layout.pp, shape.layers // layout.vp))}"
+            f"take {_fewer_stages(shape, recipe, layout)}"
         )
     elif layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, shape.layers):
         even = [len(layers) for layers in stage_layers(shape.layers, stages)]
@@ -102,10 +127,30 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
     if shares_tied_ends(shape, layout):
         yield (
             f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
-            "parallelism cannot share yet: take layout.schedule=interleaved or zb-h1"
+            "parallelism cannot share yet: take layout.schedule=interleaved, or layout.schedule=zb-h1 layout.vp=1"
         )
-    for batch in {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}:
-        yield from _micro_batches(layout, batch)
+    for batch in _batches(recipe):
+        count = _micro_batches_of(layout, batch)
+        sentence = refusal(name, layout.pp, count, layout.vp) if count else None
+        if sentence is not None:
+            yield sentence
+
+
+def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
+    """The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line."""
+    alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
+    counts = [count for batch in _batches(recipe) if (count := _micro_batches_of(layout, batch))]
+    legal: Iterator[dict[str, object]] = (
+        {"pp": pp, "vp": vp, "schedule": schedule}
+        for schedule, vp in ((layout.schedule, layout.vp), (alone, 1))
+        for pp in range(min(layout.pp, shape.layers // vp), 1, -1)
+        if not any(refusal(schedule, pp, count, vp) for count in counts)
+    )
+    one: dict[str, object] = {"pp": 1, "vp": 1}
+    found = next(legal, one)
+    if layout.stages:
+        found["stages"] = "[]"
+    return " ".join(f"layout.{key}={value}" for key, value in found.items() if getattr(layout, key) != value)
 
 
 def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
@@ -114,15 +159,14 @@ def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
     return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
 
 
-def _micro_batches(layout: Layout, batch: int) -> Iterator[str]:
-    per_rank = batch // layout.dp
-    size = layout.micro_batch_of(batch)
-    if not size or per_rank % size:
-        return  # said elsewhere
-    count = per_rank // size
-    sentence = refusal(layout.schedule, layout.pp, count, layout.vp)
-    if sentence is not None:
-        yield sentence
+def _batches(recipe: Recipe) -> set[int]:
+    return {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}
+
+
+def _micro_batches_of(layout: Layout, batch: int) -> int:
+    """How many a rank has in a step; 0 where they do not come out even, which is refused elsewhere."""
+    per_rank, size = batch // layout.dp, layout.micro_batch_of(batch)
+    return 0 if not size or per_rank % size else per_rank // size
 
 
 def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:

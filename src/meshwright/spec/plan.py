@@ -1,6 +1,7 @@
 """Plan: the four nouns together with the data and the run folder. It is what is run."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -8,6 +9,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
+
+RANDOM = "random"
+"""`Plan.init` of a run whose weights are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +46,22 @@ class Plan:
     """The transformer: a preset's name, a Hugging Face folder, or its sizes."""
     data: Data = Data()
     """The text: a path, or a path with more settings."""
-    run: str = "runs/latest"
-    """The run folder, where everything is written."""
+    run: str = "runs/auto"
+    """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
     recipe: Recipe = field(default_factory=Recipe)
     """What may change the loss curve."""
     layout: Layout = field(default_factory=Layout)
     """What must not change the loss curve."""
     cluster: Cluster = field(default_factory=Cluster)
     """What it runs on: a name as h100x8, or figures."""
+    init: str = RANDOM
+    """The first weights: `random`, or the Hugging Face folder that they are read from."""
 
     def __post_init__(self) -> None:
         if not self.run:
             raise PlanError("run is empty: give the folder of the run, as run=runs/first")
+        if not self.init:
+            raise PlanError("model.init is empty: give random, or a Hugging Face folder with weights")
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
@@ -73,6 +81,11 @@ class Plan:
     def micro_batches(self) -> int:
         """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
         return max(map(self.layout.micro_batches, self._global_batches))
+
+    def copies_state(self, device: str) -> bool:
+        """Whether a program on a kind of device (cpu, cuda) keeps a copy of the state in host memory, from which a
+        thread writes checkpoints."""
+        return self.layout.saves_behind(device) and self.recipe.saves_between
 
     def _batches(self) -> list[str]:
         found = []
@@ -104,3 +117,11 @@ class Plan:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise IllegalLayout(found[0] + more)
+
+
+def as_document(plan: Plan) -> dict[str, Any]:
+    """The plan as a plan file has it: where the weights are from belongs to the model, and is left out where they are
+    drawn."""
+    found = asdict(plan)
+    init = found.pop("init")
+    return found if init == RANDOM else {**found, "model": {**found["model"], "init": init}}

@@ -1,7 +1,7 @@
 """Recipe: whatever may change the loss curve (and how often the run looks at itself)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
@@ -39,14 +39,18 @@ class Recipe:
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+    tf32: bool = False
+    """fp32 on a GPU: products round their operands to TF32 (10 bits of mantissa), 8 times as fast on an H100."""
+    deterministic: bool = False
+    """On a GPU: the same bits from the same plan, by slower kernels; an operation without such a kernel is refused."""
     reduce_dtype: Literal["fp32", "model"] = "fp32"
     """In what gradients are summed over micro-batches and ranks; model = the dtype of the weights (bf16 sums stall)."""
 
     learning_rate: float = 3e-4
     """The largest rate, reached after warmup_steps."""
-    min_learning_rate: float = 0.1
-    """The last rate, as a share of learning_rate."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    min_learning_rate_ratio: float = 0.1
+    """The last rate / learning_rate: 0.1 ends at a tenth."""
+    learning_rate_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the rate falls after warm-up; wsd: warm-up, stable, then decay over the last decay_steps."""
     warmup_steps: int = -1
     """Steps over which the rate rises from 0; -1 = a tenth of the steps, at most 20."""
@@ -62,6 +66,10 @@ class Recipe:
     """For matrices; norms, biases and other vectors never decay."""
     clip: float = 1.0
     """Largest gradient norm; 0 = no clipping."""
+    skip_nonfinite: int = 0
+    """Steps in a row that are skipped where loss or gradient is not finite; one more ends the run."""
+    skip_spikes: float = 0.0
+    """Skip a step whose gradient norm exceeds so many times its mean over about 50 steps, after warm-up; 0 = none."""
     dropout: float = 0.0
     """Share of activations set to 0 while training."""
     balance_loss: float = 0.001
@@ -90,23 +98,27 @@ class Recipe:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
         if self.warmup_steps == -1:
             object.__setattr__(self, "warmup_steps", min(20, self.steps // 10))
-        for field in ("warmup_steps", "decay_steps", *every):
+        for field in ("warmup_steps", "decay_steps", "skip_nonfinite", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
         if self.seed < 0 or self.seed >= 2**63:
             raise PlanError(f"recipe.seed={self.seed} must lie between 0 and 2**63 - 1")
-        for field in ("learning_rate", "min_learning_rate", "weight_decay", "clip", "balance_loss"):
+        for field in ("learning_rate", "min_learning_rate_ratio", "weight_decay", "clip", "balance_loss"):
             value = getattr(self, field)
             if not math.isfinite(value) or value < 0:
                 raise PlanError(f"recipe.{field}={value} must be a finite number of 0 or more")
+        if self.skip_spikes and not 1 < self.skip_spikes < math.inf:
+            raise PlanError(
+                f"recipe.skip_spikes={self.skip_spikes} must be above 1 (times the mean norm), or 0 for none"
+            )
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
         for field in ("beta1", "beta2", "dropout"):
             if not 0 <= getattr(self, field) < 1:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
-        if self.min_learning_rate > 1:
+        if self.min_learning_rate_ratio > 1:
             raise PlanError(
-                f"recipe.min_learning_rate={self.min_learning_rate} is a share of learning_rate: "
+                f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
                 "at most 1 (0.1 = a tenth)"
             )
         if self.warmup_steps > self.steps:
@@ -117,6 +129,17 @@ class Recipe:
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)):
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
+
+    @property
+    def largest(self) -> "Recipe":
+        """The same with every step as large as the largest of the batch ramp, which needs most memory."""
+        batch = max(self.global_batch, *(stage.global_batch for stage in self.batch_ramp), 0)
+        return replace(self, global_batch=batch, batch_ramp=()) if self.batch_ramp else self
+
+    @property
+    def saves_between(self) -> bool:
+        """Whether training goes on after any checkpoint."""
+        return 0 < self.checkpoint_every < self.steps
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""

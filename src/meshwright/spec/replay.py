@@ -1,7 +1,9 @@
 """Plays a pipeline schedule without a model: can it run, how long does it take, what is alive, what is sent when."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from meshwright.spec.errors import IllegalLayout
@@ -147,6 +149,15 @@ def _peak(own: Sequence[Action]) -> int:
     return peak
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Link:
+    """What one pipeline rank sends another: activations (F) or gradients (B)."""
+
+    kind: Literal["F", "B"]
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One tensor from rank to rank, for `stage`: the output of the stage before (F) or the next one's gradient (B)."""
@@ -157,21 +168,51 @@ class Transfer:
     source: int
     target: int
 
+    @property
+    def link(self) -> Link:
+        """The link that it travels on."""
+        return Link(self.kind, self.source, self.target)
 
-def transfers(actions: Actions) -> tuple[Transfer, ...]:
-    """All that is sent between ranks, in one order for all of them: by the time at which it is made, in unit times.
 
-    Ranks that start their sends and receives in this order never wait in a circle, whatever the real times are. Take
-    the first transfer that has not ended: all that its sender had to receive before lies earlier in the order and has
-    ended, and its receiver has nothing else to wait for. Forward passes alone are played as well.
+def links(placement: Sequence[int]) -> tuple[Link, ...]:
+    """The links of a pipeline whose stages are on these ranks, each once.
+
+    All ranks connect their own in this order. Every second pair of neighbours comes first, so that pairs connect at the
+    same time instead of one after the other.
+    """
+    ranks = 1 + max(placement)
+    found = {Link("F", a, b) for a, b in pairwise(placement) if a != b}
+    found |= {Link("B", link.target, link.source) for link in found}
+
+    def place(link: Link) -> tuple[int, int, Link]:
+        first = link.source if (link.target - link.source) % ranks == 1 else link.target
+        return first % 2, first, link
+
+    return tuple(sorted(found, key=place))
+
+
+@lru_cache(maxsize=4)
+def numbered(actions: Actions) -> Mapping[Action, int]:
+    """The place of every action of all ranks in one order: by the time at which it ends, in unit times.
+
+    What an action reads was made by an action with a smaller number. Ranks that wait, before an action, only for what
+    actions with smaller numbers make or read can never wait for each other in a circle, whatever the real times are.
+    Forward passes alone are numbered as well.
     """
     placement = placement_of(actions)
-    made: list[tuple[float, int, Transfer]] = []
-    for rank, spans in enumerate(_play(actions, placement, [Times()] * len(placement))):
-        for action, end_s in ((span.action, span.end_s) for span in spans):
-            stage = action.stage + (1 if action.kind == "F" else -1)
-            if action.kind == "W" or not 0 <= stage < len(placement) or placement[stage] == rank:
-                continue
-            kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-            made.append((end_s, rank, Transfer(kind, stage, action.micro_batch, rank, placement[stage])))
-    return tuple(transfer for _, _, transfer in sorted(made, key=lambda entry: entry[:2]))
+    spans = _play(actions, placement, [Times()] * len(placement))
+    ends = [(span.end_s, rank, span.action) for rank, own in enumerate(spans) for span in own]
+    return {action: number for number, (_, _, action) in enumerate(sorted(ends, key=lambda entry: entry[:2]))}
+
+
+def transfers(actions: Actions) -> tuple[Transfer, ...]:
+    """All that is sent between ranks, in the order in which it is made (`numbered`)."""
+    placement = placement_of(actions)
+    found: list[Transfer] = []
+    for action in numbered(actions):
+        stage, rank = action.stage + (1 if action.kind == "F" else -1), placement[action.stage]
+        if action.kind == "W" or not 0 <= stage < len(placement) or placement[stage] == rank:
+            continue
+        kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+        found.append(Transfer(kind, stage, action.micro_batch, rank, placement[stage]))
+    return tuple(found)

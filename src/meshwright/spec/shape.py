@@ -211,6 +211,8 @@ class ModelShape:
             raise PlanError(
                 f"model.head_dim={self.head_dim} must be even for rotary positions: take {self.head_dim + 1}"
             )
+        if self.mla is not None:
+            self._check_latent()
         if not self.norm_eps > 0 or self.norm_eps > 1:
             raise PlanError(f"model.norm_eps={self.norm_eps} must lie in (0, 1]")
         if not 0 < self.rope_theta < float("inf"):
@@ -219,6 +221,24 @@ class ModelShape:
             raise PlanError(
                 f"model.window={self.window} must be 0 (off) or a number of tokens, "
                 f"and model.window_from_layer={self.window_from_layer} a layer"
+            )
+
+    def _check_latent(self) -> None:
+        """Fields of plain heads that latent attention has no place for."""
+        if self.kv_heads != self.heads:
+            raise PlanError(
+                f"model.kv_heads={self.kv_heads} groups key heads, and model.mla makes those of all "
+                f"{self.heads} heads from one vector: take model.kv_heads=0"
+            )
+        if self.qk_norm:
+            raise PlanError(
+                "model.qk_norm=true norms plain query and key heads, and model.mla norms its low ranks instead: "
+                "take model.qk_norm=false"
+            )
+        if self.positions != "rope":
+            raise PlanError(
+                f"model.positions={self.positions} leaves nothing for model.mla.rope_dim={self.rope_dim} to rotate: "
+                "take model.positions=rope"
             )
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -14,8 +14,9 @@ FARTHEST = 64
 """Numbers of processes are looked for so far up and down."""
 
 
-def world_violation(plan: Plan, processes: int) -> str | None:
-    """Why a plan cannot run on so many processes, with the nearest layouts and numbers that can; None = it can."""
+def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
+    """Why a plan cannot run on so many processes of so many nodes, with the nearest layouts and numbers that can;
+    None = it can."""
     layout, found = plan.layout, plan.violations()
     if layout.world == processes:
         return _illegal(plan, found, processes) if found else None
@@ -23,11 +24,23 @@ def world_violation(plan: Plan, processes: int) -> str | None:
     ranks = many(layout.world, "rank")
     apart = f"the layout has {factors} = {ranks} and {processes} {'was' if processes == 1 else 'were'} started"
     if not found:
-        start = f"start {many(layout.world, 'process', 'processes')} (torchrun --nproc_per_node {layout.world})"
+        start = f"start {many(layout.world, 'process', 'processes')} ({_torchrun(plan, nodes)})"
         return f"{apart}: {start}{_instead(plan, processes, ', or take ')}"
     # So many processes would not help: the next refusal would be that of the plan.
     instead = _instead(plan, processes, ": take ")
     return apart + instead if instead else _illegal(plan, found, processes)
+
+
+def _torchrun(plan: Plan, nodes: int) -> str:
+    """How as many processes as the layout has ranks are started: torchrun is told those of one node."""
+    world, cluster = plan.layout.world, plan.cluster
+    if cluster.devices == world:
+        nodes = cluster.nodes
+    if nodes == 1:
+        return f"torchrun --nproc_per_node {world}"
+    if world % nodes:
+        return f"torchrun --nproc_per_node, the same on each node: {world} is no multiple of {nodes} nodes"
+    return f"torchrun --nnodes {nodes} --nproc_per_node {world // nodes}, on each node"
 
 
 def _illegal(plan: Plan, found: Sequence[str], processes: int) -> str:

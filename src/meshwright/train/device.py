@@ -37,14 +37,24 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare(device: torch.device, precision: str) -> None:
-    """Process-wide settings for training on a device."""
+def prepare(device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False) -> None:
+    """Process-wide settings for training on a device.
+
+    `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
+    CUBLAS_WORKSPACE_CONFIG, which the command line sets.
+    """
     if device.type == "cpu":
         compat.keep_freed_memory()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise PlanError(f"{torch.cuda.get_device_name(device)} has no bf16: take recipe.precision=fp16 or fp32")
     else:
         compat.pin_flash_attention()
+    if device.type == "cuda":  # the switch that both of torch's ways to ask for TF32 follow
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over all memory that is taken, for nothing
+        torch.backends.cudnn.benchmark = False
 
 
 ASKED = 1024

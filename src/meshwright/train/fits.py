@@ -2,71 +2,119 @@
 
 Counted are weights, gradients and optimizer states (spec/held.py), what the layers keep of one micro-batch (with full
 recomputation their inputs, else also what goes into and comes out of matrix products) and, on a CPU, the tokens of a
-step. What a step really takes is more.
+step and the copy from which a thread writes checkpoints, all of the largest step. What a step really takes is more.
+
+Ranks on CPUs share the memory of their machine: what they need is added up, and judged against what is available.
 """
 
-import os
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import torch
 
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.held import WIDTHS, memory
+from meshwright.spec.held import WIDTHS, memory, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
+from meshwright.train.machine import machine_memory
 
 TOKEN_BYTES = 16
 """A token and its target, int64."""
 
 
-def check_fits(plan: Plan, device: torch.device) -> None:
-    """DoesNotFit where some rank needs more than a device has; the worst pipeline rank is named."""
-    has = capacity_bytes(device)
-    states, kept, tokens, rank = max(_needs(plan, rank) for rank in pipeline_ranks(plan.layout))
-    tokens = tokens if device.type == "cpu" else 0
-    if states + kept + tokens <= has:
-        return
-    parts = {"weights, gradients and optimizer states": states, "activations": kept, "tokens of a step": tokens}
-    largest = max(parts, key=lambda name: parts[name])
-    advice = {
-        "weights, gradients and optimizer states": "a smaller model, or more ranks with layout.zero=3, tp or pp",
-        "activations": "a smaller layout.micro_batch, layout.recompute=full or a smaller recipe.sequence",
-        "tokens of a step": "a smaller recipe.global_batch",
-    }
-    listed = ", ".join(f"{gib(size)} of {name}" for name, size in parts.items() if size)
-    raise DoesNotFit(
-        f"rank {rank} needs at least {gib(states + kept + tokens)} ({listed}) and its device has {gib(has)}: "
-        f"take {advice[largest]}"
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Needs:
+    """Bytes that a rank needs at least."""
+
+    states: int
+    activations: int
+    tokens: int = 0
+    copy: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+PARTS = {
+    "states": (
+        "weights, gradients and optimizer states",
+        "a smaller model, or more ranks with layout.zero=3, tp or pp",
+    ),
+    "activations": ("activations", "a smaller layout.micro_batch, layout.recompute=full or a smaller recipe.sequence"),
+    "tokens": ("tokens of a step", "a smaller recipe.global_batch"),
+    "copy": ("the copy for layout.saving=async", "layout.saving=sync"),
+}
+"""Name of each part, and what makes it smaller."""
+
+
+def check_fits(plan: Plan, device: torch.device, *, machines: int = 1) -> None:
+    """DoesNotFit where some rank needs more than a device has, or on a CPU all ranks of a machine more than is
+    available there; the worst pipeline rank is named. Ranks are spread evenly over `machines`."""
+    needs = {rank: _needs(plan, rank, device.type) for rank in pipeline_ranks(plan.layout)}
+    rank = max(needs, key=lambda one: needs[one].total)
+    worst = needs[rank]
+    of_each = ", ".join(
+        f"{gib(getattr(worst, key))} of {name}" for key, (name, _) in PARTS.items() if getattr(worst, key)
     )
+    said = f"rank {rank} needs at least {gib(worst.total)} ({of_each})"
+    if device.type == "cpu":
+        here = machine_memory()
+        together = shared_bytes(plan, {rank: one.total for rank, one in needs.items()}, machines)
+        if together <= here.available_bytes + here.swap_bytes:
+            return
+        ranks = plan.layout.world // machines
+        if ranks > 1:
+            said += f", the {ranks} ranks of this machine {gib(together)} together,"
+        said += f" and {gib(here.available_bytes)} of its {gib(here.total_bytes)} are available"
+    else:
+        has = capacity_bytes(device)
+        if worst.total <= has:
+            return
+        said += f" and its device has {gib(has)}"
+    largest = max(PARTS, key=lambda key: int(getattr(worst, key)))
+    raise DoesNotFit(f"{said}: take {PARTS[largest][1]}")
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """Memory of a GPU; of a machine, or what its control group may have of it."""
+    """Memory of a GPU; of a machine what is available now."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    given = limit.read_text().strip() if limit.is_file() else "max"
-    return min(whole, int(given)) if given.isdigit() else whole
+    return machine_memory().available_bytes
 
 
-def _needs(plan: Plan, rank: int) -> tuple[int, int, int, int]:
-    """Bytes of states, of activations, of tokens; and the rank."""
-    layout, recipe, shape = plan.layout, plan.recipe, plan.model
+def shared_bytes(plan: Plan, of_places: Mapping[int, int], machines: int) -> int:
+    """What the ranks of the fullest machine need together, where those of a pipeline place need `of_places`, by its
+    first rank; neighbours are on one machine."""
+    each, place = max(1, plan.layout.world // machines), plan.layout.world // plan.layout.pp
+    sums = [
+        sum(of_places[rank - rank % place] for rank in range(first, min(first + each, plan.layout.world)))
+        for first in range(0, plan.layout.world, each)
+    ]
+    return max(sums)
+
+
+def _needs(plan: Plan, rank: int, device: str) -> Needs:
+    layout, recipe, shape = plan.layout, plan.recipe.largest, plan.model
     held = memory(
         shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
     )
-    states = held.only(phase="update").total()
     positions = recipe.sequence // layout.cp
     sequences = layout.micro_batch_of(recipe.global_batch)
     ranges = layers_of_stages(shape.layers, layout)
     layers = sum(len(ranges[stage]) for stage in own_stages(layout, place_of(layout, rank)["pp"]))
     kept = layers * sequences * positions * _kept_of_token(shape, layout)
-    tokens = recipe.global_batch // layout.dp * positions * TOKEN_BYTES
-    return int(states), kept * WIDTHS[recipe.precision].parameter, tokens, rank
+    host = device == "cpu"
+    return Needs(
+        states=int(held.only(phase="update").total()),
+        activations=kept * WIDTHS[recipe.precision].parameter,
+        tokens=recipe.global_batch // layout.dp * positions * TOKEN_BYTES * host,
+        copy=written_bytes(shape, layout, recipe.precision, rank) * (host and plan.copies_state(device)),
+    )
 
 
 def _kept_of_token(shape: ModelShape, layout: Layout) -> int:

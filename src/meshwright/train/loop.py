@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,23 @@ import torch
 from meshwright import __version__, planfile
 from meshwright.data import Corpus, Sampler
 from meshwright.data import prepare as prepare_data
+from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
-from meshwright.train import checkpoint, device, shelf
+from meshwright.spec.plan import RANDOM
+from meshwright.train import checkpoint, device, folders, shelf, weights
 from meshwright.train.batches import Share
+from meshwright.train.disk import check_space
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.train.run import MetricsLog, RunFolder
+from meshwright.train.skipping import StepSkipper
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
 from meshwright.train.watch import Foreseen, Summary, Watcher
@@ -39,11 +44,14 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     pulse: Pulse | None = None,
     foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
+    machines: int = 1,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
-    `progress` is told of the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
+    A run folder `DIR/auto` is chosen here (train/folders.py): watchers are told which. `progress` is told of
+    the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
+    Ranks are spread evenly over `machines`.
     Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
@@ -51,23 +59,33 @@ def run(
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
+    plan = replace(plan, run=first.for_all(lambda: folders.begun(plan, resume)))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
-    first.alone(lambda: check_fits(plan, target))
+    first.alone(lambda: check_fits(plan, target, machines=machines))
+    crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
-    device.prepare(target, plan.recipe.precision)
+    recipe = plan.recipe
+    device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
     saving = saving_group(mesh) if saves_behind(plan, target) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     _check_length(plan, corpus)
+    plan = replace(plan, run=first.for_all(lambda: folders.settled(plan)))
     with (
         _folder(plan, corpus, resume, first) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
-        state = new_state(plan, mesh, target, initialize=found is None)
+        drawn = plan.init == RANDOM
+        state = new_state(plan, mesh, target, initialize=found is None and drawn)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
+        elif not drawn:
+            weights.take_weights(state, plan)
+            foreseen = _also_said(foreseen, ("init", weights.said(plan)))
+        remarks = (*([crowded] if crowded else []), *advice(plan, corpus))
+        foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
@@ -105,9 +123,8 @@ def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def saves_behind(plan: Plan, target: torch.device) -> bool:
-    """Whether a thread writes the checkpoints. On a CPU the copy would take the memory and the write the cores that
-    training has, so there only where it is asked for."""
-    return plan.layout.saving == "async" or (plan.layout.saving == "auto" and target.type == "cuda")
+    """Whether a thread writes the checkpoints."""
+    return plan.layout.saves_behind(target.type)
 
 
 @contextmanager
@@ -115,8 +132,23 @@ def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterat
     """The run folder, made and locked by the first rank, looked at by the others."""
     path = Path(plan.run)
     with ExitStack() as stack:
-        made = first.alone(lambda: RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no"))
+        made = first.alone(lambda: _made(path, plan, corpus, resume))
         yield stack.enter_context(made) if made is not None else RunFolder(path=path, plan=plan)
+
+
+def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
+    """The run folder, taken."""
+    folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
+    if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
+        weights.keep_beside(plan, path)
+    folders.point_latest(path)
+    return folder
+
+
+def _also_said(foreseen: Foreseen | None, *rows: tuple[str, str]) -> Foreseen:
+    """With more rows of the first lines."""
+    known = foreseen or Foreseen()
+    return replace(known, sentences=(*known.sentences, *rows))
 
 
 def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
@@ -145,14 +177,14 @@ def _keep_plan(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...
         return ()
     before = _kept_keys(folder) if steps_done else {}
     folder.keep_plan()
-    now = dict(_lines("", planfile.dump(plan)))
+    now = dict(_lines("", planfile.dump(planfile.absolute(plan))))
     return tuple(f"{key}={value} (was {before[key]})" for key, value in now.items() if before.get(key, value) != value)
 
 
 def _kept_keys(folder: RunFolder) -> dict[str, Any]:
     """The plan that the run folder has, by dotted keys; nothing where it is of another version."""
     try:
-        return dict(_lines("", planfile.dump(RunFolder.open(folder.path).plan)))
+        return dict(_lines("", planfile.dump(planfile.absolute(RunFolder.open(folder.path).plan))))
     except MeshwrightError:
         return {}
 
@@ -162,6 +194,8 @@ def _check_resume(plan: Plan, resume: str) -> None:
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
+    if resume == "no" or (resume == "auto" and not shelf.listing(Path(plan.run) / "checkpoints")):
+        weights.check_weights(plan)
 
 
 def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
@@ -182,7 +216,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         initialize=initialize,
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
-    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress())
+    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress(), StepSkipper(target))
 
 
 def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Pulse) -> Path | None:

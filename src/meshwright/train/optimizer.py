@@ -1,20 +1,34 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
 
-The update itself is torch's fused AdamW. Below fp32 it runs on fp32 master weights, bucket by bucket, so that only one
-bucket of gradients is ever widened: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Gradients that were summed
-in fp32 are taken as they are. Of sharded parameters it updates this rank's part, as plain tensors that share the part's
-memory.
+The update itself is torch's fused kernel, called once for the matrices and once for the vectors. Below fp32 it runs on
+fp32 master weights. Gradients that were summed in fp32 are taken as they are. Those of 16 bit are widened in buckets,
+so that few are ever there twice: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters this
+rank's part is updated, as plain tensors that share the part's memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 
 BUCKET_BYTES = 16 * 2**20
+"""What widened gradients may take beyond the 16-bit ones that they replace."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Some parameters of one weight decay, as lists that the kernel takes."""
+
+    names: list[str]
+    decay: float
+    masters: list[Tensor]
+    moments: tuple[list[Tensor], list[Tensor]]
+    steps: list[Tensor]
 
 
 class AdamW:
@@ -22,65 +36,93 @@ class AdamW:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
         self.parameters = dict(parameters)
+        self.recipe = recipe
         self.masters = {name: local(parameter.detach()).float() for name, parameter in self.parameters.items()}
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
-        self.buckets = [(names, self._torch_optimizer(names, recipe)) for names in self._split()]
-        self.tensors()  # made now, below everything that comes and goes in a step, they leave no holes in memory
-
-    def _split(self) -> list[list[str]]:
-        """Names in buckets of BUCKET_BYTES fp32 gradients; one bucket where nothing is widened.
-
-        The largest come last: when they are widened, the gradients of the others are gone.
-        """
-        if not self.widened:
-            return [list(self.masters)]
-        buckets: list[list[str]] = [[]]
-        filled = 0
-        for name, master in sorted(self.masters.items(), key=lambda item: item[1].numel()):
-            if buckets[-1] and filled + master.numel() * 4 > BUCKET_BYTES:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append(name)
-            filled += master.numel() * 4
-        return buckets
-
-    def _torch_optimizer(self, names: list[str], recipe: Recipe) -> torch.optim.AdamW:
-        decayed = [self.masters[n] for n in names if self.masters[n].dim() > 1]
-        plain = [self.masters[n] for n in names if self.masters[n].dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=recipe.learning_rate,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.epsilon,
-            fused=True,
-        )
+        # Made now, below everything that comes and goes in a step, they leave no holes in memory.
+        self._steps = {name: torch.zeros((), device=master.device) for name, master in self.masters.items()}
+        self._moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
+        self._groups: dict[tuple[str, ...], list[_Group]] = {}
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
         one); nothing changes where `skip` () is 1.0. Below fp32 each gradient is dropped as soon as it is widened."""
+        counts = 1 - skip
         with torch.no_grad():
-            for names, inner in self.buckets:
-                for group in inner.param_groups:
-                    group["lr"] = rate
-                inner.grad_scale, inner.found_inf = divide_by, skip  # type: ignore[attr-defined]
-                self._widen(names)
-                inner.step()
-                self._narrow(names)
+            for names in self.buckets():
+                gradients = self._widened_gradients(names)
+                for group in self._grouped(names):
+                    compat.add_to_each(group.steps, counts)
+                    compat.fused_adamw(
+                        group.masters,
+                        [gradients[name] for name in group.names],
+                        group.moments,
+                        group.steps,
+                        lr=rate,
+                        beta1=self.recipe.beta1,
+                        beta2=self.recipe.beta2,
+                        weight_decay=group.decay,
+                        eps=self.recipe.epsilon,
+                        grad_scale=divide_by,
+                        found_inf=skip,
+                    )
+                del gradients  # before the next bucket is widened
+                if self.widened:
+                    narrow = [local(self.parameters[name].detach()) for name in names]
+                    compat.copy_each(narrow, [self.masters[name] for name in names])
 
-    def _widen(self, names: list[str]) -> None:
-        for name in names:
-            gradient = self.parameters[name].grad
-            self.masters[name].grad = None if gradient is None else local(gradient).float()
-            if self.widened:
-                self.parameters[name].grad = None
+    def buckets(self) -> Iterator[tuple[str, ...]]:
+        """The parameters that have a gradient, in the runs in which they are updated: fp32 gradients all at once, then
+        those of 16 bit, the small ones first.
 
-    def _narrow(self, names: list[str]) -> None:
+        A run is as large as BUCKET_BYTES and what earlier runs gave back. A gradient that is a piece of a larger buffer
+        gives nothing back.
+        """
+        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        ready = tuple(name for name, gradient in found.items() if gradient.dtype == torch.float32)
+        if ready:
+            yield ready
+        sizes = {name: (4 * g.numel(), _alone(g)) for name, g in found.items() if g.dtype != torch.float32}
+        del found
+        run: list[str] = []
+        room, filled, given_back = BUCKET_BYTES, 0, 0
+        for name in sorted(sizes, key=lambda name: sizes[name][0]):
+            size, alone = sizes[name]
+            if run and filled + size > room:
+                yield tuple(run)
+                room, run, filled, given_back = room + given_back, [], 0, 0
+            run.append(name)
+            filled += size
+            given_back += (
+                size if alone else 0
+            )  # half of it: 16 bit. It is also half of a later run that takes its place
+        if run:
+            yield tuple(run)
+
+    def _widened_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """In fp32, by name; below fp32 the parameters lose theirs."""
+        found = {}
         for name in names:
-            master = self.masters[name]
-            master.grad = None
+            parameter = self.parameters[name]
+            assert parameter.grad is not None
+            found[name] = local(parameter.grad).float()
             if self.widened:
-                local(self.parameters[name].detach()).copy_(master)
+                parameter.grad = None
+        return found
+
+    def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
+        """The lists of some parameters, made once; they are the same in nearly every step."""
+        if names not in self._groups:
+            matrices = [name for name in names if self.masters[name].dim() > 1]
+            vectors = [name for name in names if self.masters[name].dim() <= 1]
+            given = ((matrices, self.recipe.weight_decay), (vectors, 0.0))
+            self._groups[names] = [self._group(some, decay) for some, decay in given if some]
+        return self._groups[names]
+
+    def _group(self, names: list[str], decay: float) -> _Group:
+        first, second = ([self._moments[name][place] for name in names] for place in (0, 1))
+        masters, steps = ([kind[name] for name in names] for kind in (self.masters, self._steps))
+        return _Group(names, decay, masters, (first, second), steps)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -90,18 +132,11 @@ class AdamW:
     def tensors(self) -> dict[str, Tensor]:
         """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`."""
         found: dict[str, Tensor] = {}
-        for names, inner in self.buckets:
-            for name in names:
-                master = self.masters[name]
-                if self.widened:
-                    found["master." + name] = master
-                state = inner.state[master]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                    state["exp_avg"] = torch.zeros_like(master)
-                    state["exp_avg_sq"] = torch.zeros_like(master)
-                found["moment1." + name], found["moment2." + name] = state["exp_avg"], state["exp_avg_sq"]
-                found["step." + name] = state["step"]
+        for name, master in self.masters.items():
+            if self.widened:
+                found["master." + name] = master
+            found["moment1." + name], found["moment2." + name] = self._moments[name]
+            found["step." + name] = self._steps[name]
         return found
 
     def read_masters(self) -> None:
@@ -110,3 +145,8 @@ class AdamW:
             for name, master in self.masters.items():
                 if self.widened:
                     master.copy_(local(self.parameters[name].detach()))
+
+
+def _alone(gradient: Tensor) -> bool:
+    """Whether its memory is its own, and free once it is dropped."""
+    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()

@@ -26,9 +26,9 @@ READS = frozenset(
     {
         "meshwright.model.moe:counts_on_host",
         "meshwright.train.evaluate:evaluate",
-        "meshwright.train.trainer:Trainer._check",
-        "meshwright.train.trainer:Trainer._first_without_number",
-        "meshwright.train.trainer:Trainer._stops",
+        "meshwright.train.readback:Readback.read",
+        "meshwright.train.stopping:StopAgreement.reached",
+        "meshwright.train.pending:first_without_number",
     }
 )
 """Functions that read numbers off a device. Whoever stands in one of them itself waits for what the device has to

@@ -7,6 +7,8 @@ from meshwright.spec.recipe import Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Weights and gradients. Below fp32 the optimizer keeps an fp32 master copy: 2 + 2 + 4 + 4 + 4 bytes a parameter."""
+SMALLEST_LOSS_SCALE = 1.0
+"""fp16: a gradient that overflows below this scale is not the scale's fault any more."""
 
 
 def reduce_dtype(recipe: Recipe) -> torch.dtype:
@@ -25,6 +27,10 @@ class LossScaler:
         self.scale = torch.full((), initial, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.growth_interval = growth_interval
+
+    def can_halve(self) -> Tensor:
+        """Whether an overflow can be the scale's fault () bool: half of it is at least SMALLEST_LOSS_SCALE."""
+        return self.scale >= 2 * SMALLEST_LOSS_SCALE
 
     def update(self, overflow: Tensor) -> None:
         """Adapt the scale after a step; `overflow` () bool."""

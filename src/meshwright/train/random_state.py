@@ -14,14 +14,15 @@ _KIND = "MT19937"
 
 
 def rng_state(rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States of Python's `random`, numpy, torch and every CUDA generator of this process: (tensors, values).
+    """States of Python's `random`, numpy, torch and the CUDA device that this process is on: (tensors, values).
 
-    Tensors are named rng.RANK.NAME, so that ranks do not overwrite each other; values are the same on every rank.
+    Tensors are named rng.RANK.NAME, so that ranks do not overwrite each other; values are the same on every rank. The
+    device has no number: which GPUs a process sees, and in what order, may change from run to run.
     Sources of randomness that are objects of their own (a Generator, numpy's default_rng) are not in it.
     """
     tensors = {"python": _python_state(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        tensors["cuda"] = torch.cuda.get_rng_state()
     return {f"{PREFIX}{rank}.{name}": state for name, state in tensors.items()}, {"rng": _KIND}
 
 
@@ -39,8 +40,8 @@ def set_rng_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any], rank
             _set_numpy_state(state)
         elif source == "torch":
             torch.set_rng_state(state.cpu())
-        elif source.startswith("cuda") and int(source.removeprefix("cuda")) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state.cpu(), int(source.removeprefix("cuda")))
+        elif source == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state.cpu())
 
 
 def _python_state() -> Tensor:

@@ -100,6 +100,21 @@ class RunFolder:
         """What was said during the run, for people."""
         return self.path / "run.log"
 
+    def known_tokenizer(self, saved: Path) -> Tokenizer:
+        """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced:
+        with any other the tokens of the model mean something else."""
+        if not self.tokenizer.is_file():
+            raise RunError(
+                f"{self.path} has lost its tokenizer.json, without which nobody knows what its tokens mean: put the "
+                "file back (an export has a copy; train with resume=auto makes it anew from the same text)"
+            )
+        found, trained = Tokenizer.load(self.tokenizer), _tokenizer_of(saved)
+        if trained and found.fingerprint != trained:
+            raise RunError(
+                f"{self.tokenizer} is not the tokenizer that {saved.name} was trained with: put that one back"
+            )
+        return found
+
     def refuse_taken(self) -> None:
         """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""
         found = shelf.listing(self.checkpoints)
@@ -142,17 +157,24 @@ class RunFolder:
             self.refuse_taken()
         if found and all(saved.problem for saved in found):
             raise CheckpointError(f"no checkpoint of {self.path} can be used; the last one: {found[-1].problem}")
-        self._keep_tokenizer(tokenizer, bool(found))
+        self._keep_tokenizer(tokenizer, [saved for saved in found if not saved.problem])
         if not found:  # killed before its first checkpoint: the run starts again, and so do its metrics
             self.metrics.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         if not found:
             self.keep_plan()
 
-    def _keep_tokenizer(self, tokenizer: Tokenizer | None, trained: bool) -> None:
-        if trained:
-            before = Tokenizer.load(self.tokenizer).fingerprint if self.tokenizer.exists() else ""
-            if before != (tokenizer.fingerprint if tokenizer else ""):
+    def _keep_tokenizer(self, tokenizer: Tokenizer | None, trained: list[shelf.Saved]) -> None:
+        """Of a run that has checkpoints it must be the same one; where the file was lost, the checkpoint tells."""
+        mine = tokenizer.fingerprint if tokenizer else ""
+        if trained and (self.tokenizer.exists() or mine != _tokenizer_of(trained[-1].path)):
+            before = Tokenizer.load(self.tokenizer).fingerprint if self.tokenizer.exists() else None
+            if before is None and mine:
+                raise RunError(
+                    f"{self.path} has lost its tokenizer.json, and data.tokenizer is not known to be the same: put the "
+                    "file back (an export has a copy), or choose another run="
+                )
+            if (before or "") != mine:
                 raise RunError(
                     f"{self.path} was trained with another tokenizer (its tokenizer.json), and tokens would change "
                     "their meaning: take the data.tokenizer it was begun with, or choose another run="
@@ -234,10 +256,19 @@ class MetricsLog:
         return tuple(row["loss"] for row in steps if row["step"] % every == 0)[-most:]
 
 
+def _tokenizer_of(saved: Path) -> str:
+    """The fingerprint of the tokenizer that a checkpoint was trained with; empty where it does not say."""
+    try:
+        found = json.loads((saved / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("tokenizer", "")) if isinstance(found, dict) else ""
+
+
 def _is_others(path: Path, plan: Plan) -> bool:
     """Whether a plan file would be lost if this plan were written there: not where it says the same, as after a profile
     of the plan."""
-    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan)
+    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan, path.parent)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:

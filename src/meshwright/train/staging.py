@@ -1,6 +1,6 @@
 """A copy of the state in host memory, so that it can be written while training changes the state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Staging:
             found[name] = self.slabs[slab][used : used + size_bytes].view(tensor.dtype).view(tensor.shape)
             used, left = used + room, left - room
         return found
+
+
+def copied_bytes(tensors: Iterable[Tensor]) -> int:
+    """Host memory for a copy of these tensors and pieces."""
+    return sum(_room(tensor.held if isinstance(tensor, Piece) else tensor) for tensor in tensors)
 
 
 def _room(tensor: Tensor) -> int:

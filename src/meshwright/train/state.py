@@ -14,6 +14,7 @@ from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.optimizer import AdamW
 from meshwright.train.piece import piece
 from meshwright.train.precision import LossScaler
+from meshwright.train.skipping import StepSkipper
 
 
 @dataclass(slots=True)
@@ -33,12 +34,13 @@ class Progress:
 
 @dataclass(slots=True)
 class TrainState:
-    """The laid-out model, optimizer, scaler and progress."""
+    """The laid-out model, optimizer, scaler, progress, and what is known of skipped steps."""
 
     engine: Engine
     optimizer: AdamW
     scaler: LossScaler | None
     progress: Progress
+    skipper: StepSkipper = field(default_factory=StepSkipper)
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole."""
@@ -63,8 +65,9 @@ class TrainState:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
         return found
 
-    def values(self, recipe: Recipe, data: str) -> dict[str, Any]:
-        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in."""
+    def values(self, recipe: Recipe, data: str, tokenizer: str) -> dict[str, Any]:
+        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in, `tokenizer` that of
+        what its tokens mean."""
         progress = self.progress
         return {
             "step": progress.step,
@@ -74,10 +77,12 @@ class TrainState:
             "sequence": recipe.sequence,
             "seed": recipe.seed,
             "data": data,
+            "tokenizer": tokenizer,
             "noise": [progress.noise.variance, progress.noise.signal, progress.noise.weight],
             "eval_loss": progress.eval_loss,
             "best_eval_loss": progress.best_eval_loss,
             "best_step": progress.best_step,
+            "skipping": self.skipper.values(),
             "random": rng_state()[1],
         }
 
@@ -93,6 +98,8 @@ class TrainState:
             best_eval_loss=values["best_eval_loss"],
             best_step=values["best_step"],
         )
+        if "skipping" in values:  # an older checkpoint has none
+            self.skipper.restore(values["skipping"])
         set_rng_state(tensors, values["random"], self.engine.mesh.rank)
 
 

@@ -12,6 +12,7 @@ from meshwright.parallel.engine import euclidean_norm
 from meshwright.train.batches import Batch, valid_tokens
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import LossScaler
+from meshwright.train.skipping import StepSkipper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,9 @@ class StepResult:
     balance: Tensor | None
     """Mean balance loss a sequence."""
     skipped: Tensor
-    """1.0 where the gradient was not finite and nothing was changed."""
+    """1.0 where nothing was changed."""
+    reason: Tensor
+    """Why, as a number of train.skipping.REASONS, fp32."""
     micro_squared: tuple[Tensor, ...] = ()
     """Squared norm of each micro-batch's mean gradient, when noise is measured."""
     micro_tokens: tuple[int, ...] = ()
@@ -42,13 +45,16 @@ def train_step(
     clip: float,
     balance_loss: float,
     scaler: LossScaler | None = None,
+    skipper: StepSkipper | None = None,
+    spike_factor: float = 0.0,
     measure_noise: bool = False,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's micro-batches, clip, update; `before_update` is called between.
 
     Loss = sum over valid targets of all micro-batches and ranks / their number, so that no split changes it; the
-    balance loss is the mean over sequences, times `balance_loss`.
+    balance loss is the mean over sequences, times `balance_loss`. `skipper` is what skips a step, by the norms of
+    earlier ones where `spike_factor` is given.
     """
     device = micro_batches[0].tokens.device
     weights = Weights.of(engine, micro_batches, balance_loss, scaler)
@@ -60,20 +66,24 @@ def train_step(
     part, (loss, balance) = loss, engine.sum_loss(torch.stack((loss, balance)))
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
-    skipped = (~torch.isfinite(norm)).float()
+    loss = loss / weights.scale
+    may_overflow = scaler.can_halve() if scaler else None
+    reason = (skipper or StepSkipper(device)).judge(loss, norm, spike_factor=spike_factor, may_overflow=may_overflow)
+    skipped = (reason > 0).float()
     shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones((), device=device)
     if before_update is not None:
         before_update()
     optimizer.step(rate, divide_by=weights.scale / shrink, skip=skipped)
     optimizer.zero_grad()
     if scaler:
-        scaler.update(skipped.bool())
+        scaler.update(~torch.isfinite(norm + loss))
     return StepResult(
-        loss=loss / weights.scale,
+        loss=loss,
         part=part,
         grad_norm=norm,
         balance=balance if engine.model.shape.moe else None,
         skipped=skipped,
+        reason=reason,
         micro_squared=tuple(gradients.squared),
         micro_tokens=tuple(batch.valid for batch in micro_batches) if measure_noise else (),
     )
@@ -82,7 +92,7 @@ def train_step(
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What a token's, a sequence's and the balance loss count in the step, as tensors () fp32; `scale` is the loss
-    scale."""
+    scale that the step began with."""
 
     token: Tensor | None
     sequence: Tensor | None = None
@@ -96,7 +106,7 @@ class Weights:
         device = micro_batches[0].tokens.device
         tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
         sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
-        scale = scaler.scale if scaler else torch.ones((), device=device)
+        scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place
         return Weights(
             (1.0 / tokens).float() * scale,
             torch.full((), 1.0 / sequences, device=device),

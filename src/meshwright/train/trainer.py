@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,25 +13,29 @@ from meshwright.model.hub import unwritable
 from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
 from meshwright.parallel.pulse import Pulse
-from meshwright.spec import Plan, num_parameters
+from meshwright.parallel.replica_check import check_replicas
+from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
-from meshwright.spec.flop import TokenFlop, token_flop
 from meshwright.train import checkpoint, device
 from meshwright.train.batches import Feed, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.ledger import StepLedger
+from meshwright.train.opening import run_info
+from meshwright.train.pending import PendingStep, first_without_number, readback, step_metrics
 from meshwright.train.rate import learning_rate
 from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.saver import Saver
 from meshwright.train.state import TrainState
-from meshwright.train.step import StepResult, train_step
+from meshwright.train.step import train_step
+from meshwright.train.stopping import StopAgreement
 from meshwright.train.watch import EvalMetrics, Foreseen, RunInfo, StepMetrics, Summary, Watcher
 
-SIGNALS = (None, "SIGTERM", "SIGINT")
-"""What may have asked a run to end, as ranks tell each other."""
-SMALLEST_LOSS_SCALE = 1.0
-"""fp16: below this scale the overflow is not the scale's fault any more."""
+
+def reads_late(device: torch.device) -> bool:
+    """Whether a step's numbers are read while the next one runs: a GPU then always has work. On a CPU a step is over
+    when it has been begun."""
+    return device.type == "cuda"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +61,16 @@ class Trainer:
     """What is known of the run before it begins."""
     saver: Saver = field(init=False)
     ledger: StepLedger = field(init=False)
+    late: bool = field(init=False)
+    """Whether a step's numbers are read while the next one runs."""
+    _stop: StopAgreement = field(init=False)
+    _pending: deque[PendingStep] = field(init=False, default_factory=deque)
+    _read_s: float = field(init=False, default=0.0)
+    """When the numbers of a step were last read."""
+    _loss: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
+        self.late = reads_late(self.device)
         self.ledger = StepLedger(self.state)
         self.saver = Saver(
             self.folder.checkpoints,
@@ -77,45 +90,32 @@ class Trainer:
             self.folder.keep_dry_run(self.foreseen.dry_run)
         self._tell("started", self._info())
         self.state.engine.train()
-        begun, first_tokens, loss, saved = time.perf_counter(), progress.tokens, math.nan, progress.step
+        self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
+        begun, first_tokens, saved = time.perf_counter(), progress.tokens, progress.step
         score: float | None = None
         try:
             with self.saver:
-                while progress.step < recipe.steps and not self._stops(stop):
-                    metrics = self._step(feed)
-                    loss = metrics.loss
-                    log.append(_record(metrics))
-                    if _due(progress.step, recipe.log_every, recipe.steps):
-                        self._tell("stepped", metrics)
-                    score = self._evaluate(log) if _due(progress.step, recipe.eval_every, recipe.steps) else None
-                    if _due(progress.step, recipe.checkpoint_every, recipe.steps):
+                while progress.step < recipe.steps and not self._stop.reached(under_way=bool(self._pending)):
+                    self._begin(feed)
+                    evaluates = _due(progress.step, recipe.eval_every, recipe.steps)
+                    saves = _due(progress.step, recipe.checkpoint_every, recipe.steps)
+                    self._settle(log, keep=int(self.late and not evaluates and not saves))
+                    score = self._evaluate(log) if evaluates else None
+                    if saves:
                         self._save(log, score, goes_on=progress.step < recipe.steps)
                         saved = progress.step
+                self._settle(log)
                 if saved != progress.step:
                     self._save(log, score)
         finally:
             feed.close()
             log.close()
-        return self._finish(loss, time.perf_counter() - begun, progress.tokens - first_tokens, stop)
+        return self._finish(time.perf_counter() - begun, progress.tokens - first_tokens, stop)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all."""
         return self.state.engine.mesh.rank == 0
-
-    def _stops(self, stop: Interrupt) -> bool:
-        """Whether any rank was asked to stop: all end after the same step. CheckpointError on all where one could not
-        write in the background."""
-        world, asked, failed = self.state.engine.mesh["world"], stop.requested, int(self.saver.failed())
-        if world.size > 1:
-            told = torch.tensor((SIGNALS.index(asked), failed), dtype=torch.int32, device=self.device)
-            signal, failed = world.all_reduce(told, "max").tolist()
-            asked = SIGNALS[signal]
-        if failed:
-            self.saver.give_up()
-        if asked is not None:  # a signal that came meanwhile stays for the next step
-            stop.requested = asked
-        return asked is not None
 
     def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
         return Sampler(
@@ -126,15 +126,15 @@ class Trainer:
             shuffle=shuffle,
         )
 
-    def _step(self, feed: Feed) -> StepMetrics:
+    def _begin(self, feed: Feed) -> None:
+        """Begin the next step; its numbers are read later."""
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
-        started, step = time.perf_counter(), progress.step + 1
+        begun, step = time.perf_counter(), progress.step + 1
         self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
         following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
-        waited = time.perf_counter() - started
-        measure = bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0
+        waited = time.perf_counter() - begun
         self.ledger.begin()
         result = train_step(
             self.state.engine,
@@ -144,80 +144,86 @@ class Trainer:
             clip=recipe.clip,
             balance_loss=recipe.balance_loss,
             scaler=self.state.scaler,
-            measure_noise=measure,
+            skipper=self.state.skipper,
+            spike_factor=recipe.skip_spikes if step > recipe.warmup_steps else 0.0,
+            measure_noise=bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0,
             before_update=self.ledger.look,
         )
         self.ledger.end(step)
-        loss, norm = self._check(step, result)
-        if measure:
-            squared = [value.item() for value in result.micro_squared]
-            progress.noise.add(squared, result.micro_tokens, norm**2)
-        elapsed = time.perf_counter() - started
-        self.pulse.step_ended(elapsed)
-        tokens = count * recipe.sequence
         progress.step, progress.cursor = step, progress.cursor + count
-        progress.tokens, progress.seconds = progress.tokens + tokens, progress.seconds + elapsed
-        return self._metrics(result, loss, norm, count, elapsed, waited)
+        progress.tokens += count * recipe.sequence
+        numbers = readback(
+            result,
+            skipping=self.state.skipper.state,
+            loss_scale=self.state.scaler.scale if self.state.scaler else None,
+            asked=self._stop.begin() if self.late and self._stop.world.size > 1 else None,
+        )
+        pending = PendingStep(
+            step=step,
+            global_batch=count,
+            tokens=progress.tokens,
+            begun_s=begun,
+            data_wait_s=waited,
+            part=result.part,
+            micro_tokens=result.micro_tokens,
+            numbers=numbers,
+        )
+        self._pending.append(pending)
 
-    def _check(self, step: int, result: StepResult) -> tuple[float, float]:
-        """Loss and gradient norm as numbers; a loss that is none ends the run (the weights were not touched)."""
-        loss, norm = torch.stack((result.loss, result.grad_norm)).tolist()
-        scaler = self.state.scaler
-        overflow_is_normal = scaler is not None and scaler.scale.item() >= SMALLEST_LOSS_SCALE
-        if math.isfinite(loss) and (math.isfinite(norm) or overflow_is_normal):
-            return loss, norm
-        last = self.pulse.calls.last
+    def _settle(self, log: MetricsLog, *, keep: int = 0) -> None:
+        """Read, record and tell of the steps that were begun, but for the last `keep` ones."""
+        while len(self._pending) > keep:
+            self._end(self._pending.popleft(), log)
+
+    def _end(self, pending: PendingStep, log: MetricsLog) -> None:
+        recipe, progress = self.plan.recipe, self.state.progress
+        found = self._check(pending)
+        now = time.perf_counter()
+        elapsed = now - max(pending.begun_s, self._read_s)  # one step's time alone is neither's where two overlap
+        self._read_s = now
+        self.pulse.step_ended(elapsed)
+        progress.seconds += elapsed
+        if pending.micro_tokens:
+            progress.noise.add(found["micro_squared"], pending.micro_tokens, found["grad_norm"][0] ** 2)
+        metrics = step_metrics(
+            self.plan,
+            pending,
+            found,
+            device_used=self.device,
+            elapsed_s=elapsed,
+            run_s=progress.seconds,
+            noise_scale_tokens=progress.noise.tokens,
+        )
+        self._loss = metrics.loss
+        log.append(_record(metrics))
+        if _due(pending.step, recipe.log_every, recipe.steps) or metrics.skipped in ("non-finite", "spike"):
+            self._tell("stepped", metrics)
+
+    def _check(self, pending: PendingStep) -> dict[str, list[float]]:
+        """The numbers of a step; more bad ones in a row than the recipe skips end the run (no weight was touched)."""
+        found = pending.numbers.read()
+        if "asked" in found:
+            self._stop.hear(found["asked"])
+        in_a_row, most = int(found["skipping"][2]), self.plan.recipe.skip_nonfinite
+        if in_a_row <= most:
+            return found
+        loss, last = found["loss"][0], self.pulse.calls.last
+        row = f", as were {most} before it (recipe.skip_nonfinite={most})" if most else ""
         if math.isfinite(loss):  # a gradient is a sum over ranks before anybody can look at it
-            raise self._not_finite(step, "all ranks, backward", last, "gradient norm", norm)
-        raise self._not_finite(step, f"{self._first_without_number(result)}, forward", last, "loss", loss)
+            norm = found["grad_norm"][0]
+            raise self._not_finite(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
+        who = f"{first_without_number(self._stop.world, pending.part)}, forward"
+        raise self._not_finite(pending.step, who, last, "loss", loss, row)
 
-    def _first_without_number(self, result: StepResult) -> str:
-        """The first rank whose own part of the loss is none; asked only when the sum is none."""
-        finite = self.state.engine.mesh["world"].all_gather(torch.isfinite(result.part).reshape(1)).tolist()
-        return "all ranks" if all(finite) else f"rank {finite.index(False)}"
-
-    def _not_finite(self, step: int, who: str, call: str, what: str, value: float) -> NonFiniteLoss:
+    def _not_finite(self, step: int, who: str, call: str, what: str, value: float, row: str = "") -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         self.saver.settle()
         last = checkpoint.latest(self.folder.checkpoints)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
-            f"step {step}{where}: the {what} is {value}; {kept}. Lower recipe.learning_rate (now "
+            f"step {step}{where}: the {what} is {value}{row}; {kept}. Lower recipe.learning_rate (now "
             f"{self.plan.recipe.learning_rate}), lengthen recipe.warmup_steps, or look at the data of this step"
         )
-
-    def _metrics(
-        self, result: StepResult, loss: float, norm: float, count: int, elapsed: float, waited: float
-    ) -> StepMetrics:
-        plan, progress = self.plan, self.state.progress
-        use = device.memory(self.device)
-        rate = count * plan.recipe.sequence / elapsed
-        peak = device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device)
-        peak = peak * plan.layout.world if peak else None
-        causal, full = self._flop(causal=True), self._flop(causal=False)
-        return StepMetrics(
-            step=progress.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=learning_rate(plan.recipe, progress.step),
-            tokens=progress.tokens,
-            tokens_per_second=rate,
-            seconds=progress.seconds,
-            step_seconds=elapsed,
-            data_wait_seconds=waited,
-            allocated_bytes=use.allocated_bytes,
-            reserved_bytes=use.reserved_bytes,
-            mfu_causal=rate * causal.training / peak if peak else None,
-            mfu_full=rate * full.training / peak if peak else None,
-            hfu=rate * causal.hardware(plan.layout.recompute) / peak if peak else None,
-            noise_scale_tokens=progress.noise.tokens,
-            balance_loss=None if result.balance is None else result.balance.item(),
-            loss_scale=self.state.scaler.scale.item() if self.state.scaler else None,
-            global_batch=count,
-        )
-
-    def _flop(self, *, causal: bool) -> TokenFlop:
-        return token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal)
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         """The held-out loss, recorded and told; None where nothing is held out."""
@@ -251,40 +257,22 @@ class Trainer:
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
         progress = self.state.progress
+        check_replicas(self.state.engine, progress.step)
         log.sync()
-        self.saver.save(
-            progress.step,
-            self.state.tensors(),
-            self.state.values(self.plan.recipe, self.corpus.fingerprint),
-            score,
-            last=not goes_on,
-        )
+        values = self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint)
+        self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
     def _info(self) -> RunInfo:
-        plan, layout = self.plan, self.plan.layout
-        batch = plan.recipe.global_batch
-        validation = self.corpus.validation
-        return RunInfo(
-            plan=plan,
-            parameters=num_parameters(plan.model),
-            device=device.title(self.device),
+        goes_on = self.watchers and self.state.progress.step
+        return run_info(
+            self.plan,
+            self.corpus,
+            self.device,
             first_step=self.state.progress.step,
-            steps=plan.recipe.steps,
-            batch_equation=(
-                f"global batch {batch} sequences = micro-batch {layout.micro_batch_of(batch)} "
-                f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
-            ),
-            train_tokens=self.corpus.train.num_tokens,
-            bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
-            peak_flop_per_s=device.peak_flop_per_s(self.device, plan.recipe.precision, plan.cluster.device),
-            losses=self._losses_before(),
-            foreseen=self.foreseen.sentences,
+            losses=MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else (),
+            foreseen=self.foreseen,
             notes=self._notes(),
         )
-
-    def _losses_before(self) -> tuple[float, ...]:
-        goes_on = self.watchers and self.state.progress.step
-        return MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else ()
 
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
@@ -295,6 +283,8 @@ class Trainer:
             )
         if plan.layout.pp > 1 and plan.layout.schedule == "interleaved" and plan.layout.vp == 1:
             found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+        if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
+            found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         if self.state.progress.step >= plan.recipe.steps:
@@ -303,7 +293,7 @@ class Trainer:
             found.append(f"goes on otherwise than before: {', '.join(self.changes)}")
         return tuple(found)
 
-    def _finish(self, loss: float, seconds: float, tokens: int, stop: Interrupt) -> Summary:
+    def _finish(self, seconds: float, tokens: int, stop: Interrupt) -> Summary:
         from meshwright.train.plot import loss_plot
 
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
@@ -319,7 +309,7 @@ class Trainer:
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,
-            loss=loss,
+            loss=self._loss,
             eval_loss=progress.eval_loss,
             best_eval_loss=progress.best_eval_loss,
             best_step=progress.best_step,

@@ -81,6 +81,10 @@ class StepMetrics:
     """fp16 only."""
     global_batch: int
     """Sequences of this step."""
+    skipped: str | None = None
+    """Why the step changed no weight: `overflow` (fp16), `non-finite`, `spike`; None = it did."""
+    skipped_steps: int | None = None
+    """Steps of the run so far that were skipped; None = none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def _numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
     """Every field that holds a finite number, but the step itself."""
     fields = asdict(metrics)
     fields.pop("step")
-    return {name: value for name, value in fields.items() if value is not None and math.isfinite(value)}
+    return {name: value for name, value in fields.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _stable_id(folder: Path) -> str:

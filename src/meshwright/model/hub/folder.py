@@ -48,9 +48,9 @@ class HubFolder:
     generation: Mapping[str, object]
     """Its generation config, or bos and eos of its config."""
 
-    def load(self, put: Callable[[str, Tensor], None]) -> None:
-        """Call put(name, tensor) with every weight, by our names; see load_weights."""
-        load_weights(self.path, self.shape, put)
+    def load(self, put: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Call put(name, tensor) with every weight that is wanted, by our names; see load_weights."""
+        load_weights(self.path, self.shape, put, wanted)
 
 
 def import_folder(folder: Path) -> HubFolder:

@@ -18,9 +18,15 @@ HEAD = "lm_head.weight"
 _SCALE = "_scale_inv"
 
 
-def load_weights(folder: Path, shape: ModelShape, put: Callable[[str, Tensor], None]) -> None:
+def load_weights(
+    folder: Path,
+    shape: ModelShape,
+    put: Callable[[str, Tensor], None],
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> None:
     """Call put(name, tensor) with every parameter and router correction bias of the shape, by our names.
 
+    Of what is stored together and not `wanted` at all nothing is read: a pipeline stage reads its own layers.
     Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first put.
     HubError: missing shard, truncated file, missing, unexpected or misshapen tensor, an untied head where the config
     ties it.
@@ -40,6 +46,8 @@ def load_weights(folder: Path, shape: ModelShape, put: Callable[[str, Tensor], N
     if shape.tied and HEAD in stored:
         _check_tied(folder, bound, read)
     for binding in bound:
+        if not any(map(wanted, binding.ours)):
+            continue
         rows = [size[0] for size in binding.ours.values()]
         tensors = binding.transform.restore([read(name) for name in binding.theirs], rows, shape)
         for name, tensor in zip(binding.ours, tensors, strict=True):

@@ -22,7 +22,11 @@ function memoryOf(data, recipe, layout) {
     const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), last);
     const state = stateBytes(data.memory, table.step, count);
     const costs = own.map((stage) => stages[stage]);
-    const worst = peakOf({layout, costs, state, units, first: own.includes(0), last, table}, momentsOf(layout, m, rank));
+    const sizes = own.map((stage) =>
+      countOf(data, {...layout, zero: 0}, [split[stage]], stage === 0, stage === pp * vp - 1).whole);
+    const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
+    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares};
+    const worst = peakOf(one, momentsOf(layout, m, rank));
     return rankMemory(data, table, count, worst, borders);
   });
 }

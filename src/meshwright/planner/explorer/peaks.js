@@ -1,5 +1,5 @@
 // The moments of a step at which a rank may hold most, and what each needs: planner/moments.py and planner/peaks.py,
-// ported. A moment is [what, place of its stage, alive, queued, graded].
+// ported. A moment is [what, place of its stage, alive, queued, graded, reduced].
 
 const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
 const WHEN = {
@@ -21,25 +21,24 @@ function momentsOf(layout, m, rank) {
 }
 
 function momentsAlone(zero, m) {
-  const found = [0, 1].slice(0, m).map((graded) => ["loss", 0, [1], [0], [graded]]);
+  const found = [0, 1].slice(0, m).map((graded) => ["loss", 0, [1], [0], [graded], [0]]);
   const passes = m > 1 ? [[Number(m > 2), false]] : []; // one between is above the first
   if (m < 3 || zero < 2) passes.push([Number(m > 1), true]); // and the last, but where all gradients are summed in that
   for (const [graded, final] of passes)
-    found.push([final ? "sums" : "pass", 0, [1], [0], [graded]],
-      [final ? "end" : "embedding", 0, [0], [0], [graded]]);
+    found.push([final ? "sums" : "pass", 0, [1], [0], [graded], [0]],
+      [final ? "end" : "embedding", 0, [0], [0], [graded], [0]]);
   return found;
 }
 
 function momentsIn(own, lastStage) {
   const stages = [...new Set(own.map((action) => action.stage))].sort((a, b) => a - b);
-  const [alive, queued, graded] = [0, 0, 0].map(() => stages.map(() => 0));
+  const [alive, queued, graded, reduced] = [0, 0, 0, 0].map(() => stages.map(() => 0));
   const last = new Map(own.filter(({kind}) => kind === "W" || kind === "BW").map((one) => [one.stage, one]));
-  const ended = own.find((action) => action === last.get(action.stage));
   const found = new Map();
   for (const action of own) {
     const {kind, stage} = action, place = stages.indexOf(stage);
     const now = (what) => {
-      const moment = [what, place, [...alive], [...queued], [...graded]];
+      const moment = [what, place, [...alive], [...queued], [...graded], [...reduced]];
       found.set(JSON.stringify(moment), moment);
     };
     if (kind === "F") {
@@ -49,7 +48,7 @@ function momentsIn(own, lastStage) {
       now("weights");
       queued[place]--;
       graded[place] = 1;
-      if (action === ended) now("reduce");
+      if (action === last.get(stage)) now("reduce");
     } else {
       const final = action === last.get(stage);
       now(final ? "sums" : "pass");
@@ -61,13 +60,15 @@ function momentsIn(own, lastStage) {
       if (stage === 0) now(final ? "end" : "embedding");
       if (kind === "BW") graded[place] = 1;
     }
+    if (action === last.get(stage)) reduced[place] = 1;
   }
   const all = [...found.values()];
   return all.filter((one) => !all.some((other) => below(one, other))).sort(inOrder);
 }
 
 const below = (one, other) => one !== other && one[0] === other[0] && one[1] === other[1] &&
-  [2, 3, 4].every((n) => one[n].every((x, stage) => x <= other[n][stage]));
+  [2, 3, 4].every((n) => one[n].every((x, stage) => x <= other[n][stage])) &&
+  one[5].every((x, stage) => x >= other[5][stage]); // what is reduced is less with ZeRO and as much without
 
 function inOrder(one, other) {
   if (one[0] !== other[0]) return one[0] < other[0] ? -1 : 1;
@@ -87,19 +88,24 @@ function peakOf(rank, found) {
   return best;
 }
 
-function atMoment({layout, costs, state, units, first, last, table}, [what, place, alive, queued, graded]) {
+function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
+  const {layout, costs, state, units, first, last, table, shares} = rank;
   const cost = costs[place], again = graded[place], whole = state.gradients;
   const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
   const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
   const logits = sum((one, n) => alive[n] * one.logits_kept);
   const ends = last && place === costs.length - 1, early = queued[place] && !again; // gradients of weights wait
-  const before = whole * graded.reduce((a, b) => a + b, 0) / graded.length + (ends && early ? units.last.gradients : 0);
   const alone = layout.pp === 1, apart = alone && layout.zero >= 2, frees = alone && layout.zero === 3;
   const final = units.summed && (what === "sums" || what === "end");
-  const letsGo = final && layout.zero && !frees; // parameters that were whole go with a stage's last backward pass
+  const shards = units.summed && layout.zero && !frees; // parameters that were whole go with a stage's last backward pass
+  const letsGo = final && shards;
+  const done = sum((one, n) => reduced[n] * shares[n]), sharers = layout.dp_shard * layout.cp;
+  const before = whole * (sum((one, n) => graded[n] * shares[n]) - done) + whole * done / (shards ? sharers : 1) +
+    (ends && early ? units.last.gradients : 0);
+  const parameters = state.parameters * (shards ? 1 - done : 1);
   const made = table.parameter_bytes, summed = table.gradient_bytes;
   const kinds = (gradients, logits, temporaries, buffers, gone = 0) =>
-    ({gradients, activations: kept, logits, temporaries, buffers, parameters: state.parameters - gone});
+    ({gradients, activations: kept, logits, temporaries, buffers, parameters: parameters - gone});
 
   if (what === "loss") {
     const gathered = alone && units.summed && (frees || (layout.zero && !again));
@@ -121,21 +127,21 @@ function atMoment({layout, costs, state, units, first, last, table}, [what, plac
   if (what === "split") return [kinds(before, logits, cost.split, 0)];
   if (what === "embedding" || what === "end") {
     const {first: embedding, block} = units;
-    const after = again ? before : before + (early ? embedding.gradients : whole / graded.length);
-    const rest = letsGo ? Math.max(0, state.parameters - embedding.parameters) : 0;
+    const own = whole * shares[place], after = again ? before : before + (early ? embedding.gradients : own);
+    const rest = letsGo ? Math.max(0, state.parameters * shares[place] - embedding.parameters) : 0;
     if (apart) {
       const gathers = frees ? embedding.parameters : 0;
       return [kinds(whole, logits, embedding.made, gathers + Math.max(embedding.gradients, block.gradients), rest)];
     }
     const more = again && made < summed ? embedding.gradients : 0;
-    const shards = embedding.gradients + block.gradients + after / (layout.dp_shard * layout.cp);
+    const left = embedding.gradients + block.gradients + own / sharers;
     const inside = Math.max(embedding.made + more, final && !layout.zero ? embedding.gradients : 0);
-    return [kinds(final && layout.zero ? Math.min(after, shards) : after, logits, inside, 0, rest)];
+    return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, inside, 0, rest)];
   }
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;
   const headless = ends && letsGo && !units.tied ? end.parameters : 0;
-  const share = again ? 0 : end.gradients / (layout.dp_shard * layout.cp);
+  const share = again ? 0 : end.gradients / sharers;
   const gradients = apart ? before + share : again ? before : Math.min(whole, before + end.gradients);
   const found = [];
   if (ends) {

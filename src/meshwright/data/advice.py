@@ -1,0 +1,44 @@
+"""Whether a tokenizer suits a text and a model, said before training and not after."""
+
+from meshwright.data.corpus import Corpus
+from meshwright.spec import Plan
+
+FEW_BYTES = 2.0
+"""Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
+LEAST_BYTES = 100_000
+"""A shorter text is no ground for advice."""
+IDLE = 4
+"""A model may have so many times the rows of its tokenizer before it is said."""
+UNITS = "bytes"
+
+
+def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
+    """Sentences for the first lines of a run; none where all goes well together."""
+    found = []
+    streams, tokenizer = (corpus.train, corpus.validation), corpus.tokenizer
+    text, tokens = (sum(getattr(stream, f"num_{what}") for stream in streams) for what in ("bytes", "tokens"))
+    poor = tokens > 0 and text / tokens < FEW_BYTES and text >= LEAST_BYTES and plan.data.tokenizer != UNITS
+    if poor:
+        size = max(512, min(plan.model.vocab, 4096))
+        found.append(
+            f"the tokenizer hardly knows this text: {text / tokens:.2f} bytes per token; data.tokenizer=bpe:{size} "
+            "trains one on it, and as many tokens then hold more text"
+        )
+    elif plan.model.vocab >= IDLE * tokenizer.vocab:
+        found.append(
+            f"model.vocab={plan.model.vocab} has {plan.model.vocab - tokenizer.vocab:,} rows that the "
+            f"{tokenizer.vocab:,} tokens of the tokenizer never use: model.vocab={tokenizer.vocab} saves them"
+        )
+    return tuple(found)
+
+
+def tokens_of_run(plan: Plan) -> int:
+    """Tokens that all steps of a plan read, its batch ramp included."""
+    recipe, done, seen = plan.recipe, 0, 0
+    borders = [stage.tokens for stage in recipe.batch_ramp]
+    while done < recipe.steps:
+        each = recipe.global_batch_at(seen) * recipe.sequence
+        following = next((border for border in borders if border > seen), None)
+        steps = recipe.steps - done if following is None else min(recipe.steps - done, -(-(following - seen) // each))
+        done, seen = done + steps, seen + steps * each
+    return seen

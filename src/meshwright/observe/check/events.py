@@ -1,0 +1,141 @@
+"""What a rank's trace says: each collective and message, when it is waited for, and the work between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+"""All ranks of a group take part."""
+MESSAGES = ("send", "receive")
+"""Two ranks of a group take part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """A process group as its members know it: they meet under its name."""
+
+    name: str
+    ranks: tuple[int, ...]
+    axis: str
+    """The mesh's name for it, for messages."""
+
+    def __str__(self) -> str:
+        return f"{self.axis} group of ranks {shown(self.ranks)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A collective, or one end of a message, of one rank."""
+
+    group: int
+    """Which of the rank's communicators."""
+    kind: str
+    elements: int
+    """Of the tensor that this rank gives (a receive: takes)."""
+    dtype: str
+    element_bytes: int
+    reduce: str = ""
+    """sum, max ... of those that combine."""
+    peer: int = 0
+    """Places from this rank to the other one, along the group and round its end."""
+    sent: tuple[int, ...] = ()
+    """all_to_all: elements for each rank."""
+    received: tuple[int, ...] = ()
+    where: str = ""
+    """Step, action of the schedule, line of the engine."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of that tensor."""
+        return self.elements * self.element_bytes
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it has one partner."""
+        return self.kind in MESSAGES
+
+    def __str__(self) -> str:
+        combined = f" ({self.reduce})" if self.reduce else ""
+        return f"{self.kind}{combined} of {self.elements} x {self.dtype} ({self.size_bytes} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Operations of one group start together (NCCL: one group call), by number."""
+
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Kernels launched from here on run after an operation. The host does not stop."""
+
+    operation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Kernels are launched."""
+
+    first: bool
+    """One of them for the first time in this process, so that its code may have to be loaded."""
+    where: str = ""
+    """The first of those, or the first of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """Local work meets a buffer of an operation that was not waited for."""
+
+    operation: int
+    what: Literal["read", "written", "freed"]
+    where: str
+
+
+Event = Start | Wait | Compute | Touch
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank does, in order. Ranks with equal traces differ in their communicators only."""
+
+    operations: tuple[Operation, ...]
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """A rank with its trace and the communicators that the trace numbers."""
+
+    rank: int
+    trace: Trace
+    communicators: tuple[Communicator, ...]
+
+    def partner(self, operation: Operation) -> int:
+        """The other rank of a message."""
+        ranks = self.communicators[operation.group].ranks
+        return ranks[(ranks.index(self.rank) + operation.peer) % len(ranks)]
+
+    def says(self, number: int) -> str:
+        """An operation of this rank in words: `send of 64 x float32 (256 bytes) to rank 3 in the pp group of ...`."""
+        one = self.trace.operations[number]
+        to = f" {'to' if one.kind == 'send' else 'from'} rank {self.partner(one)}" if one.is_message else ""
+        return f"{one}{to} in the {self.communicators[one.group]}, {one.where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that the traces break."""
+
+    rule: Literal["mismatch", "buffer", "deadlock"]
+    text: str
+    """One sentence, or several lines for a circle of waits."""
+
+
+def shown(ranks: Sequence[int]) -> str:
+    """`0 to 7`, `0, 2, 4`, `0, 4, 8 ... 60 (16 ranks)`."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))} ... {ranks[-1]} ({len(ranks)} ranks)"

@@ -1,0 +1,104 @@
+"""GPUs: driver, torch's build, NCCL, what torch.compile needs."""
+
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
+from meshwright.train.device import known_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What torch and the system say of GPUs."""
+
+    cuda: str | None
+    """CUDA version that torch was built for; None = a CPU build."""
+    available: bool
+    driver: str
+    """Version of the driver; empty = none is loaded."""
+    why: str = ""
+    """What torch says where it cannot use a GPU."""
+    names: tuple[str, ...] = ()
+
+
+def build(driver: Path = Path("/proc/driver/nvidia/version")) -> Build:
+    """Of this machine."""
+    text = driver.read_text().split("Kernel Module")[-1].split() if driver.is_file() else []
+    version = next((word for word in text if word[:1].isdigit()), "loaded" if text else "")
+    available, why = torch.cuda.is_available(), ""
+    if version and torch.version.cuda and not available:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).splitlines()[0][:200]
+    names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) if available else ()
+    return Build(cuda=torch.version.cuda, available=available, driver=version, why=why, names=names)
+
+
+def gpus(found: Build) -> Finding:
+    """Whether torch can use what is there."""
+    if found.available:
+        names = ", ".join(sorted(set(found.names)))
+        said = f"{len(found.names)} x {names}, driver {found.driver or 'unknown'}, CUDA {found.cuda}"
+        if len(set(found.names)) > 1:
+            return warning("GPUs", said, "train on equal GPUs: each step waits for the slowest")
+        return ok("GPUs", said, count=len(found.names))
+    if not found.driver:
+        return ok("GPUs", "none: the CPU is used", count=0)
+    if found.cuda is None:
+        return failure(
+            "GPUs", f"driver {found.driver} is loaded, and torch is a CPU build",
+            "install a CUDA build of torch: https://pytorch.org/get-started/locally",
+        )  # fmt: skip
+    return failure(
+        "GPUs", f"torch (CUDA {found.cuda}) cannot use driver {found.driver}: {found.why or 'no reason given'}",
+        "update the driver, or install a torch that is built for an older CUDA",
+    )  # fmt: skip
+
+
+def libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> Finding:
+    """The libraries that ranks talk through."""
+    gloo = dist.is_available() and dist.is_gloo_available() if gloo is None else gloo
+    nccl = dist.is_available() and dist.is_nccl_available() if nccl is None else nccl
+    if not gloo:
+        return failure("communication", "this torch has no Gloo", "install an official build of torch")
+    if gpu and not nccl:
+        return failure("communication", "this torch has no NCCL", "install an official CUDA build of torch, on Linux")
+    version = ".".join(map(str, torch.cuda.nccl.version())) if gpu else ""
+    return ok("communication", f"Gloo{f' and NCCL {version}' if gpu else ''}")
+
+
+def compiler(gpu: bool, triton: bool | None = None, compilers: tuple[str, ...] | None = None) -> Finding:
+    """What torch.compile needs: Triton on a GPU, and a C compiler everywhere."""
+    triton = find_spec("triton") is not None if triton is None else triton
+    found = (
+        tuple(name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)) if compilers is None else compilers
+    )
+    missing = [*([] if found else ["a C compiler"]), *(["Triton"] if gpu and not triton else [])]
+    if not missing:
+        return ok("compiler", f"{found[0]}{', Triton' if gpu else ''}")
+    said = f"torch.compile lacks {' and '.join(missing)}"
+    if not gpu:
+        return ok("compiler", f"{said}: not needed, since a CPU runs uncompiled by default")
+    return warning(
+        "compiler", f"{said}: training runs uncompiled, slower by a fifth to a third",
+        "apt-get install gcc; pip install triton (official CUDA builds of torch bring it)",
+    )  # fmt: skip
+
+
+def known_figures(gpu: bool) -> Finding:
+    """Whether plans know this GPU's figures."""
+    if not gpu:
+        return skipped("device preset", "no GPU")
+    preset = known_device(torch.device("cuda", torch.cuda.current_device()))
+    if preset is None:
+        return warning(
+            "device preset", f"no figures of {torch.cuda.get_device_name()} are known",
+            "meshwright calibrate --out here.toml measures them for plan and MFU",
+        )  # fmt: skip
+    return ok("device preset", preset.name)

@@ -1,0 +1,217 @@
+"""Whether kernels compute on this device what they should: each beside plain sums in fp64, and which of torch's
+attention kernels runs; how fast products are."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import Kernels, fast
+from meshwright.kernels.attention import Mask, attend_reference, causal_mask
+from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
+from meshwright.kernels.experts import expert_linear_reference, groups_on_device
+from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
+from meshwright.train.device import known_device
+
+BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Largest error, as a share of the length of a tensor: a few roundings; TF32 products are left out."""
+SLOW = 0.6
+"""Share of the best measured product of a known GPU, below which something slows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One use of attention: sizes of q, k and v, and the mask."""
+
+    heads: int
+    keys: int
+    width: int
+    values: int
+    packed: bool = False
+
+
+FORMS = {
+    "causal": Form(4, 4, 64, 64),
+    "grouped (GQA)": Form(8, 2, 64, 64),
+    "packed documents": Form(4, 4, 64, 64, packed=True),
+    "latent (MLA)": Form(4, 4, 96, 64),
+}
+LENGTH = 256
+
+
+def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Every form of attention, forward and backward."""
+    attend = (kernels or fast()).attend
+    worst: dict[str, float] = {}
+    used: dict[str, str] = {}
+    for name, form in FORMS.items():
+        sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
+        given = [_normal((2, LENGTH, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
+        documents = (torch.arange(LENGTH, device=device) // 100).expand(2, -1) if form.packed else None
+        mask = causal_mask(LENGTH, LENGTH, documents=documents, device=device)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
+            return attend_reference(q, k, v, mask, scale=0.1)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
+            found: Tensor = attend(q, k, v, mask, scale=0.1)
+            return found
+
+        worst[name] = _error(ours, plain, given)
+        used[name] = _backend(lambda: ours(*given), device)  # noqa: B023
+    return _judged("attention", worst, BARS[dtype], {"backends": used}, _said(used))
+
+
+def flash_parts(device: torch.device, dtype: torch.dtype) -> Finding:
+    """The raw fused kernel with its log-sum-exp, which context parallelism puts together from parts."""
+    if not compat.has_flash_attention(device.type):
+        return skipped("attention by parts", "this torch has no fused kernel that returns the log-sum-exp")
+    q, k, v = (_normal((2, 4, LENGTH, 64), device, dtype, seed) for seed in range(3))
+    out, lse = compat.flash_attention(q, k, v, causal=False, scale=0.1, device=device.type)
+    scores = torch.einsum("bhse,bhte->bhst", q.double(), k.double()) * 0.1
+    right = {"result": scores.softmax(-1) @ v.double(), "log-sum-exp": scores.logsumexp(-1)}
+    found = {"result": out, "log-sum-exp": lse}
+    worst = {name: _relative(found[name], right[name]) for name in right}
+    gradient = _normal(tuple(out.shape), device, dtype, 7)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    again = (torch.einsum("bhse,bhte->bhst", *leaves[:2]) * 0.1).softmax(-1) @ leaves[2]
+    exact = torch.autograd.grad(again, leaves, gradient.double())
+    ours = compat.flash_attention_backward(gradient, q, k, v, out, lse, causal=False, scale=0.1, device=device.type)
+    worst |= {f"gradient of {n}": _relative(a, b) for n, a, b in zip("qkv", ours, exact, strict=True)}
+    return _judged("attention by parts", worst, BARS[dtype])
+
+
+def experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Products of a mixture of experts, two of which get no token: their gradients must be zero."""
+    product = (kernels or fast()).expert_linear
+    counts = [40, 0, 24, 0, 64]
+    rows = _normal((sum(counts), 64), device, dtype, 0)
+    weights = _normal((len(counts), 32, 64), device, dtype, 1)
+    on_device = torch.tensor(counts, device=device)
+    grouped = groups_on_device(rows, weights)
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        found: Tensor = product(x, w, on_device if grouped else counts)
+        return found
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return expert_linear_reference(x, w, counts)
+
+    leaves = [x.detach().clone().requires_grad_() for x in (rows, weights)]
+    ours(*leaves).sum().backward()
+    gradient = leaves[1].grad
+    empty = [n for n, count in enumerate(counts) if not count and gradient is not None and gradient[n].any()]
+    if empty:
+        return failure(
+            "experts", f"experts {empty} had no token and got a gradient that is not zero",
+            "update torch (pytorch issue 172439), or train without grouped products: layout.kernels=reference",
+        )  # fmt: skip
+    worst = {"products": _error(ours, plain, [rows, weights])}
+    return _judged("experts", worst, BARS[dtype], {"grouped": grouped}, "grouped products" if grouped else "one by one")
+
+
+def loss(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Head and loss in one."""
+    targets = torch.arange(64, device=device) % 50
+    targets[3] = -100
+    made = (kernels or fast()).linear_cross_entropy
+    worst = {
+        "head and loss": _error(
+            lambda x, w: made(x, w, targets),
+            lambda x, w: linear_cross_entropy_reference(x, w, targets),
+            [_normal((64, 32), device, dtype, 0), _normal((50, 32), device, dtype, 1)],
+        )
+    }
+    return _judged("loss", worst, BARS[dtype])
+
+
+def products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) -> Finding:
+    """The speed of a large matrix product, beside what a known GPU reaches. `flop_per_s`: measured already."""
+    rate = flop_per_s or product_flop_per_s(device, dtype)
+    shown = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+    said = f"{shown} in {str(dtype).removeprefix('torch.')}"
+    preset = known_device(device)
+    best = preset.bf16_matmul_flop_per_s or preset.bf16_flop_per_s if preset else 0.0
+    if best and dtype != torch.float32 and rate < SLOW * best:
+        return warning(
+            "products", f"{said}: {rate / best:.0%} of what this GPU reaches elsewhere",
+            "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE tells what slows it; end other programs on it",
+            flop_per_s=rate,
+        )  # fmt: skip
+    return ok("products", said, flop_per_s=rate)
+
+
+def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> float:
+    """Of a square product: 8192 on a GPU, 1024 on a CPU; the median of some rounds."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    taken = []
+    for _ in range(rounds + 1):
+        _wait(device)
+        began = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        taken.append(time.perf_counter() - began)
+    return 2.0 * size**3 / statistics.median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _normal(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: list[Tensor]) -> float:
+    """The largest relative error of the result and the gradients, beside the plain form in fp64."""
+    found, right = ([], [])
+    for function, inputs, into in ((ours, given, found), (plain, [x.double() for x in given], right)):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        value = function(*leaves)
+        into += [value.detach(), *torch.autograd.grad(value, leaves, torch.ones_like(value))]
+    return max(_relative(a, b) for a, b in zip(found, right, strict=True))
+
+
+def _relative(found: Tensor, right: Tensor) -> float:
+    error = (found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-12)
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
+
+
+def _judged(
+    check: str, worst: Mapping[str, float], bar: float, figures: Mapping[str, object] | None = None, more: str = ""
+) -> Finding:
+    """Failure where anything is further off than the bar."""
+    name = max(worst, key=lambda key: worst[key])
+    said = f"{name} is off by {worst[name]:.1e} (at most {bar:.0e})"
+    if not worst[name] <= bar:
+        return failure(
+            check, said, "layout.kernels=reference avoids the kernel; report it with this file", errors=dict(worst)
+        )
+    return ok(check, f"{said}{f'; {more}' if more else ''}", errors=dict(worst), **(figures or {}))
+
+
+def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
+    """Which of torch's attention kernels a call launches; on a CPU which form is chosen."""
+    if device.type != "cuda":
+        return "cpu"
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        run()
+        torch.cuda.synchronize(device)
+    names = " ".join(event.key.lower() for event in seen.key_averages())
+    known = {"cudnn": "cudnn", "flash": "flash", "fmha": "efficient", "efficient": "efficient"}
+    return next((kernel for word, kernel in known.items() if word in names), "plain products")
+
+
+def _said(used: Mapping[str, str]) -> str:
+    kinds = sorted(set(used.values()))
+    if kinds == ["cpu"]:
+        return ""
+    return "kernels: " + ", ".join(f"{name} {kernel}" for name, kernel in used.items())

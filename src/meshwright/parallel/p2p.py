@@ -1,0 +1,180 @@
+"""What pipeline ranks send each other in one step, and when each send and receive is started.
+
+Each link (spec/replay.py: a kind, a sender, a receiver) has a process group of its own, so that nothing waits behind an
+unrelated transfer. A send is started as soon as its tensor is made. A receive is started before the action that reads
+it: up to AHEAD of a kind earlier, so that it travels while the rank computes.
+
+On a GPU an open receive is a kernel that runs until the tensor is there, and the first launch of another kernel may
+wait until nothing runs (CUDA loads code lazily; compiled code is loaded when it is made). Any action may therefore wait
+for every receive that is open, and after a wait for a send all computation waits for its receiver. All ranks number the
+actions of a step in one order (`spec.replay.numbered`), and an action is only made to wait for others with smaller
+numbers: that make what is received, that are done before what is sent is received. One that waits for nothing is always
+left. (A first launch waits for open sends as well, whose receivers AHEAD may hold back: the stages of a pipeline
+are therefore warmed up before the first message.)
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.group import Group
+from meshwright.spec.replay import Link, Transfer, numbered, transfers
+from meshwright.spec.schedule import Action, Actions
+
+AHEAD = 1
+"""Receives of a kind that are started before what arrives is needed: a tensor of memory each."""
+UNDER_WAY = 2
+"""Sends whose tensors are kept before the rank waits for the oldest."""
+
+Kind = Literal["F", "B"]
+Key = tuple[Kind, int, int]
+"""(F or B, stage that reads it, micro-batch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A rank's actions, its sends and receives in the order in which they are made, and whom they wait for."""
+
+    actions: tuple[Action, ...]
+    numbers: tuple[int, ...]
+    """Of each of its actions, in the order of all ranks' actions."""
+    transfers: tuple[Transfer, ...]
+    others: Mapping[Transfer, int]
+    """The number of an action at the other end: that makes what it receives; before the one that reads what it sends
+    (-1 = none), after which the receive is started at the latest."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward pass leaves its weight gradients for later."""
+        return any(action.kind == "W" for action in self.actions)
+
+
+def program(lists: Actions, rank: int) -> Program:
+    """The part of one rank in the lists of all."""
+    order = numbered(lists)
+    made = {_read(action): number for action, number in order.items() if action.kind != "W"}
+    before = {_read(b): order[a] for actions in lists for a, b in pairwise(actions) if b.kind != "W"}
+    own = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
+    others = {}
+    for transfer in own:
+        kind, stage, i = _key(transfer)
+        maker = stage - 1 if kind == "F" else stage + 1
+        others[transfer] = made[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
+    return Program(lists[rank], tuple(order[action] for action in lists[rank]), own, others)
+
+
+class PointToPoint:
+    """The tensors of one step that go from stage to stage.
+
+    `groups` are the two ranks of each link of this rank, `empty` makes the memory for a micro-batch's tensor. What no
+    transfer names stays here: its stage lies on this rank.
+    """
+
+    def __init__(self, groups: Mapping[Link, Group], rank: int, todo: Program, empty: Callable[[int], Tensor]) -> None:
+        self.groups, self.todo, self.empty = groups, todo, empty
+        self.sends = {_key(transfer): transfer for transfer in todo.transfers if transfer.source == rank}
+        self.receives = [transfer for transfer in todo.transfers if transfer.target == rank]
+        kinds: tuple[Kind, Kind] = ("F", "B")
+        self.awaited = {kind: deque(transfer for transfer in self.receives if transfer.kind == kind) for kind in kinds}
+        self.arrives = {_key(transfer) for transfer in self.receives}
+        self.here: dict[Key, Tensor] = {}
+        self.arriving: dict[Key, tuple[Tensor, list[dist.Work]]] = {}
+        self.leaving: list[_Sent] = []
+        self.done = 0
+        self._look_ahead()
+
+    def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
+        """Hand a tensor to a stage; nobody else may change it from now on."""
+        key: Key = kind, stage, micro_batch
+        transfer = self.sends.pop(key, None)
+        if transfer is None:
+            self.here[key] = tensor
+            return
+        tensor = tensor.contiguous()
+        group = self.groups[transfer.link]
+        self.leaving.append(_Sent(transfer, tensor, group.exchange([(tensor, 1 - group.index)], [])))
+        self._release(UNDER_WAY)
+
+    def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
+        """What was handed to a stage; waits for it."""
+        key: Key = kind, stage, micro_batch
+        if key not in self.arrives:
+            return self.here.pop(key)
+        if key not in self.arriving:
+            self._receive_up_to(key)
+        tensor, work = self.arriving.pop(key)
+        self._look_ahead()
+        for one in work:
+            one.wait()
+        return tensor
+
+    def action_ended(self) -> None:
+        """This rank has done one more of its actions."""
+        self.done += 1
+        self._look_ahead()
+
+    def close(self) -> None:
+        """Wait for all that was sent."""
+        assert not (any(self.awaited.values()) or self.sends or self.arriving or self.here), (
+            "the schedule has transfers that no action made or read"
+        )
+        self._release(0)
+
+    def _look_ahead(self) -> None:
+        """Start the receives that are next, as far as they may be."""
+        for kind, order in self.awaited.items():
+            ahead = sum(key[0] == kind for key in self.arriving)
+            while order and ahead < AHEAD and self._may_wait(order[0], self.done):
+                self._receive(order.popleft())
+                ahead += 1
+
+    def _receive_up_to(self, key: Key) -> None:
+        """Start a receive, after those that come before it on its link."""
+        order = self.awaited[key[0]]
+        last = next(transfer for transfer in order if _key(transfer) == key)
+        for transfer in [one for one in order if one.link == last.link]:
+            order.remove(transfer)
+            self._receive(transfer)
+            if transfer == last:
+                return
+
+    def _may_wait(self, transfer: Transfer, action: int) -> bool:
+        """Whether an action of this rank (its place in the list) may wait for the other end of a transfer."""
+        numbers = self.todo.numbers
+        return action >= len(numbers) or self.todo.others[transfer] < numbers[action]
+
+    def _receive(self, transfer: Transfer) -> None:
+        tensor, group = self.empty(transfer.micro_batch), self.groups[transfer.link]
+        self.arriving[_key(transfer)] = tensor, group.exchange([], [(tensor, 1 - group.index)])
+
+    def _release(self, kept: int) -> None:
+        """Free what has been received; wait for the oldest of the rest where there are more than so many."""
+        for sent in list(self.leaving):
+            if not all(one.is_completed() for one in sent.work):
+                if len(self.leaving) <= kept or not self._may_wait(sent.transfer, self.done + 1):
+                    continue
+                for one in sent.work:
+                    one.wait()
+            self.leaving.remove(sent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A tensor that must stay as it is until its receiver has it."""
+
+    transfer: Transfer
+    tensor: Tensor
+    work: list[dist.Work]
+
+
+def _key(transfer: Transfer) -> Key:
+    return transfer.kind, transfer.stage, transfer.micro_batch
+
+
+def _read(action: Action) -> Key:
+    return "F" if action.kind == "F" else "B", action.stage, action.micro_batch

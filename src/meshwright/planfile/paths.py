@@ -1,0 +1,137 @@
+"""Relative paths: in a plan file they are of the file's folder, in a Plan (and on a command line) of the current one.
+
+So a plan means the same wherever it is called from. A run's own plan.yaml means the run that it lies in, also where the
+folder has been moved or renamed since.
+"""
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.planfile.text import Given
+from meshwright.spec import presets
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import RANDOM, Plan
+
+KEPT = "plan.yaml"
+"""The plan in a run folder."""
+DEFAULT_RUN = next(str(field.default) for field in fields(Plan) if field.name == "run")
+WORDS = {"data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "model.init": (RANDOM,), "run": ()}
+BEGINNINGS = {"data.path": ("hub:",), "data.tokenizer": ("bpe:",)}
+"""Values of keys that are no paths, and what such values begin with."""
+
+
+def located(tree: Given, file: Path) -> Given:
+    """The tree of a plan file (by our names) with its relative paths made those of the current folder."""
+    if not isinstance(tree.value, dict):
+        return tree
+    items = dict(tree.value)
+    own = Path(os.path.realpath(file.parent))
+    run = items.get("run")
+    named = run is not None and isinstance(run.value, str)
+    started = _started_in(own, run) if run is not None and named and file.name == KEPT else None
+    base = started or own
+    if started is not None and run is not None:
+        items["run"] = Given(shown(own), run.where)
+    elif run is None or named:
+        items["run"] = _moved(run or Given(DEFAULT_RUN, ""), "run", base)
+    for section, key in (("data", "path"), ("model", "preset")):
+        given = items.get(section)
+        if given is not None and isinstance(given.value, str):
+            items[section] = _moved(given, f"{section}.{key}", base)
+        elif given is not None and isinstance(given.value, dict):
+            items[section] = Given({k: _moved(v, f"{section}.{k}", base) for k, v in given.value.items()}, given.where)
+    return Given(items, tree.where)
+
+
+def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What `dump` gives, for a file in `folder`: a relative path stays so where the file lies in the current folder or
+    above the path, and is written in full elsewhere."""
+    here = Path.cwd()
+    folder = Path(os.path.realpath(folder))
+    if folder == Path(os.path.realpath(here)):
+        return document
+
+    def full(key: str, value: str) -> str:
+        if not _is_path(key, value) or (key == "run" and value == DEFAULT_RUN):
+            return value
+        whole = Path(os.path.realpath(here)) / value
+        return str(whole.relative_to(folder)) if folder in whole.parents else str(whole)
+
+    data, model = dict(document["data"]), dict(document["model"])
+    data |= {key: full(f"data.{key}", data[key]) for key in ("path", "tokenizer")}
+    model |= {"init": full("model.init", model["init"])} if "init" in model else {}
+    return {**document, "model": model, "data": data, "run": full("run", document["run"])}
+
+
+def absolute(plan: Plan) -> Plan:
+    """The plan with its paths in full: equal for equal places, however they were given."""
+
+    def full(key: str, value: str) -> str:
+        return os.path.realpath(os.path.expanduser(value)) if _is_name(key, value) else value
+
+    data = replace(
+        plan.data, path=full("data.path", plan.data.path), tokenizer=full("data.tokenizer", plan.data.tokenizer)
+    )
+    return replace(plan, data=data, run=full("run", plan.run), init=full("model.init", plan.init))
+
+
+def shown(path: Path) -> str:
+    """Relative to the current folder where it lies below it, as people wrote it."""
+    here = Path(os.path.realpath(Path.cwd()))
+    return str(path.relative_to(here)) if here in path.parents else str(path)
+
+
+def _moved(given: Given, key: str, base: Path) -> Given:
+    value = given.value
+    if not isinstance(value, str) or base == Path(os.path.realpath(Path.cwd())):
+        return given
+    if key == "model.preset":
+        if not _is_folder(value, base):
+            return given
+        path = shown(Path(os.path.normpath(base / value)))
+        return Given(path if "/" in path else f"./{path}", given.where)
+    if not _is_path(key, value):
+        return given
+    return Given(shown(Path(os.path.normpath(base / value))), given.where)
+
+
+def _is_folder(value: str, base: Path) -> bool:
+    """Whether a model is a relative path: it looks like one, or is a folder there and no preset."""
+    if not value or os.path.isabs(value) or value.startswith("~"):
+        return False
+    return "/" in value or value.startswith(".") or (value not in presets.model_names() and os.path.isdir(base / value))
+
+
+def _is_name(key: str, value: str) -> bool:
+    """Whether the value of a key names a place of the file system."""
+    return key in WORDS and value not in WORDS[key] and not value.startswith(BEGINNINGS.get(key, ("\0",)))
+
+
+def _is_path(key: str, value: str) -> bool:
+    """Whether it names one relative to some folder."""
+    return _is_name(key, value) and bool(value) and not os.path.isabs(value) and not value.startswith("~")
+
+
+def _started_in(own: Path, run: Given) -> Path | None:
+    """The folder that the other paths of a run's own plan are of; None where the plan is no run's."""
+    assert isinstance(run.value, str)
+    named = os.path.normpath(run.value)
+    if os.path.isabs(named):
+        return own if Path(os.path.realpath(named)) == own or _holds_run(own) else None
+    if named == ".":
+        return own if _holds_run(own) else None
+    tail = Path(named).parts
+    if own.parts[-len(tail) :] == tail:  # relative to where it was begun
+        return Path(*own.parts[: -len(tail)])
+    if _holds_run(own):
+        raise PlanError(
+            f"{run.where}: run={run.value} is not the folder {own}, and that holds a run: give run={shown(own)} to go "
+            f"on with it, or another run="
+        )
+    return None
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or any(folder.glob("checkpoints/step-*/COMMIT"))

@@ -1,0 +1,49 @@
+"""Room for checkpoints, asked before the first step instead of found out at the first save."""
+
+import shutil
+from pathlib import Path
+
+from meshwright.spec import Plan, parameters
+from meshwright.spec.errors import RunError
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS
+from meshwright.spec.shape import ModelShape
+from meshwright.spec.units import gib, many
+from meshwright.train import shelf
+
+
+def checkpoint_bytes(shape: ModelShape, precision: str) -> int:
+    """Of the tensors of one checkpoint, whatever the layout: weights, master weights, two moments, and a step counter
+    for each tensor. Names, hashes and random states, some kilobytes a rank, are left out."""
+    width, found = WIDTHS[precision], parameters(shape)
+    each = width.parameter + width.master + width.moments
+    return sum(one.numel * each + COUNTER_BYTES for one in found)
+
+
+def check_space(plan: Plan) -> str | None:
+    """RunError where not one more checkpoint has room in the run's file system; a sentence where not all that are kept
+    at once have. Nothing is asked of a run that has done all its steps."""
+    run, recipe = Path(plan.run), plan.recipe
+    there = shelf.listing(run / "checkpoints")
+    if there and there[-1].step >= recipe.steps:
+        return None
+    place = next(path for path in (run, *run.absolute().parents) if path.is_dir())
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:  # some network file systems do not say
+        return None
+    size = checkpoint_bytes(plan.model, recipe.precision)
+    if free < size:
+        raise RunError(
+            f"run={run}: a checkpoint of this model takes {gib(size)} and its disk has {gib(free)} free: free some "
+            "space, or choose another run="
+        )
+    best = 1 if plan.data.validation else 0
+    saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1
+    most = min(saves, recipe.keep_last + best + 1)
+    needed = most * size - sum(saved.size_bytes for saved in there)
+    if free >= needed:
+        return None
+    return (
+        f"the disk of {run} has {gib(free)} free, and up to {many(most, 'checkpoint')} of {gib(size)} are there at "
+        f"once (recipe.keep_last={recipe.keep_last}, the best, the one being written): it will be full before the end"
+    )

@@ -1,0 +1,39 @@
+"""What is known of a run before its first step."""
+
+import torch
+
+from meshwright.data import Corpus
+from meshwright.spec import Plan, num_parameters
+from meshwright.train import device
+from meshwright.train.watch import Foreseen, RunInfo
+
+
+def run_info(
+    plan: Plan,
+    corpus: Corpus,
+    target: torch.device,
+    *,
+    first_step: int,
+    losses: tuple[float, ...],
+    foreseen: Foreseen,
+    notes: tuple[str, ...],
+) -> RunInfo:
+    """For those who watch."""
+    layout, batch, validation = plan.layout, plan.recipe.global_batch, corpus.validation
+    return RunInfo(
+        plan=plan,
+        parameters=num_parameters(plan.model),
+        device=device.title(target),
+        first_step=first_step,
+        steps=plan.recipe.steps,
+        batch_equation=(
+            f"global batch {batch} sequences = micro-batch {layout.micro_batch_of(batch)} "
+            f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
+        ),
+        train_tokens=corpus.train.num_tokens,
+        bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
+        peak_flop_per_s=device.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
+        losses=losses,
+        foreseen=foreseen.sentences,
+        notes=notes,
+    )

@@ -1,0 +1,121 @@
+"""Run folders that nobody named, plans called from elsewhere, and how an interrupted verb ends."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from meshwright import planfile
+from meshwright.train import folders
+from tests.cli import toy
+from tests.cli.toy import call
+
+TODAY = r"2\d\d\d-\d\d-\d\d"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with texts and a plan of a run that takes a second, called from there."""
+    toy.write_texts(tmp_path / "project" / "texts")
+    monkeypatch.chdir(tmp_path / "project")
+    words = [*toy.SHAPE, *toy.RECIPE, "recipe.steps=2", "data=texts"]
+    planfile.write(planfile.read(None, words), "plan.yaml")
+    return tmp_path / "project"
+
+
+def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, object]:
+    """The summary of a training."""
+    code, out, err = call(capsys, "train", "--no-dry-run", "--json", *words)
+    assert code == 0, err
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name.partition("-llama")[2] for path in root.iterdir() if not path.is_symlink())
+
+
+def test_a_run_that_nobody_named_is_a_new_one(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = train(capsys, "plan.yaml"), train(capsys, "plan.yaml")
+    assert names(project / "runs") == ["-tiny", "-tiny-2"]
+    assert second["run"] == f"{first['run']}-2"
+    assert os.readlink("runs/latest") == Path(str(second["run"])).name
+    assert call(capsys, "eval", "runs/latest", "--json")[0] == 0
+    third = train(capsys, "plan.yaml", "run=runs/mine")
+    assert third["run"] == "runs/mine" and os.readlink("runs/latest") == "mine"
+
+
+def test_a_profile_and_a_training_of_the_default_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "profile", "plan.yaml", "--steps", "1", "--json")
+    assert code == 0, err
+    assert (project / "runs/latest/profile.json").is_file()
+    train(capsys, "plan.yaml", "recipe.global_batch=8")
+    assert names(project / "runs") == ["-tiny", "-tiny-2"]
+
+
+def test_resume_auto_goes_on_with_the_newest_run_of_the_plan(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = train(capsys, "plan.yaml", "resume=auto")["run"]
+    other = train(capsys, "plan.yaml", "recipe.sequence=16", "resume=auto")["run"]
+    assert mine != other, "another length of sequence is no place to go on in"
+    found = train(capsys, "plan.yaml", "recipe.steps=3", "resume=auto")
+    assert (found["run"], found["step"]) == (mine, 3)
+    again = train(capsys, "plan.yaml", "resume=auto", "recipe.sequence=16", "recipe.steps=4")
+    assert (again["run"], again["step"]) == (other, 4)
+    assert len(names(project / "runs")) == 2
+
+
+def test_resume_auto_from_another_folder_goes_on(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its absolute path, by the plan that the run kept, and from within the run."""
+    run = project / str(train(capsys, "plan.yaml")["run"])
+    named = planfile.read("plan.yaml", ["run=runs/named", "recipe.seed=1"])
+    planfile.write(named, "named.yaml")
+    train(capsys, "named.yaml")
+    monkeypatch.chdir(tmp_path)
+    for steps, (plan, right) in enumerate(
+        (
+            (project / "plan.yaml", run),
+            (run / "plan.yaml", run),
+            ("project/named.yaml", project / "runs/named"),
+            ("project/runs/latest/plan.yaml", project / "runs/named"),
+        ),
+        start=3,
+    ):
+        found = train(capsys, plan, f"recipe.steps={steps}", "resume=auto")
+        assert (Path(str(found["run"])).resolve(), found["step"]) == (right, steps)
+    monkeypatch.chdir(run)
+    assert Path(str(train(capsys, "plan.yaml", "recipe.steps=9", "resume=auto")["run"])).resolve() == run
+    assert len(names(project / "runs")) == 2 and not (tmp_path / "runs").exists()
+
+
+def test_names_are_never_shared(tmp_path: Path) -> None:
+    plan = planfile.read(None, [f"run={tmp_path}/auto", "model.name=a b/c (changed)"])
+    found = [folders.settled(plan) for _ in range(3)]
+    assert [Path(path).name.partition("-a-b-c")[2] for path in found] == ["", "-2", "-3"]
+    (tmp_path / "latest").mkdir()
+    folders.point_latest(Path(found[0]))
+    assert not (tmp_path / "latest").is_symlink(), "a folder of that name is somebody's"
+
+
+def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshwright.cli.display import PlainDisplay
+
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
+
+        def press(self: PlainDisplay, metrics: object, number: signal.Signals = number) -> None:
+            os.kill(os.getpid(), number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainDisplay, "stepped", press)
+            found, out, err = call(capsys, "train", "--no-dry-run", "plan.yaml", "recipe.steps=9")
+        assert found == code and not err
+        [line] = [line for line in out.splitlines() if line.startswith("go on with: ")]
+        run = os.readlink("runs/latest")
+        assert f" run=runs/{run} " in line and line.endswith(" resume=auto")
+        assert (project / "runs/latest/checkpoints/step-000001/COMMIT").is_file()

@@ -1,0 +1,37 @@
+"""What is said before the first step."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cli import foresight
+from meshwright.planfile import read
+from meshwright.planner.predict import estimator
+from meshwright.planner.prediction import Prediction
+from meshwright.spec import Plan
+
+PLAN = read(
+    None,
+    ["model=llama-3.1-8b", "cluster=h100x8", "recipe.sequence=8192", "recipe.global_batch=16", "recipe.precision=bf16",
+     "layout.dp_shard=8", "layout.zero=3", "layout.micro_batch=1"],
+)  # fmt: skip
+
+
+def predicted(plan: Plan) -> Prediction:
+    return estimator(plan).predict(plan)
+
+
+def test_a_default_that_costs_speed_is_named_as_long_as_the_planner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = predicted(PLAN)
+    together = replace(PLAN, recipe=replace(PLAN.recipe, document_mask=False))
+    share = 1 - predicted(together).step_s / apart.step_s
+    assert bool(foresight._costs(apart)) == (share >= foresight.NAMED_FROM)
+    monkeypatch.setattr(foresight, "NAMED_FROM", -1.0)
+    [said] = foresight._costs(apart)
+    assert said.startswith(
+        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed"
+    )
+    assert foresight._costs(predicted(together)) == [], "nobody pays"
+    assert foresight._costs(predicted(replace(PLAN, cluster=read(None).cluster))) == [], (
+        "nothing is known of the device"
+    )

@@ -1,0 +1,227 @@
+"""The cases of `meshwright verify --random`: what is drawn, how it is written, how it is made smaller."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.model.moe import Router
+from meshwright.observe.case_text import Drawn, drawn_of, settings_of, text_of, violations
+from meshwright.observe.random_case import random_case
+from meshwright.observe.shrinking import shrunk
+from meshwright.observe.ties import margin
+from meshwright.observe.verify import case_batch
+from meshwright.spec.errors import PlanError
+from meshwright.spec.schedule import NAMES
+from meshwright.spec.shape import ModelShape, MoEShape
+
+DRAWS = 2000
+Asks = Callable[[Drawn], bool]
+
+
+def _reader_without_target(one: Drawn) -> bool:
+    valid = case_batch(one.case, 1).valid_of_rows
+    each = len(valid) // one.layout.dp
+    return one.layout.dp > 1 and any(sum(valid[i * each : (i + 1) * each]) == 0 for i in range(one.layout.dp))
+
+
+def _micro_batch_without_target(one: Drawn) -> bool:
+    """The same micro-batch on every reader."""
+    valid = case_batch(one.case, 1).valid_of_rows
+    each, size = len(valid) // one.layout.dp, one.layout.micro_batch_of(len(valid))
+    starts = range(0, each, size)
+    return len(starts) > 1 and any(
+        not any(valid[who * each + start + row] for who in range(one.layout.dp) for row in range(size))
+        for start in starts
+    )
+
+
+FEATURES: dict[str, Asks] = {
+    "one key head": lambda one: one.case.shape.kv_heads == 1 < one.case.shape.heads and one.case.shape.mla is None,
+    "one key head under tp": lambda one: one.case.shape.kv_heads == 1 and one.layout.tp > 1,
+    "key heads shared by some tp ranks": lambda one: 1 < one.case.shape.kv_heads < one.layout.tp,
+    "an odd head size": lambda one: one.case.shape.head_dim % 2 == 1 and one.case.shape.mla is None,
+    "a head size that is no share of hidden": lambda one: one.case.shape.hidden % one.case.shape.heads > 0,
+    "unequal stages": lambda one: one.layout.pp > 1 and one.case.shape.layers % (one.layout.pp * one.layout.vp) > 0,
+    "stages by hand": lambda one: bool(one.layout.stages),
+    "biases of queries": lambda one: one.case.shape.qkv_bias,
+    "a bias of the output": lambda one: one.case.shape.out_bias,
+    "biases of the MLP": lambda one: one.case.shape.mlp_bias,
+    "norms of queries and keys": lambda one: one.case.shape.qk_norm,
+    "layer norms": lambda one: one.case.shape.norm == "layernorm",
+    "gelu": lambda one: one.case.shape.mlp == "gelu",
+    "gelu by tanh": lambda one: one.case.shape.mlp == "gelu_tanh",
+    "a window from some layer": lambda one: 0 < one.case.shape.window_from_layer < one.case.shape.layers,
+    "learned positions": lambda one: one.case.shape.positions == "learned",
+    "latent attention": lambda one: one.case.shape.mla is not None and one.case.shape.mla.q_rank > 0,
+    "latent attention, queries directly": lambda one: one.case.shape.mla is not None and not one.case.shape.mla.q_rank,
+    "shared experts": lambda one: one.case.shape.moe is not None and one.case.shape.moe.shared_experts > 0,
+    "grouped experts": lambda one: one.case.shape.moe is not None and one.case.shape.moe.groups > 1,
+    "sigmoid scores": lambda one: one.case.shape.moe is not None and one.case.shape.moe.scoring == "sigmoid",
+    "dense layers first": lambda one: one.case.shape.moe is not None and one.case.shape.moe.first_dense > 0,
+    "a tied head": lambda one: one.case.shape.tied,
+    **{
+        f"{kind} scaling": lambda one, kind=kind: getattr(one.case.shape.rope_scaling, "kind", None) == kind
+        for kind in ("linear", "llama3", "yarn")
+    },
+    **{f"{world} processes": lambda one, world=world: one.layout.world == world for world in range(1, 9)},
+    **{f"schedule {name}": lambda one, name=name: one.layout.pp > 1 and one.layout.schedule == name for name in NAMES},
+    **{f"zero {zero}": lambda one, zero=zero: one.layout.dp > 1 and one.layout.zero == zero for zero in range(4)},
+    "pp=5": lambda one: one.layout.pp == 5,
+    "dp=3 and tp=2": lambda one: one.layout.dp == 3 and one.layout.tp == 2,
+    "dp=7": lambda one: one.layout.dp == 7,
+    "virtual stages": lambda one: one.layout.vp == 3,
+    "hybrid sharding": lambda one: one.layout.dp_replicate > 1 and one.layout.dp_shard > 1 and one.layout.zero > 0,
+    "sp": lambda one: one.layout.sp,
+    "the ring": lambda one: one.layout.cp > 1 and one.layout.context == "ring",
+    "the gather": lambda one: one.layout.cp > 1 and one.layout.context == "all-gather",
+    "no zigzag": lambda one: one.layout.cp > 1 and not one.layout.zigzag,
+    "experts spread": lambda one: one.layout.ep > 1,
+    "experts spread over tp": lambda one: one.layout.ep > 1 and one.layout.tp > 1,
+    "recomputation of some": lambda one: one.layout.recompute == "selective",
+    "recomputation of all": lambda one: one.layout.recompute == "full",
+    "accumulation": lambda one: one.layout.pp == 1 and one.layout.micro_batches(one.case.global_batch) > 1,
+    "steps of different size": lambda one: len(set(one.case.batches)) > 1,
+    "a rank without a target": _reader_without_target,
+    "a micro-batch without a target": _micro_batch_without_target,
+    "clipping that bites": lambda one: one.case.clip == 0.05,
+    "clipping that does not": lambda one: one.case.clip == 1000,
+    "no clipping": lambda one: one.case.clip == 0,
+    "fp16 without an overflow": lambda one: one.case.precision == "fp16" and not one.case.overflow,
+    "fp16, overflow on one rank": lambda one: (
+        bool(one.case.precision == "fp16" and one.case.overflow) and one.layout.dp > 1
+    ),
+    "bf16": lambda one: one.case.precision == "bf16",
+    "documents": lambda one: one.case.packed,
+    "a balance loss": lambda one: one.case.shape.moe is not None and one.case.balance_loss > 0,
+}
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Drawn]:
+    return [random_case(11, index) for index in range(DRAWS)]
+
+
+def test_every_feature_is_drawn(drawn: list[Drawn]) -> None:
+    counts = Counter(name for one in drawn for name, has in FEATURES.items() if has(one))
+    rare = {name: counts[name] for name in FEATURES if counts[name] < 3}
+    assert not rare, rare
+
+
+def test_what_is_drawn_is_legal_and_the_same_again(drawn: list[Drawn]) -> None:
+    assert not [one for one in drawn if violations(one)]
+    assert drawn[:50] == [random_case(11, index) for index in range(50)]
+    assert len({text_of(one) for one in drawn}) > 0.99 * DRAWS
+    assert all(random_case(3, index, processes=3).layout.world <= 3 for index in range(100))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_the_text_says_it_all(seed: int, index: int) -> None:
+    one = random_case(seed, index)
+    assert drawn_of(text_of(one)) == one
+
+
+def test_the_text_is_short_and_written_by_hand() -> None:
+    one = drawn_of("kv_heads=1 tp=2 stages=1,1 pp=2 micro_batch=1 sp=true rope_scaling.kind=yarn clip=0.05")
+    assert (one.case.shape.kv_heads, one.layout.tp, one.layout.stages, one.case.clip) == (1, 2, (1, 1), 0.05)
+    assert one.case.shape.rope_scaling is not None and one.case.shape.rope_scaling.factor == 2.0
+    assert text_of(drawn_of("kv_heads=1 tp=2")) == "kv_heads=1 tp=2" and text_of(drawn_of("")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kv_hads=1", "'kv_hads' is unknown: did you mean kv_heads?"),
+        ("tp", "'tp' is not KEY=VALUE"),
+        ("tp=2 tp=2", "'tp' is given twice"),
+        ("tp=two", "tp=two must be a number"),
+        ("sp=yes", "sp=yes must be true or false"),
+        ("stages=a", "stages=a must be numbers with commas"),
+        ("schedule=2f2b", "schedule=2f2b is unknown: take one of afab, 1f1b"),
+        ("tp=3", "layout.tp=3 does not divide the 4 attention heads"),
+        ("dp_shard=3", "recipe.global_batch=8 is not micro_batch"),
+        ("precision=fp8", "precision=fp8 is unknown"),
+        ("batches=8", "names 1 steps, and steps=2"),
+        ("overflow=3", "overflow=3 must be a step of steps=2"),
+        ("positions=learned sequence=65", "sequence=65 exceeds max_positions=64"),
+    ],
+)
+def test_a_wrong_text_is_one_line(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says.replace("?", r"\?")) as caught:
+        drawn_of(text)
+    assert "\n" not in str(caught.value)
+
+
+def _shrink(failing: Asks, start: Drawn) -> tuple[str, int]:
+    tries = 0
+
+    def asks(one: Drawn) -> Drawn | None:
+        nonlocal tries
+        tries += 1
+        assert not violations(one)
+        return one if failing(one) else None
+
+    return text_of(shrunk(start, asks, lambda: True)), tries
+
+
+@pytest.mark.parametrize(
+    ("failing", "smallest"),
+    [
+        (lambda one: one.case.shape.kv_heads == 1 and one.layout.tp > 1, "kv_heads=1 tp=2"),
+        (lambda one: one.layout.pp > 1 and one.layout.schedule == "zb-v", "pp=2 vp=2 schedule=zb-v"),
+        (lambda one: one.case.shape.moe is not None and one.layout.ep > 1, "moe. ep=2"),
+        (lambda one: one.case.precision == "fp16" and one.case.overflow > 0, "precision=fp16 overflow="),
+        (lambda one: len(one.case.empty) > 0 and one.layout.dp_replicate > 1, "dp_replicate=2 empty="),
+    ],
+)
+def test_a_failing_case_is_made_small(failing: Asks, smallest: str, drawn: list[Drawn]) -> None:
+    for start in [one for one in drawn if failing(one)][:5]:
+        found, tries = _shrink(failing, start)
+        assert all(word in found for word in smallest.split()), found
+        least = drawn_of(found)
+        assert failing(least) and least.layout.world <= 2, found
+        own = {key.partition(".")[0] for key in settings_of(least)}
+        wanted = {word.partition("=")[0].strip(".") for word in smallest.split()}
+        assert len(own - wanted) <= 3, found
+        assert tries < 400
+
+
+def test_no_time_leaves_the_case_as_it_is(drawn: list[Drawn]) -> None:
+    assert shrunk(drawn[0], lambda one: one, lambda: False) == drawn[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_margin_is_what_changes_the_choice(groups: int, scoring: str) -> None:
+    """Changes of the logits that move no score by half a margin change no choice, larger ones do."""
+    moe = MoEShape(experts=8, top_k=2, ffn=4, groups=groups, top_groups=max(1, groups // 2), scoring=scoring)  # type: ignore[arg-type]
+    shape = ModelShape(vocab=7, layers=1, hidden=8, heads=1, ffn=4, max_positions=8, moe=moe)
+    router = Router(shape, moe)
+    generator = torch.Generator().manual_seed(groups)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(8))
+    logits = torch.randn(1, 8, generator=generator)
+    _, experts, scores = router(logits)
+    found = margin(moe, scores, experts)
+    assert 0 < found < 1
+    changed = 0
+    for size in torch.linspace(0, 30, 300):
+        other = logits + torch.randn(1, 8, generator=generator) * size * found
+        _, others, moved = router(other)
+        if (moved - scores).abs().max() < found / 4:
+            assert set(others.flatten().tolist()) == set(experts.flatten().tolist())
+        changed += set(others.flatten().tolist()) != set(experts.flatten().tolist())
+    assert changed
+
+
+def test_no_choice_has_no_margin() -> None:
+    moe = MoEShape(experts=3, top_k=3, ffn=4)
+    scores = torch.tensor([[0.2, 0.3, 0.5]])
+    assert margin(moe, scores, torch.tensor([[2, 1, 0]])) == float("inf")
+    near = margin(replace(moe, top_k=1), torch.tensor([[0.4, 0.4, 0.2]]), torch.tensor([[0]]))
+    assert near == 0.0

@@ -1,0 +1,291 @@
+"""`meshwright verify --random` on real processes: correct cases are equal, planted faults are found."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.cli.main import main
+from meshwright.observe import random_run, verify
+from meshwright.observe.case_text import Drawn, drawn_of, text_of
+from meshwright.observe.matrix import received, sent
+from meshwright.observe.random_case import random_case
+from meshwright.observe.random_run import ALONE, Verdict, difference, smallest, verdict, verdicts, wrong_alone
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify import Outcome, outcome
+from meshwright.parallel import data
+from meshwright.parallel.engine import Engine
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Made
+from meshwright.train import batches
+
+SEED, NUMBER = 4, 8
+"""A draw that has most features; `meshwright verify --random 300 --seed S` is the long one."""
+
+
+def test_a_small_draw_is_equal() -> None:
+    cases = [random_case(SEED, index, processes=4) for index in range(NUMBER)]
+    found = {one.index: one.difference for one in verdicts(cases)}
+    assert found == dict.fromkeys(range(NUMBER))
+
+
+TP = (
+    "heads=2 tp=2 qkv_bias=true out_bias=true qk_norm=true micro_batch=4 clip=0.05",
+    "heads=2 tp=2 sp=true norm=layernorm recompute=full clip=0.05",
+)
+DP = (
+    "dp_replicate=2 micro_batch=2 clip=0.05 empty=0,1,2,3",
+    "dp_shard=2 zero=1 micro_batch=2 clip=0.05",
+    "dp_shard=2 zero=3 clip=0.05",
+    "cp=2 clip=0.05 packed=true",
+)
+PP = ("pp=2 vp=2 schedule=interleaved layers=5 micro_batch=1 clip=0.05", "pp=2 schedule=zb-h1 micro_batch=1 tied=true")
+HALF = ("dp_replicate=2 precision=fp16 overflow=1 overflow_sequence=5", "tp=2 precision=fp16 overflow=2")
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _sum_left_out() -> Any:
+    return patch.object(Engine, "_sum", lambda self, parameters, group: None)
+
+
+def _sum_doubled() -> Any:
+    original = Engine._sum
+
+    def twice(self: Engine, parameters: Any, group: Group) -> None:
+        parameters = list(parameters)
+        original(self, parameters, group)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                data.local(parameter.grad).mul_(2)
+
+    return patch.object(Engine, "_sum", twice)
+
+
+def _own_tokens_only() -> Any:
+    return patch.object(Engine, "total", lambda self, number, device: torch.tensor(float(number), dtype=torch.float64))
+
+
+def _mean_of_replicas() -> Any:
+    """Gradients divided by the ranks that sum them, as DistributedDataParallel does."""
+    original = Engine.finish_gradients
+
+    def mean(self: Engine) -> None:
+        original(self)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                data.local(parameter.grad).div_(self.mesh["data"].size)
+
+    return patch.object(Engine, "finish_gradients", mean)
+
+
+def _wrong_clip() -> Any:
+    original = verify.train_step
+    return patch.object(
+        verify, "train_step", lambda *args, clip, **options: original(*args, clip=1.5 * clip, **options)
+    )
+
+
+def _unseen_overflow() -> Any:
+    """Rank 1 takes the step that rank 0 skips."""
+    original = Engine.gradient_norm
+
+    def seen_by_rank_0(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
+        norm = original(self, gradients)
+        return norm if self.mesh.rank == 0 else norm.nan_to_num(1.0, 1.0)
+
+    return patch.object(Engine, "gradient_norm", seen_by_rank_0)
+
+
+def _norm_of_this_rank() -> Any:
+    """As a rank sees it alone."""
+
+    def own(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
+        found = [data.local(gradient).float().norm() for gradient in gradients.values()]
+        return torch.stack(found).norm()
+
+    return patch.object(Engine, "gradient_norm", own)
+
+
+def _other_sequences() -> Any:
+    """Every rank reads the same ones."""
+    return patch.object(
+        verify, "select", lambda batch, share=batches.WHOLE: batches.select(batch, replace(share, index=0))
+    )
+
+
+def _last_micro_batch_lost() -> Any:
+    original = Engine.forward_backward
+    return patch.object(Engine, "forward_backward", lambda self, passes, after=None: original(self, passes[:-1], after))
+
+
+def _loss_of_this_rank() -> Any:
+    return patch.object(Engine, "sum_loss", lambda self, loss: loss.detach().clone())
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "a sum left out over tp": (_sum_left_out, TP),
+    "a sum doubled over tp": (_sum_doubled, TP),
+    "tokens of this rank only": (_own_tokens_only, DP[1:]),
+    "a mean in place of a sum": (_mean_of_replicas, DP),
+    "another clip": (_wrong_clip, DP[:1]),
+    "the norm of this rank": (_norm_of_this_rank, TP + PP[:1] + DP[1:2]),
+    "an overflow seen by one rank": (_unseen_overflow, HALF),
+    "the same sequences on every rank": (_other_sequences, DP[:3]),
+    "a micro-batch lost": (_last_micro_batch_lost, DP[:2]),
+    "the loss of this rank": (_loss_of_this_rank, DP + PP),
+}
+
+
+def _with_faults(texts: list[tuple[str, str]]) -> list[Outcome]:
+    made: Made = {}
+    found = []
+    for fault, text in texts:
+        drawn = drawn_of(text)
+        with FAULTS[fault][0]() if fault else _nothing():
+            found.append(sent(outcome(drawn.case, drawn.layout, made=made)))
+    return found
+
+
+def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
+    texts = list(dict.fromkeys(text for _, some in FAULTS.values() for text in some))
+    runs = [("", text) for text in texts] + [(fault, text) for fault, (_, some) in FAULTS.items() for text in some]
+    ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs)]
+    alone = {text: outcome(drawn_of(text).case, ALONE) for text in texts}
+    for place, (fault, text) in enumerate(runs):
+        found = verify.first_difference(
+            alone[text], [rank[place] for rank in ranks], verify.BANDS[drawn_of(text).case.precision]
+        )
+        assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
+
+
+def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is run again, case by case."""
+    monkeypatch.setattr(random_run, "_outcomes", _fails_with_a_window)
+    cases = [drawn_of("dp_replicate=2"), drawn_of("dp_replicate=2 window=3"), drawn_of("tp=2 global_batch=2")]
+    found = {one.index: one.difference for one in verdicts(cases)}
+    assert found[0] is None and found[2] is None
+    assert found[1] is not None and found[1].startswith("rank ") and found[1].endswith("ValueError: no windows today")
+
+
+def _fails_with_a_window(cases: list[Drawn], device: str) -> list[Outcome]:
+    if any(drawn.case.shape.window for drawn in cases):
+        raise ValueError("no windows today")
+    made: Made = {}
+    return [sent(outcome(drawn.case, drawn.layout, made=made)) for drawn in cases]
+
+
+def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = drawn_of("moe.experts=8 moe.top_k=2 moe.ffn=4 micro_batch=2 global_batch=4")
+    margins = [outcome(replace(drawn.case, seed=seed), ALONE).margin for seed in range(6)]
+    best = max(range(1, 6), key=margins.__getitem__)
+    if margins[best] <= max(margins[:best]):
+        best = margins.index(max(margins))
+    monkeypatch.setattr(random_run, "NEAR_TIE", margins[best])
+    monkeypatch.setattr(random_run, "ROUNDING", 1.0)
+    one = verdict(drawn, settle=True)
+    assert one.redrawn == best and one.drawn.case.seed == best and one.difference is None
+    assert verdict(drawn).drawn == drawn, "a case that is named is run as it is"
+
+
+def test_a_case_that_rounding_decides_is_drawn_again() -> None:
+    """Norms of keys over few dims: one device is 1.1e-5 from itself with the reference kernels."""
+    text = (
+        "vocab=41 layers=1 hidden=18 heads=2 ffn=44 norm=layernorm positions=learned qkv_bias=true mlp_bias=true "
+        "qk_norm=true moe.experts=5 moe.top_k=1 moe.ffn=6 global_batch=1 sequence=12 seed=85 balance_loss=0.0"
+    )
+    drawn = drawn_of(text)
+    assert random_run._rounding(drawn.case, outcome(drawn.case, ALONE), "cpu") > random_run.ROUNDING
+    one = verdict(drawn, settle=True)
+    assert one.redrawn and one.difference is None
+    assert random_run._rounding(one.drawn.case, outcome(one.drawn.case, ALONE), "cpu") <= random_run.ROUNDING
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_fp16_must_do_on_one_device(step: int) -> None:
+    case = drawn_of(f"precision=fp16 overflow={step} micro_batch=4").case
+    found = outcome(case, ALONE)
+    other = [2.0**29, 2.0**8] if step == 1 else [2.0**8, 2.0**29]
+    assert list(found.scales) == other
+    good = replace(found, losses=outcome(replace(case, precision="fp32"), ALONE).losses)
+    assert wrong_alone(case, good) is None
+    halved = replace(good, losses=(good.losses[0] / 2, good.losses[1]))
+    assert "step 1: loss is" in (wrong_alone(case, halved) or "")
+    assert "loss scale is 1 after" in (wrong_alone(case, replace(good, scales=(1.0, 1.0))) or "")
+
+
+def test_a_difference_is_made_small_and_printed_as_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of one setting, without processes: every case with a window is wrong."""
+
+    def judged(drawn: Drawn, *args: Any, **options: Any) -> Verdict:
+        wrong = "step 1: loss is 2 on rank 0, 1 on one device" if drawn.case.shape.window else None
+        return Verdict(index=0, drawn=drawn, difference=wrong)
+
+    monkeypatch.setattr(random_run, "verdict", judged)
+    monkeypatch.setattr(
+        random_run, "verdicts", lambda cases, device: [replace(judged(c), index=i) for i, c in enumerate(cases)]
+    )
+    assert main(["verify", "--random", "12", "--seed", "7"]) == 4
+    shown = capsys.readouterr()
+    assert "differ from one device" in shown.err
+    assert "    meshwright verify --case 'window=1'" in shown.out
+    assert main(["verify", "--random", "12", "--seed", "7", "--json"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"] == len(found["results"]) == 12 and found["seed"] == 7
+    wrong = [one for one in found["results"] if one["difference"]]
+    assert len(wrong) == found["different"] > 0
+    assert all(one["command"].startswith("meshwright verify --case 'window=1") for one in wrong)
+    assert all(drawn_of(one["case"]) == random_case(7, one["index"]) for one in found["results"])
+
+
+def test_a_shrunk_case_differs_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another error on the way is another finding."""
+
+    def judged(drawn: Drawn, *args: Any, **options: Any) -> Verdict:
+        other = (
+            "rank 0 of 2: KeyError: 'x'" if not drawn.case.packed else "step 1: loss is 2 on rank 0, 1 on one device"
+        )
+        return Verdict(index=0, drawn=drawn, difference=other)
+
+    monkeypatch.setattr(random_run, "verdict", judged)
+    start = judged(drawn_of("packed=true window=3 tp=2"))
+    assert text_of(smallest(start).drawn) == "packed=true"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--random", "2", "--case", "tp=2"], "one of them"),
+        (["--random", "2", "--only", "tp"], "--random and --case go with"),
+        (["--random", "-1"], "--random -1: at least 1 case"),
+        (["--case", "tpp=2"], "'tpp' is unknown"),
+        (["--case", "tp=4", "--processes", "2"], "the layout has 4 processes, and at most 2 are allowed"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--case", "dp_replicate=2 clip=0.05"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "0  2 ranks  dp_replicate=2 clip=0.05: equal"
+
+
+def test_difference_reports_the_layout_before_one_device() -> None:
+    case = drawn_of("").case
+    one = outcome(case, ALONE)
+    assert difference(case, one, [one]) is None
+    assert difference(case, one, [replace(one, losses=(0.0, 0.0))]) is not None

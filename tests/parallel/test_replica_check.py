@@ -1,0 +1,105 @@
+"""Copies of a parameter on several ranks: one bit or one NaN on one of them ends the run before it is saved."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny import shrink
+from meshwright.observe.verify import RECIPE, Case, case_batch
+from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel.data import local
+from meshwright.parallel.mesh import Made
+from meshwright.parallel.replica_check import CHUNK, check_replicas, checksum
+from meshwright.spec import Layout
+from meshwright.spec.errors import RunError
+from meshwright.train.batches import Share, select, split
+from meshwright.train.optimizer import AdamW
+from meshwright.train.step import train_step
+from meshwright.train.trainer import Trainer
+
+NORM = "layers.1.attention_norm.weight"
+SHARED: list[tuple[dict[str, Any], str, int]] = [
+    ({"tp": 4}, NORM, 3),
+    ({"tp": 4, "sp": True}, "layers.0.attention.k.weight", 2),  # two ranks hold each of the two key heads
+    ({"dp_shard": 4}, "layers.2.mlp.down.weight", 1),
+    ({"dp_replicate": 2, "dp_shard": 2, "zero": 3}, NORM, 2),
+    ({"tp": 2, "dp_shard": 2, "zero": 1, "sp": True}, NORM, 1),
+    ({"pp": 2, "tp": 2, "micro_batch": 4}, "embed.weight", 2),
+]
+"""A layout, a parameter that several of its ranks hold, and the rank whose copy is changed."""
+
+
+def _trained(layout: Layout, made: Made) -> Engine:
+    case = Case(shape=shrink("qwen2.5-0.5b"))
+    mesh = make_mesh(layout, made=made)
+    engine = build_engine(case.shape, layout, mesh=mesh, micro_batches=layout.micro_batches(case.global_batch))
+    engine.train()
+    share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
+    batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
+    optimizer = AdamW(engine.parameters.items(), RECIPE)
+    for _ in range(2):
+        train_step(engine, optimizer, batches, rate=1e-2, clip=1.0, balance_loss=0.0)
+    return engine
+
+
+def _save(engine: Engine) -> list[str]:
+    """What the trainer's own save does, up to the writing."""
+    written: list[str] = []
+    saver = SimpleNamespace(save=lambda *_, **__: written.append("checkpoint"))
+    state = SimpleNamespace(engine=engine, progress=SimpleNamespace(step=7), tensors=dict, values=lambda *_: {})
+    trainer = SimpleNamespace(
+        state=state, saver=saver, plan=SimpleNamespace(recipe=None), corpus=SimpleNamespace(fingerprint="")
+    )
+    try:
+        Trainer._save(trainer, SimpleNamespace(sync=lambda: None), None)  # type: ignore[arg-type]
+    except RunError as error:
+        return [str(error), *written]
+    return written
+
+
+def _results() -> list[tuple[list[str], list[str], list[str]]]:
+    """Per layout: what a save of equal copies does, one with a bit flipped on a rank, one with a NaN."""
+    made: Made = {}
+    found = []
+    for options, name, rank in SHARED:
+        engine = _trained(Layout(compile="off", **options), made)
+        equal = _save(engine)
+        own = local(engine.parameters[name].detach()).view(-1) if name in engine.parameters else torch.empty(0)
+        own = own if engine.mesh.rank == rank else own.clone()
+        bits = own[-1:].view(torch.int32)
+        bits ^= 1
+        flipped = _save(engine)
+        own[-1:].fill_(torch.nan)
+        found.append((equal, flipped, _save(engine)))
+    return found
+
+
+def test_a_copy_that_differs_is_not_saved() -> None:
+    for results in on_ranks(4, _results, limit_s=300):
+        for (options, name, rank), (equal, flipped, broken) in zip(SHARED, results, strict=True):
+            assert equal == ["checkpoint"], options
+            assert len(flipped) == len(broken) == 1, options
+            assert "step 7: " in flipped[0] and name in flipped[0] and "checkpoint was not written" in flipped[0]
+            assert f"step 7: rank {rank} holds a {name} with numbers that are not finite" in broken[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [1, 3, 8, CHUNK + 5])
+def test_every_bit_and_place_counts(dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = checksum(x)
+    assert checksum(x.clone()) == before
+    for place in {0, size // 2, size - 1}:
+        for bit in range(8):
+            other = x.clone()
+            other.view(torch.uint8)[place * x.element_size()] ^= 1 << bit
+            assert checksum(other) != before
+    if size > 2:
+        assert checksum(torch.cat((x[1:2], x[:1], x[2:]))) != before, "the same words in another order"
+
+
+def test_one_device_has_no_copies() -> None:
+    check_replicas(build_engine(shrink("llama-3.1-8b"), Layout(compile="off")), step=1)

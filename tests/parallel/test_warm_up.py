@@ -1,0 +1,74 @@
+"""Stages that run once before the first message: nothing of it is left."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from meshwright.observe.matrix import CASE
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify import Case
+from meshwright.parallel import apply
+from meshwright.parallel.data import local
+from meshwright.parallel.mesh import Made
+from meshwright.parallel.passes import make_pipeline
+from meshwright.parallel.pipeline import Passes
+from meshwright.spec import Layout
+from meshwright.spec.schedule import Action
+from tests.parallel.test_traffic import Run
+
+LAYOUTS = [
+    Layout(pp=2, micro_batch=1, compile="off", **each)
+    for each in (
+        {"dp_shard": 2, "zero": 3, "schedule": "zb-h1"},
+        {"dp_shard": 2, "zero": 1, "schedule": "dualpipe-v", "vp": 2},
+        {"dp_shard": 2, "zero": 0, "schedule": "interleaved", "vp": 2},
+        {"tp": 2, "sp": True},
+    )
+]
+
+
+def _steps(case: Case, layout: Layout, made: Made, warms_up: bool) -> dict[str, Any]:
+    """Two steps, an evaluation between them: what they sent, and everything that they may change."""
+    done: list[Action] = []
+    do = Passes.do
+
+    def seen(passes: Passes, action: Action) -> None:
+        done.append(action)
+        do(passes, action)
+
+    with (
+        patch.object(Passes, "do", seen),
+        patch.object(apply, "make_pipeline", lambda *given, **_: make_pipeline(*given, warms_up=warms_up)),
+    ):
+        torch.manual_seed(0)
+        run = Run(case, layout, made)
+        sent = [run.step(), run.evaluate(), run.step()]
+        weights = {name: local(p.detach()).clone() for name, p in run.engine.parameters.items()}
+    return {
+        "sent": sent,
+        "weights": weights,
+        "random": torch.get_rng_state(),
+        "begun": run.mesh.traffic.calls_begun,
+        "passes": len(done),
+    }
+
+
+def _both(case: Case, layouts: list[Layout]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    made: Made = {}
+    return [(_steps(case, layout, made, False), _steps(case, layout, made, True)) for layout in layouts]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_warm_up_leaves_nothing_behind(precision: str) -> None:
+    """Weights bit for bit, random state, and the counts of every step; it communicates inside of the stages only."""
+    case = Case(shape=CASE.shape, precision=precision)
+    for rank in on_ranks(4, _both, case, LAYOUTS if precision == "fp32" else LAYOUTS[:2]):
+        for layout, (cold, warm) in zip(LAYOUTS, rank, strict=False):
+            assert warm["sent"] == cold["sent"], layout
+            assert torch.equal(warm["random"], cold["random"]), layout
+            assert all(torch.equal(warm["weights"][name], found) for name, found in cold["weights"].items()), layout
+            stages, kinds = layout.vp, {"zb-h1": 3, "dualpipe-v": 5}.get(layout.schedule, 2)
+            assert 0 < warm["passes"] - cold["passes"] <= stages * (kinds + 1), layout
+            assert warm["begun"] > cold["begun"] or layout.zero == 0, layout

@@ -1,0 +1,136 @@
+"""Relative paths: of the plan file's folder in a file, of the current folder on a command line."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.planfile import absolute, read, write
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+
+WORDS = "run: runs/a\ndata: {path: texts, tokenizer: own/tokenizer.json}\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan file in a folder, called from there."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "plan.yaml").write_text(WORDS)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def kept(plan: Plan, *, trained: bool = True) -> Path:
+    """The plan in its run folder."""
+    run = Path(plan.run)
+    run.mkdir(parents=True)
+    write(plan, run / "plan.yaml")
+    if trained:
+        (run / "metrics.jsonl").write_text("")
+    return run / "plan.yaml"
+
+
+def test_a_plan_means_the_same_from_any_folder(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = read("plan.yaml")
+    assert (here.run, here.data.path, here.data.tokenizer) == ("runs/a", "texts", "own/tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    above = read("project/plan.yaml", ["run=elsewhere"])
+    assert (above.run, above.data.path) == ("elsewhere", "project/texts"), "what is on the command line is the caller's"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    beside = read("../project/plan.yaml")
+    assert (beside.run, beside.data.path) == (str(project / "runs/a"), str(project / "texts"))
+    assert absolute(beside) == absolute(read(project / "plan.yaml"))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_plan_of_a_run_means_that_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    file, plan = kept(read("plan.yaml"), trained=trained), absolute(read("plan.yaml"))
+    assert read(file).run == "runs/a", "from where it was begun it reads as it was given"
+    monkeypatch.chdir(tmp_path)
+    assert absolute(read(project / file)) == plan
+    monkeypatch.chdir(project / "runs/a")
+    assert absolute(read("plan.yaml")) == plan
+    os.symlink("a", "../latest")
+    assert absolute(read("../latest/plan.yaml")) == plan
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is_now(project: Path) -> None:
+    kept(read("plan.yaml"))
+    Path("runs").rename("old")
+    found = read("old/a/plan.yaml")
+    assert (found.run, found.data.path) == ("old/a", str(project / "texts"))
+
+
+def test_a_copy_of_a_runs_plan_still_names_that_run(project: Path) -> None:
+    """Not the folder of the copy: it would be filled with checkpoints."""
+    file = kept(read("plan.yaml"))
+    Path("next.yaml").write_bytes(file.read_bytes())
+    assert absolute(read("next.yaml")) == absolute(read("plan.yaml"))
+
+
+def test_a_plan_that_was_kept_with_relative_paths(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As run folders had them before: of the folder that the run was begun in, which the end of its path tells."""
+    plan = absolute(read("plan.yaml"))
+    run = project / "runs/a"
+    run.mkdir(parents=True)
+    (run / "plan.yaml").write_text(WORDS)
+    monkeypatch.chdir(tmp_path)
+    assert absolute(read(run / "plan.yaml")) == plan
+    (run / "metrics.jsonl").write_text("")
+    run.rename(project / "runs/b")
+    with pytest.raises(PlanError, match=r"run=runs/a is not the folder .*/runs/b, and that holds a run: give run=proj"):
+        read(project / "runs/b/plan.yaml")
+
+
+def test_words_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = project / "other.yaml"
+    monkeypatch.chdir(tmp_path)
+    for path, tokenizer in (("stdlib", "auto"), ("hub:a/b", "bytes"), ("/x", "bpe:300"), ("~/x", "/y/tokenizer.json")):
+        file.write_text(f"data: {{path: '{path}', tokenizer: {tokenizer}}}\nmodel: llama-10m\n")
+        found = read(file)
+        assert (found.data.path, found.data.tokenizer, found.model.name) == (path, tokenizer, "llama-10m")
+        assert found.run == "project/runs/auto", "the default too"
+        write(found, file)
+        assert read(file) == found
+
+
+def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherwise(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(read(None).model, name="hf")
+    (project / "hf").mkdir()
+    (project / "hf/tokenizer.json").write_text("{}")
+    plan = Path("plan.yaml")
+    for text, init in (
+        ("model: hf", "./hf"),
+        ("model: {preset: ./hf, init: random}", "random"),
+        ("model: {preset: llama-10m, init: hf}", "hf"),
+        ("model: llama-10m", "random"),
+    ):
+        monkeypatch.chdir(project)
+        plan.write_text(text)
+        here = read("plan.yaml", shape_from_folder=lambda _: shape)
+        assert os.path.normpath(here.init) == os.path.normpath(init)
+        own = "auto" if init == "random" else str(Path("hf/tokenizer.json"))
+        assert os.path.normpath(here.data.tokenizer) == own
+        write(here, tmp_path / "saved.yaml")
+        monkeypatch.chdir(tmp_path)
+        assert (
+            absolute(read(project / "plan.yaml", shape_from_folder=lambda _: shape)).init
+            == absolute(read("saved.yaml")).init
+        )
+        assert read("saved.yaml").model == here.model
+    monkeypatch.chdir(project)
+    given = read(None, ["model=./hf", "data.tokenizer=bytes"], shape_from_folder=lambda _: shape)
+    assert (given.init, given.data.tokenizer) == ("hf", "bytes")
+    assert read(None, ["model=./hf", "model.init=random"], shape_from_folder=lambda _: shape).init == "random"
+    with pytest.raises(PlanError, match=r"model.init must be random, or a Hugging Face folder"):
+        read(None, ["model.init=[1]"])

@@ -1,0 +1,61 @@
+"""Room for checkpoints is asked for before the first step."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.errors import RunError
+from meshwright.spec.units import GIB
+from meshwright.train import loop, shelf
+from meshwright.train.disk import check_space, checkpoint_bytes
+from tests.train import running
+
+KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return running.write_texts(tmp_path_factory.mktemp("texts") / "t")
+
+
+def has(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_size_is_that_of_a_checkpoint(texts: Path, tmp_path: Path, precision: str) -> None:
+    shape = replace(running.SHAPE, vocab=4096, hidden=64)
+    plan = running.plan(texts, tmp_path / "run", shape=shape, steps=1, precision=precision)
+    loop.run(plan)
+    [saved] = shelf.listing(tmp_path / "run" / "checkpoints")
+    beside = saved.size_bytes - checkpoint_bytes(shape, precision)
+    assert 0 < beside < 40 * KIB, "names, hashes and random states"
+    assert saved.size_bytes > 4 * 40 * KIB
+
+
+def test_a_full_disk_is_refused_before_anything_is_made(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = running.plan(texts, tmp_path / "run")
+    has(monkeypatch, 16 * KIB)
+    with pytest.raises(
+        RunError, match=r"a checkpoint of this model takes .* and its disk has .* free: free some space"
+    ):
+        loop.run(plan)
+    assert not (tmp_path / "run").exists()
+
+
+def test_room_for_one_and_not_for_all_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, watcher = running.plan(texts, tmp_path / "run", steps=4, checkpoint_every=1), running.Notes()
+    size = checkpoint_bytes(plan.model, "fp32")
+    has(monkeypatch, 3 * size)
+    loop.run(plan, watchers=[watcher])
+    assert watcher.info is not None
+    [said] = [text for label, text in watcher.info.foreseen if label == "note"]
+    assert "up to 4 checkpoints of" in said and "recipe.keep_last=2" in said
+    has(monkeypatch, 16)  # nothing is left to be saved
+    assert loop.run(plan, resume="auto").step == 4
+    has(monkeypatch, GIB)
+    assert check_space(replace(plan, run=str(tmp_path / "other"))) is None
