@@ -62,12 +62,12 @@ def plan(tmp_path: Path, *words: str, model: str = "hf") -> Plan:
     return planfile.read(None, given, shape_from_folder=shape_from_folder)
 
 
-def saved(run: Path) -> dict[str, Tensor]:
-    """The weights of a run's last checkpoint by name."""
+def saved(run: Path, kind: str = "model.") -> dict[str, Tensor]:
+    """The weights (or other tensors of a kind) of a run's last checkpoint by name."""
     latest = checkpoint.latest(run / "checkpoints")
     assert latest is not None
-    names = [name for name in checkpoint.names(latest) if name.startswith("model.")]
-    return {name.removeprefix("model."): tensor for name, tensor in checkpoint.stream(latest, names)}
+    names = [name for name in checkpoint.names(latest) if name.startswith(kind)]
+    return {name.removeprefix(kind): tensor for name, tensor in checkpoint.stream(latest, names)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -127,6 +127,9 @@ def test_every_rank_takes_its_part(layout: list[str], world: int, tmp_path: Path
     after = saved(tmp_path / "run")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key].to(after[key].dtype)) for key in before)
+    masters = saved(tmp_path / "run", "optimizer.master.")
+    assert masters.keys() == (before.keys() if "recipe.precision=bf16" in layout else set())
+    assert all(torch.equal(masters[key], before[key]) for key in masters), "not rounded to 16 bits"
 
 
 def test_a_saved_plan_keeps_where_its_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

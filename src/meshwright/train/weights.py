@@ -37,9 +37,9 @@ def check_weights(plan: Plan) -> None:
 
 
 def take_weights(state: TrainState, plan: Plan) -> None:
-    """Fill the model, and what the optimizer keeps of it, from the folder of `model.init`. HubError where a file is
-    damaged."""
-    places = state.model_tensors()
+    """Fill the model, and the optimizer's fp32 copy of it, from the folder of `model.init`: in a 16-bit run the copy
+    keeps what the weights have no room for. HubError where a file is damaged."""
+    places, masters = state.model_tensors(), state.optimizer.masters
 
     def put(name: str, tensor: Tensor) -> None:
         place = places.get(f"model.{name}")
@@ -47,12 +47,14 @@ def take_weights(state: TrainState, plan: Plan) -> None:
             box = place.box
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
             place.held.copy_(tensor[part])
+            masters[name].copy_(tensor[part])
         elif place is not None:
             place.copy_(tensor)
+            if name in masters:  # a kept buffer has none
+                masters[name].copy_(tensor)
 
     with torch.no_grad():
         _folder(plan).load(put, wanted=lambda name: f"model.{name}" in places)
-    state.optimizer.read_masters()
 
 
 def keep_beside(plan: Plan, run: Path) -> None:
