@@ -17,12 +17,13 @@ def enter(
 ) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
     where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
-    beside the products of `readers` with their weights, and its gradient summed beside those of the weights."""
+    beside the products of `readers` with their weights, and its gradient summed beside those of the weights, unless
+    a split backward pass leaves these for later. Compiled blocks leave none."""
     if of.tp == 1:
         return (), ()
     beside = readers if of.stack.own and not alone else ()
     inner = tuple(work for op in beside for work in op.inputs)
-    after = tuple(work for op in beside for work in op.weights) if not of.splits else ()
+    after = tuple(work for op in beside for work in op.weights) if of.compiled or not of.splits else ()
     if not of.sp:
         return (), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),)
     again = (Exchange("tp", "all-gather", of.hidden_bytes, 1.0, inner),) if of.stack.regather and not alone else ()

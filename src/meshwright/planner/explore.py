@@ -53,6 +53,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "tied": shape.tied,
             "mla": shape.mla is not None,
             "experts": shape.moe.experts if shape.moe else 0,
+            "expert_ffn": shape.moe.ffn if shape.moe else 0,
             "first_dense": shape.moe.first_dense if shape.moe else 0,
             "learned_positions": shape.max_positions if shape.positions == "learned" else 0,
             "dropout": recipe.dropout,

@@ -36,22 +36,38 @@ function roundEven(value) {
 const unitOf = ({cp, tp, sp}) => (cp === 1 ? 1 : 2 * cp) * (sp ? tp : 1);
 const nearestMultiple = (number, unit) => Math.max(1, roundEven(number / unit)) * unit;
 
+// Whether tp ranks can have equally many key heads, or equally many ranks each of them.
+const dealsKeyHeads = (model, tp) => model.mla || model.kv_heads % tp === 0 || tp % model.kv_heads === 0;
+
+// The nearest degree that no rule refuses, as words for the command line.
+function nearestTp(model, recipe, layout) {
+  const others = layout.dp_shard * layout.cp, local = Math.floor(recipe.sequence / layout.cp);
+  const narrow = model.experts && layout.ep === 1;
+  const widest = Math.min(model.ffn, model.vocab, narrow ? model.expert_ffn : model.ffn, model.heads);
+  const legal = [...Array(widest).keys()].map((n) => n + 1).filter((tp) => model.heads % tp === 0 &&
+    dealsKeyHeads(model, tp) && (tp === 1 || !layout.sp || local % tp === 0) && others * tp % layout.ep === 0);
+  const away = (tp) => Math.abs(tp - layout.tp);
+  const tp = legal.reduce((best, one) => (best === null || away(one) < away(best) ? one : best), null) || 1;
+  return `layout.tp=${tp}` + (tp === 1 && layout.sp ? " layout.sp=false" : "") + (legal.length ? "" : " layout.ep=1");
+}
+
 function* tensorRules(model, recipe, layout) {
-  const {tp, sp, cp} = layout;
-  if (model.heads % tp)
-    yield `layout.tp=${tp} does not divide the ${model.heads} attention heads: ` +
-      `take layout.tp=${nearestDivisor(model.heads, tp)}`;
-  else if (!model.mla && model.kv_heads % tp && tp % model.kv_heads)
-    yield `layout.tp=${tp} and the ${model.kv_heads} key heads: one must divide the other; ` +
-      `take layout.tp=${nearestDivisor(model.kv_heads, tp)}`;
+  const {tp, sp, cp} = layout, refused = [];
+  if (model.heads % tp) refused.push(`layout.tp=${tp} does not divide the ${model.heads} attention heads`);
+  else if (!dealsKeyHeads(model, tp))
+    refused.push(`layout.tp=${tp} and the ${model.kv_heads} key heads: one must divide the other`);
   if (tp > model.ffn || tp > model.vocab)
-    yield `layout.tp=${tp} exceeds model.ffn=${model.ffn} or model.vocab=${model.vocab}: take a smaller layout.tp`;
+    refused.push(`layout.tp=${tp} exceeds model.ffn=${model.ffn} or model.vocab=${model.vocab}`);
+  if (model.experts && layout.ep === 1 && tp > model.expert_ffn)
+    refused.push(`layout.tp=${tp} exceeds model.moe.ffn=${model.expert_ffn}, and layout.ep=1 spreads no experts`);
+  for (const sentence of refused)
+    yield `${sentence}${sentence.includes(":") ? "; " : ": "}take ${nearestTp(model, recipe, layout)}`;
   if (sp && tp === 1)
     yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp";
   const local = Math.floor(recipe.sequence / cp);
   if (sp && local % tp)
-    yield `layout.sp=true cuts a rank's ${local} positions into layout.tp=${tp} equal parts: ` +
-      `take recipe.sequence=${nearestMultiple(recipe.sequence, unitOf(layout))} or layout.sp=false`;
+    yield `layout.sp=true cuts a rank's ${local} positions into layout.tp=${tp} equal parts: take recipe.sequence=` +
+      `${nearestMultiple(recipe.sequence, unitOf(layout))}${layout.ep > 1 ? "" : " or layout.sp=false"}`;
 }
 
 function* contextRules(recipe, layout) {
@@ -69,15 +85,34 @@ function* pipelineRules(model, recipe, layout) {
   }
   if (pp * vp > model.layers)
     yield `layout.pp=${pp} x layout.vp=${vp} stages exceed the model's ${model.layers} layers: ` +
-      `take layout.pp=${Math.max(1, Math.min(pp, Math.floor(model.layers / vp)))}`;
+      `take ${fewerStages(model, recipe, layout)}`;
   if (model.tied && V_PLACED.includes(name) && degreeOfData(layout) * layout.cp > 1)
     yield `layout.schedule=${name} puts both ends of the model, with their tied matrix, on one rank, which data ` +
-      "parallelism cannot share yet: take layout.schedule=interleaved or zb-h1";
-  const perRank = Math.floor(recipe.global_batch / degreeOfData(layout));
-  const size = microBatchOf(layout, recipe.global_batch);
-  if (!size || perRank % size) return; // said by batchRules
-  const sentence = refusal(name, pp, perRank / size, vp);
+      "parallelism cannot share yet: take layout.schedule=interleaved, or layout.schedule=zb-h1 layout.vp=1";
+  const count = wholeMicroBatches(layout, recipe.global_batch);
+  const sentence = count ? refusal(name, pp, count, vp) : null;
   if (sentence) yield sentence;
+}
+
+// Of a rank in a step; 0 where they do not come out even, which batchRules says.
+function wholeMicroBatches(layout, batch) {
+  const perRank = Math.floor(batch / degreeOfData(layout)), size = microBatchOf(layout, batch);
+  return !size || perRank % size ? 0 : perRank / size;
+}
+
+// The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line.
+function fewerStages(model, recipe, layout) {
+  const count = wholeMicroBatches(layout, recipe.global_batch);
+  const alone = V_PLACED.includes(layout.schedule) ? "zb-h1" : layout.schedule;
+  let found = {pp: 1, vp: 1};
+  search: for (const [schedule, vp] of [[layout.schedule, layout.vp], [alone, 1]])
+    for (let pp = Math.min(layout.pp, Math.floor(model.layers / vp)); pp > 1; pp--)
+      if (!count || !refusal(schedule, pp, count, vp)) {
+        found = {pp, vp, schedule};
+        break search;
+      }
+  const changed = Object.entries(found).filter(([key, value]) => layout[key] !== value);
+  return changed.map(([key, value]) => `layout.${key}=${value}`).join(" ");
 }
 
 function* expertRules(model, layout) {
