@@ -28,13 +28,6 @@ from meshwright.compat.fsdp import fsdp_keep_reduce_dtype as fsdp_keep_reduce_dt
 from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
 from meshwright.compat.groups import named_group as named_group
-from meshwright.compat.process_groups import GroupCall as GroupCall
-from meshwright.compat.process_groups import Launch as Launch
-from meshwright.compat.process_groups import group_methods as group_methods
-from meshwright.compat.process_groups import group_name as group_name
-from meshwright.compat.process_groups import is_collective_operation as is_collective_operation
-from meshwright.compat.process_groups import launch_of as launch_of
-from meshwright.compat.process_groups import process_groups as process_groups
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 

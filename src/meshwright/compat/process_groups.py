@@ -96,7 +96,7 @@ def group_methods() -> dict[str, Any]:
     return {name: read for name, read in every.items() if hasattr(dist.ProcessGroup, name)}
 
 
-def process_groups() -> list[tuple[str, tuple[int, ...]]]:
+def groups_made() -> list[tuple[str, tuple[int, ...]]]:
     """(name, ranks) of this process's groups as they were made. Names are what ranks meet under; torch lists them in
     its private world only."""
     world = dist.distributed_c10d._world

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.compat import process_groups
+from meshwright.compat.process_groups import (
+    GroupCall,
+    Launch,
+    group_methods,
+    group_name,
+    groups_made,
+    is_collective_operation,
+    launch_of,
+)
 from meshwright.observe.check.events import Communicator, Compute, Event, Operation, Start, Touch, Trace, Wait
 from meshwright.observe.spans import Span, replaced, told
 from meshwright.parallel import Mesh
@@ -44,7 +52,7 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
         self._axes: dict[str, str] = {}
         self._batch: list[int] | None = None
         self._heard = self._dispatched = 0
-        self._launches: dict[Any, process_groups.Launch] = {}
+        self._launches: dict[Any, Launch] = {}
         self._seen: set[Any] = set()
         self._open: dict[int, list[tuple[int, bool, int, int]]] = {}
         """Storage -> (operation, whether it is written by it, first byte, last byte) of those not waited for."""
@@ -61,18 +69,15 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
         axes: dict[str, str] = {}
         for name, group in mesh.groups.items():
             if group.process_group is not None:
-                axes.setdefault(process_groups.group_name(group.process_group), name)
+                axes.setdefault(group_name(group.process_group), name)
         axes = self._axes | axes
-        return tuple(
-            Communicator(name=name, ranks=ranks, axis=axes.get(name, "own"))
-            for name, ranks in process_groups.process_groups()
-        )
+        return tuple(Communicator(name=name, ranks=ranks, axis=axes.get(name, "own")) for name, ranks in groups_made())
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, collectives and kernels of this process are recorded."""
         with ExitStack() as stack:
-            for name, read in process_groups.group_methods().items():
+            for name, read in group_methods().items():
                 stack.enter_context(replaced(dist.ProcessGroup, name, partial(self._method, read)))
             stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched))
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing))
@@ -95,7 +100,7 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
 
         return begin
 
-    def _method(self, read: Callable[..., process_groups.GroupCall], inner: Any) -> Any:
+    def _method(self, read: Callable[..., GroupCall], inner: Any) -> Any:
         @wraps(inner)
         def method(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
             call = read(*given, **named)
@@ -111,12 +116,12 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
 
         return method
 
-    def _start(self, group: dist.ProcessGroup, call: process_groups.GroupCall) -> int:
+    def _start(self, group: dist.ProcessGroup, call: GroupCall) -> int:
         if not self._groups:
-            self._groups = {name: n for n, (name, _) in enumerate(process_groups.process_groups())}
-        name = process_groups.group_name(group)
+            self._groups = {name: n for n, (name, _) in enumerate(groups_made())}
+        name = group_name(group)
         if name not in self._groups:  # made after the first collective
-            self._groups = {name: n for n, (name, _) in enumerate(process_groups.process_groups())}
+            self._groups = {name: n for n, (name, _) in enumerate(groups_made())}
         if self._axis:
             self._axes.setdefault(name, self._axis)
             self._axis = self._axis if self._batch is not None else ""
@@ -177,14 +182,14 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         launch = self._launches.get(operation)
         if launch is None:
-            launch = self._launches[operation] = process_groups.launch_of(operation)
+            launch = self._launches[operation] = launch_of(operation)
         if launch.computes:
             self._kernel(operation, launch, args, kwargs or {})
-        elif process_groups.is_collective_operation(operation):
+        elif is_collective_operation(operation):
             self._dispatched += 1
         return self.call(operation, args, kwargs or {})
 
-    def _kernel(self, operation: Any, launch: process_groups.Launch, args: Any, kwargs: Any) -> None:
+    def _kernel(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
         key = operation, _kinds(args), _kinds(kwargs.values()) if kwargs else ()
         first = key not in self._seen
         if self._open:
@@ -201,7 +206,7 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
         where = f"{compat.operation_name(operation)}, {self._where()}" if first else ""
         self.events.append(Compute(first, where))
 
-    def _touches(self, operation: Any, launch: process_groups.Launch, args: Any, kwargs: Any) -> None:
+    def _touches(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
         given = [(value, position in launch.positions) for position, value in enumerate(args)]
         given += [(value, name in launch.names) for name, value in kwargs.items()]
         for value, writes in given:
@@ -234,7 +239,7 @@ class _Started(dist.Work):
         return False
 
 
-def _operation(place: int, group: dist.ProcessGroup, call: process_groups.GroupCall, where: str) -> Operation:
+def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> Operation:
     tensor = call.given if call.given is not None else call.taken
     size, index = group.size(), group.rank()
     elements = tensor.numel() if tensor is not None else 0
