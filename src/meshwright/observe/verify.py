@@ -265,12 +265,12 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
         if name not in whole:
             return f"{name} is on no rank"
         error = distance(name, one, whole, by_length=band.by_length)
-        if not error <= (band.weight if _begins_large(name) else band.gradient):
+        if not error <= (band.weight if begins_large(name) else band.gradient):
             return f"{name} differs by {error:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
 
 
-def _begins_large(name: str) -> bool:
+def begins_large(name: str) -> bool:
     """Biases begin at zero: they are a sum of updates, which are as exact as gradients."""
     return " weight " in name and not name.endswith(".bias")
 
