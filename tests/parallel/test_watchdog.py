@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from meshwright.parallel import pulse as pulses
 from meshwright.parallel import watchdog
 from meshwright.parallel.meeting import meet, named
 from meshwright.parallel.pulse import BACKWARD, Beat, Pulse, Watch
@@ -226,8 +227,19 @@ def test_a_compilation_on_a_thread_of_autograd_is_one() -> None:
     beat = seen_in([LOOP], compiler)
     assert beat.phase == "compile" and beat.slow and not beat.waits
     assert seen_in([LOOP, "torch._dynamo.convert_frame:compile_inner"], []).phase == "compile"
+    runs = ["torch._inductor.output_code:call", "torch._inductor.runtime.compile_tasks.key:forward"]
+    assert seen_in([LOOP, *runs], runs).phase == "step", "code that was compiled is not compiling"
     idle = ["torch._inductor.compile_worker.subproc_pool:_read_thread"]
     assert seen_in([LOOP], idle).phase == "step", "Inductor's threads wait for work all the time"
+
+
+def test_every_function_that_waits_exists() -> None:
+    for name in pulses.WAITS:
+        module, _, path = name.partition(":")
+        found: Any = importlib.import_module(module)
+        for step in path.split("."):
+            found = getattr(found, step)
+        assert found.__qualname__ == path
 
 
 def test_who_runs_ahead_of_a_device_waits_wherever_it_is() -> None:

@@ -51,12 +51,15 @@ def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
     return aligned and (bool(acts()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
 
 
-def zero_of_empty(stack: Tensor, counts: Tensor) -> Tensor:
-    """The gradient of a stack (X, out, in), set to zero in place for experts without rows.
+def leaves_garbage(device: torch.device) -> bool:
+    """Whether torch's grouped product leaves, for experts without rows, what memory held before (B200: pytorch issue
+    172439). Elsewhere a pass over every gradient would cost for nothing."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
-    On some devices (B200: pytorch issue 172439) torch's grouped product leaves there what memory held before.
-    """
-    return stack.masked_fill_((counts == 0).view(-1, 1, 1), 0.0)
+
+def zero_of_empty(stack: Tensor, counts: Tensor) -> Tensor:
+    """The gradient of a stack (X, out, in), set to zero in place for experts without rows where the device needs it."""
+    return stack.masked_fill_((counts == 0).view(-1, 1, 1), 0.0) if leaves_garbage(stack.device) else stack
 
 
 class _ZeroOfEmpty(torch.autograd.Function):
@@ -76,7 +79,8 @@ class _ZeroOfEmpty(torch.autograd.Function):
 def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
     ends = counts.cumsum(0, dtype=torch.int32)
-    weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]
+    if leaves_garbage(weights.device):
+        weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]
     product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     return product
 

@@ -15,7 +15,7 @@ from meshwright.model.init import fill_initial
 from meshwright.model.transformer import Block, materialize, shrink, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.boxes import Box, boxes
-from meshwright.parallel.compiling import compiled_call, is_compiled
+from meshwright.parallel.compiling import agreed, compiled_call, is_compiled
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -59,6 +59,8 @@ def build_engine(
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
+    layout = agreed(layout, device, mesh["world"])
+    mesh = replace(mesh, layout=layout)
     held = boxes(shape, mesh)
     sizes = {name: box.sizes for name, box in held.items()}
     stages = []

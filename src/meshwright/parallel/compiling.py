@@ -1,6 +1,7 @@
 """Whether blocks are compiled, what that needs, and how a compiled block is called."""
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from meshwright.model.attention import Sight
 from meshwright.model.cache import LayerCache
 from meshwright.model.moe import Experts
 from meshwright.model.transformer import Block
+from meshwright.parallel.agree import gathered
+from meshwright.parallel.group import Group
 from meshwright.parallel.recompute import BlockCall, block_call, call_block
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
@@ -32,6 +35,22 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
     if missing and layout.compile == "on":
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
     return not missing
+
+
+def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
+    """The layout as all ranks of `world` can have it, each of which asks: where one machine lacks what compiling takes,
+    none compiles. Compiled and uncompiled blocks make some collectives in another order."""
+    if layout.compile != "auto" or device.type != "cuda" or world.size == 1:
+        return layout
+    able = gathered(is_compiled(layout, device), world.process_group)
+    if all(able) or not any(able):
+        return layout
+    if world.index == 0:
+        _log.warning(
+            "meshwright: note: blocks run uncompiled, which is slower: rank %d lacks Triton or a C compiler",
+            world.ranks[able.index(False)],
+        )
+    return replace(layout, compile="off")
 
 
 def compile_notes(layout: Layout, device: torch.device) -> list[str]:

@@ -19,13 +19,19 @@ QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "los
 """Phases of a step; any other one may take long: shared file systems stall for minutes."""
 COMPILE = "compile"
 """The phase of a rank that compiles, in whichever thread: others wait for it in their collectives."""
-COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor", "triton.compiler", "triton.runtime")
-"""Modules that are on the main thread's stack while it compiles, or tries variants of a kernel."""
-COMPILING = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "triton.compiler")
-"""The same for any other thread. Autograd compiles the backward pass on the thread of a GPU; Inductor has threads that
-wait for work all the time, and those do not count."""
+COMPILING = (
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch._inductor.runtime.triton_heuristics:CachingAutotuner.benchmark",
+    "triton.compiler",
+    "triton.runtime.autotuner:Autotuner._bench",
+)
+"""What is on a thread's stack while it compiles, or tries variants of a kernel; not what runs compiled code. Autograd
+compiles the backward pass on the thread of a GPU."""
 COLLECTIVES = ("torch.distributed.", "meshwright.parallel.p2p")
 """Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
+WAITS = ("meshwright.parallel.group:Pending.wait", "meshwright.parallel.ring:_Travelling.wait")
+"""Functions of other modules that do the same: what they call has no frame of its own."""
 BACKWARD = "torch.autograd.graph:_engine_run_backward"
 """Where the main thread waits while autograd's own threads run a backward pass."""
 FIRST_STEPS = 2
@@ -148,7 +154,7 @@ class Watch:
         )
 
     def _waits(self, innermost: str, phase: str) -> bool:
-        known = innermost in self.reads or innermost == BACKWARD or innermost.startswith(COLLECTIVES)
+        known = innermost in self.reads or innermost in (BACKWARD, *WAITS) or innermost.startswith(COLLECTIVES)
         return known or (self.queues and phase in QUICK)
 
     def after(self, trace: TracebackType | None) -> Beat:
@@ -163,7 +169,7 @@ class Watch:
 
     def phase(self, names: list[str]) -> str:
         """Of functions from the innermost to the outermost: what the outermost known one does."""
-        if any(name.startswith(COMPILERS) for name in names):
+        if any(name.startswith(COMPILING) for name in names):
             return COMPILE
         known = [self.phases[name] for name in names if name in self.phases]
         return known[-1] if known else "step" if self.pulse.step else "start"
@@ -176,7 +182,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _compiles(frame: FrameType) -> bool:
-    return any(_module(one).startswith(COMPILING) for one in _frames(frame))
+    return any(_name(one).startswith(COMPILING) for one in _frames(frame))
 
 
 def _module(frame: FrameType) -> str:

@@ -210,11 +210,12 @@ class Trainer:
             return found
         loss, last = found["loss"][0], self.pulse.calls.last
         row = f", as were {most} before it (recipe.skip_nonfinite={most})" if most else ""
+        # Asked on every rank, whatever its own loss: ranks that disagree about that must still do the same.
+        who = first_without_number(self._stop.world, pending.part) if self._stop.world.size > 1 else ""
         if math.isfinite(loss):  # a gradient is a sum over ranks before anybody can look at it
             norm = found["grad_norm"][0]
             raise self._not_finite(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
-        who = f"{first_without_number(self._stop.world, pending.part)}, forward"
-        raise self._not_finite(pending.step, who, last, "loss", loss, row)
+        raise self._not_finite(pending.step, f"{who}, forward", last, "loss", loss, row)
 
     def _not_finite(self, step: int, who: str, call: str, what: str, value: float, row: str = "") -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
