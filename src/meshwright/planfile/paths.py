@@ -138,4 +138,5 @@ def _started_in(own: Path, run: Given) -> Path | None:
 
 
 def _holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or any(folder.glob("checkpoints/step-*/COMMIT"))
+    """Whether a run was begun there: the folder of its checkpoints is made before its plan is kept."""
+    return (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file()
