@@ -61,6 +61,17 @@ def test_the_plan_of_a_run_means_that_run(
     assert absolute(read("../latest/plan.yaml")) == plan
 
 
+def test_a_plan_in_a_folder_with_the_name_of_its_run_is_not_kept_by_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a folder that holds a run has a plan of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("exp1").mkdir()
+    Path("exp1/plan.yaml").write_text("run: exp1\ndata: {path: texts}\n")
+    found = read("exp1/plan.yaml")
+    assert (found.run, found.data.path) == ("exp1/exp1", "exp1/texts")
+
+
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "ended before its first step"])
 def test_a_run_that_was_moved_goes_on_where_it_is_now(project: Path, trained: bool) -> None:
     kept(read("plan.yaml"), trained=trained)
