@@ -24,6 +24,8 @@ class MachineMemory:
     """Not used by anybody, or given back when it is asked for."""
     swap_bytes: int = 0
     """Free on disk, of what the machine has and its control group allows: to compute there is slow, and no crash."""
+    swapped_bytes: int = 0
+    """Of all programs of the machine, on disk now."""
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
@@ -42,7 +44,12 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
         total, available = min(total, group.limit_bytes), min(available, group.memory_bytes)
         swap, both = min(swap, group.swap_bytes), min(both, group.both_bytes)
     available = min(available, both)
-    return MachineMemory(total_bytes=total, available_bytes=available, swap_bytes=min(swap, both - available))
+    return MachineMemory(
+        total_bytes=total,
+        available_bytes=available,
+        swap_bytes=min(swap, both - available),
+        swapped_bytes=max(0, described.get("SwapTotal", 0) - described.get("SwapFree", 0)) * 1024,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

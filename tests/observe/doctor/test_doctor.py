@@ -57,7 +57,7 @@ def test_a_quota_below_the_cores(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_taken(tmp_path: Path) -> None:
-    table = tmp_path / "meminfo"
+    (tmp_path / "proc").mkdir()
 
     def told(free: int, swap_free: int) -> Finding:
         lines = (
@@ -66,12 +66,19 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
             f"SwapTotal: {2**22} kB",
             f"SwapFree: {swap_free} kB",
         )
-        table.write_text("\n".join(lines))
-        return machine.memory(table)
+        (tmp_path / "proc/meminfo").write_text("\n".join(lines))
+        return machine.memory(tmp_path)
 
     says(told(2**20, 2**22), "failure", "1.00 GiB of 16.00 GiB free", "end other programs")
     says(told(2**23, 0), "warning", "4.00 GiB swapped out")
     says(told(2**23, 2**22), "ok")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text(f"{2**32}\n")
+    (group / "memory.current").write_text(f"{3 * 2**30}\n")
+    says(told(2**23, 2**22), "failure", "1.00 GiB of 4.00 GiB free")
 
 
 def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
