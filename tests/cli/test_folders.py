@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import planfile
+from meshwright.spec.errors import PlanError
 from meshwright.train import folders
 from tests.cli import toy
 from tests.cli.toy import call
@@ -46,6 +47,20 @@ def test_a_run_that_nobody_named_is_a_new_one(project: Path, capsys: pytest.Capt
     assert call(capsys, "eval", "runs/latest", "--json")[0] == 0
     third = train(capsys, "plan.yaml", "run=runs/mine")
     assert third["run"] == "runs/mine" and os.readlink("runs/latest") == "mine"
+
+
+def test_latest_does_not_lead_to_a_run_that_could_not_start(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train(capsys, "plan.yaml")
+
+    def refuses(*given: object, **named: object) -> None:
+        raise PlanError("this model cannot be built")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshwright.train.loop.new_state", refuses)
+        assert call(capsys, "train", "--no-dry-run", "plan.yaml")[0] == 2
+    assert os.readlink("runs/latest") == Path(str(first["run"])).name
 
 
 def test_a_profile_and_a_training_of_the_default_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
