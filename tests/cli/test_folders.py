@@ -82,6 +82,23 @@ def test_resume_auto_goes_on_with_the_newest_run_of_the_plan(project: Path, caps
     assert len(names(project / "runs")) == 2
 
 
+def test_resume_auto_leaves_a_run_of_another_recipe_alone(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only how long it runs and how often it looks at itself may differ; the first lines say which run was left."""
+    plan = ("plan.yaml", "resume=auto", "recipe.warmup_steps=-1")
+    mine = str(train(capsys, *plan)["run"])
+    rate = planfile.read(f"{mine}/plan.yaml").recipe.learning_rate
+    code, out, err = call(capsys, "train", "--no-dry-run", *plan, "recipe.learning_rate=0.5", "recipe.clip=0.25")
+    assert code == 0, err
+    assert names(project / "runs") == ["-tiny", "-tiny-2"] and os.readlink("runs/latest") == Path(f"{mine}-2").name
+    said = f"a new run: {mine} has recipe.learning_rate={rate}, this plan 0.5 (1 more key differs); run={mine} "
+    assert said in " ".join(out.split())
+    looks = ["eval_every=1", "eval_sequences=3", "checkpoint_every=1", "keep_last=1", "log_every=2"]
+    found = train(capsys, *plan, "recipe.steps=30", *(f"recipe.{word}" for word in looks))
+    assert (found["run"], found["step"]) == (mine, 30), "a warm-up that follows from the steps is no other recipe"
+
+
 def test_resume_auto_from_another_folder_goes_on(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

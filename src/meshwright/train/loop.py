@@ -60,6 +60,7 @@ def run(
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     plan = replace(plan, run=first.for_all(lambda: folders.begun(plan, resume)))
+    left = first.alone(lambda: folders.left_alone(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target, machines=machines))
@@ -84,7 +85,7 @@ def run(
         elif not drawn:
             weights.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", weights.said(plan)))
-        remarks = (*([crowded] if crowded else []), *advice(plan, corpus))
+        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
