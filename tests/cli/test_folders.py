@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import planfile
+from meshwright.spec.errors import PlanError
 from meshwright.train import folders
 from tests.cli import toy
 from tests.cli.toy import call
@@ -48,6 +49,20 @@ def test_a_run_that_nobody_named_is_a_new_one(project: Path, capsys: pytest.Capt
     assert third["run"] == "runs/mine" and os.readlink("runs/latest") == "mine"
 
 
+def test_latest_does_not_lead_to_a_run_that_could_not_start(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train(capsys, "plan.yaml")
+
+    def refuses(*given: object, **named: object) -> None:
+        raise PlanError("this model cannot be built")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshwright.train.loop.new_state", refuses)
+        assert call(capsys, "train", "--no-dry-run", "plan.yaml")[0] == 2
+    assert os.readlink("runs/latest") == Path(str(first["run"])).name
+
+
 def test_a_profile_and_a_training_of_the_default_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "profile", "plan.yaml", "--steps", "1", "--json")
     assert code == 0, err
@@ -65,6 +80,23 @@ def test_resume_auto_goes_on_with_the_newest_run_of_the_plan(project: Path, caps
     again = train(capsys, "plan.yaml", "resume=auto", "recipe.sequence=16", "recipe.steps=4")
     assert (again["run"], again["step"]) == (other, 4)
     assert len(names(project / "runs")) == 2
+
+
+def test_resume_auto_leaves_a_run_of_another_recipe_alone(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only how long it runs and how often it looks at itself may differ; the first lines say which run was left."""
+    plan = ("plan.yaml", "resume=auto", "recipe.warmup_steps=-1")
+    mine = str(train(capsys, *plan)["run"])
+    rate = planfile.read(f"{mine}/plan.yaml").recipe.learning_rate
+    code, out, err = call(capsys, "train", "--no-dry-run", *plan, "recipe.learning_rate=0.5", "recipe.clip=0.25")
+    assert code == 0, err
+    assert names(project / "runs") == ["-tiny", "-tiny-2"] and os.readlink("runs/latest") == Path(f"{mine}-2").name
+    said = f"a new run: {mine} has recipe.learning_rate={rate}, this plan 0.5 (1 more key differs); run={mine} "
+    assert said in " ".join(out.split())
+    looks = ["eval_every=1", "eval_sequences=3", "checkpoint_every=1", "keep_last=1", "log_every=2"]
+    found = train(capsys, *plan, "recipe.steps=30", *(f"recipe.{word}" for word in looks))
+    assert (found["run"], found["step"]) == (mine, 30), "a warm-up that follows from the steps is no other recipe"
 
 
 def test_resume_auto_from_another_folder_goes_on(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 from unittest.mock import patch
 
@@ -167,6 +168,32 @@ def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
             alone[text], [rank[place] for rank in ranks], verify.BANDS[drawn_of(text).case.precision]
         )
         assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
+
+
+def _no_number(self: Engine, loss: Tensor) -> Tensor:
+    return loss.detach() * float("nan")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_no_number_everywhere_is_not_equal(precision: str) -> None:
+    """Every step is skipped on both sides, so that weights agree and no gradient is left to compare."""
+    case = drawn_of(f"precision={precision} micro_batch=4 layers=1").case
+    with patch.object(Engine, "sum_loss", _no_number):
+        found = outcome(case, ALONE)
+    assert difference(case, found, [found]) == "step 1: loss is nan on rank 0, nan on one device"
+
+
+def test_only_the_step_that_overflows_may_have_no_number() -> None:
+    case = drawn_of(f"{HALF[1]} micro_batch=4 layers=1").case
+    found = outcome(case, ALONE)
+    assert not isfinite(found.norms[1]) and verify.first_difference(found, [found], verify.BANDS["fp16"]) is None
+    for changed, words in (
+        ({"norms": (found.norms[1],) * 2}, "step 1: gradient norm is"),
+        ({"norms": (found.norms[0],) * 2}, "step 2: gradient norm is"),
+        ({"skipped": (False, False)}, "step 2: skipped is False on rank 0, True on one device"),
+    ):
+        other = verify.first_difference(found, [replace(found, **changed)], verify.BANDS["fp16"])
+        assert (other or "").startswith(words)
 
 
 def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monkeypatch: pytest.MonkeyPatch) -> None:

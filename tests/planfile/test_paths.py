@@ -28,6 +28,7 @@ def kept(plan: Plan, *, trained: bool = True) -> Path:
     run = Path(plan.run)
     run.mkdir(parents=True)
     write(plan, run / "plan.yaml")
+    (run / "checkpoints").mkdir()
     if trained:
         (run / "metrics.jsonl").write_text("")
     return run / "plan.yaml"
@@ -60,8 +61,20 @@ def test_the_plan_of_a_run_means_that_run(
     assert absolute(read("../latest/plan.yaml")) == plan
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is_now(project: Path) -> None:
-    kept(read("plan.yaml"))
+def test_a_plan_in_a_folder_with_the_name_of_its_run_is_not_kept_by_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a folder that holds a run has a plan of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("exp1").mkdir()
+    Path("exp1/plan.yaml").write_text("run: exp1\ndata: {path: texts}\n")
+    found = read("exp1/plan.yaml")
+    assert (found.run, found.data.path) == ("exp1/exp1", "exp1/texts")
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "ended before its first step"])
+def test_a_run_that_was_moved_goes_on_where_it_is_now(project: Path, trained: bool) -> None:
+    kept(read("plan.yaml"), trained=trained)
     Path("runs").rename("old")
     found = read("old/a/plan.yaml")
     assert (found.run, found.data.path) == ("old/a", str(project / "texts"))
@@ -80,11 +93,10 @@ def test_a_plan_that_was_kept_with_relative_paths(
     """As run folders had them before: of the folder that the run was begun in, which the end of its path tells."""
     plan = absolute(read("plan.yaml"))
     run = project / "runs/a"
-    run.mkdir(parents=True)
+    (run / "checkpoints").mkdir(parents=True)
     (run / "plan.yaml").write_text(WORDS)
     monkeypatch.chdir(tmp_path)
     assert absolute(read(run / "plan.yaml")) == plan
-    (run / "metrics.jsonl").write_text("")
     run.rename(project / "runs/b")
     assert read(project / "runs/b/plan.yaml").run == "project/runs/b", "the run that it lies in, never another one"
 

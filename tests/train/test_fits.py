@@ -146,6 +146,54 @@ def test_available_memory_is_what_kernel_and_control_groups_leave(
     assert (found.total_bytes, found.available_bytes, found.swap_bytes) == (total * 1024, available * 1024, 2000 * 1024)
 
 
+V2 = {
+    "proc/self/cgroup": "0::/a\n",
+    "sys/fs/cgroup/a/memory.max": f"{8000 * 1024}",
+    "sys/fs/cgroup/a/memory.current": f"{5000 * 1024}",
+}
+V1 = {
+    "proc/self/cgroup": "4:memory:/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{6000 * 1024}",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2000 * 1024}",
+}
+
+
+def _swap(first: object, second: object, kind: int = 2) -> dict[str, str]:
+    names = (
+        ("a/memory.swap.max", "a/memory.swap.current"),
+        ("memory/memory.memsw.limit_in_bytes", "memory/memory.memsw.usage_in_bytes"),
+    )[kind == 1]
+    return {f"sys/fs/cgroup/{name}": str(text) for name, text in zip(names, (first, second), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("files", "available", "swap"),
+    [
+        (V2, 3000, 2000),
+        (V2 | _swap("max", 0), 3000, 2000),
+        (V2 | _swap(0, 0), 3000, 0),
+        (V2 | _swap(1500 * 1024, 1000 * 1024), 3000, 500),
+        (V2 | _swap(1000 * 1024, 1500 * 1024), 3000, 0),
+        ({**V2, "sys/fs/cgroup/a/memory.max": "max"} | _swap(0, 0), 9000, 0),
+        (V1 | _swap(6000 * 1024, 2000 * 1024, 1), 4000, 0),
+        (V1 | _swap(6500 * 1024, 2000 * 1024, 1), 4000, 500),
+        (V1 | _swap(6500 * 1024, 3000 * 1024, 1), 3500, 0),
+        (V1 | _swap("9223372036854771712", 3000 * 1024, 1), 4000, 2000),
+    ],
+    ids=[
+        "no file of swap", "no limit", "none allowed", "what is left of it", "beyond its limit",
+        "a limit of swap alone",
+        "the first kind, memory and swap in one", "more of both", "both used up by swap", "the first kind, no limit",
+    ],
+)  # fmt: skip
+def test_swap_is_what_kernel_and_control_groups_leave(
+    files: dict[str, str], available: int, swap: int, tmp_path: Path
+) -> None:
+    """A process beyond what its group may swap is killed, however much the machine has."""
+    found = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    assert (found.available_bytes, found.swap_bytes) == (available * 1024, swap * 1024)
+
+
 def test_without_proc_all_memory_counts(tmp_path: Path) -> None:
     found = machine_memory(tmp_path)
     assert found.available_bytes == found.total_bytes > 2**28

@@ -3,14 +3,21 @@
 import os
 import signal
 import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from meshwright.observe.ranks import on_ranks
+from meshwright.spec import Layout
+from meshwright.train import loop, trainer
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.stopping import StopAgreement
+from tests.train import running
 
 
 def handlers() -> tuple[object, object]:
@@ -81,7 +88,7 @@ def test_a_signal_while_ranks_agree_is_heard_at_the_next_step() -> None:
         world: Any = World()
         agreement = StopAgreement(world, torch.device("cpu"), stop, saver)
         assert [agreement.reached(under_way=False) for _ in range(2)] == [False, True]
-        assert stop.requested == "SIGTERM"
+        assert agreement.agreed == stop.requested == "SIGTERM"
 
 
 @pytest.mark.parametrize("signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGTERM", None), (None, None)])
@@ -106,7 +113,7 @@ def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signal
         rank.hear(most)
     named = "SIGINT" if "SIGINT" in signals else "SIGTERM" if "SIGTERM" in signals else None
     assert [rank.reached(under_way=True) for rank in ranks] == [named is not None] * 2
-    assert {rank.stop.requested for rank in ranks} == {named}
+    assert {rank.stop.requested for rank in ranks} == {rank.agreed for rank in ranks} == {named}
 
 
 def test_a_rank_that_could_not_save_ends_all() -> None:
@@ -127,3 +134,31 @@ def test_a_rank_that_could_not_save_ends_all() -> None:
         rank.hear(told)
         rank.reached(under_way=True)
     assert gave_up == [True, True]
+
+
+def _stopped(texts: str, run: str, bad: int) -> tuple[int, str]:
+    """How a run of two steps ends for this rank, when rank `bad` alone has Ctrl-C in the last of them."""
+    steps = []
+    real = trainer.train_step
+
+    def pressed(*given: Any, **options: Any) -> Any:
+        steps.append(True)
+        if len(steps) == 2 and (dist.get_rank() if dist.is_initialized() else 0) == bad:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*given, **options)
+
+    plan = running.plan(Path(texts), Path(run), steps=2)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", pressed)
+        summary = loop.run(replace(plan, layout=Layout(dp_replicate=world, micro_batch=2)))
+    return summary.step, summary.stopped
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_in_the_last_step_ends_no_rank_otherwise_than_the_others(tmp_path: Path, world: int) -> None:
+    """Nothing was left to stop. One rank that exits with 130 is a failure for a launcher."""
+    arguments = str(running.write_texts(tmp_path / "texts")), str(tmp_path / "run"), world - 1
+    ranks = on_ranks(world, _stopped, *arguments) if world > 1 else [_stopped(*arguments)]
+    assert ranks == [(2, "done")] * world
+    assert (tmp_path / "run/loss.png").exists() == (world == 2), "the first rank draws unless it was asked to end"

@@ -6,6 +6,7 @@ answer, is run again case by case.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from time import monotonic
 
 from meshwright.observe.case_text import Drawn
@@ -136,7 +137,8 @@ def _outcomes(cases: Sequence[Drawn], device: str) -> list[Outcome]:
 def difference(case: Case, alone: Outcome, ranks: Sequence[Outcome]) -> str | None:
     """What differs first, or what one device itself has wrong."""
     found = first_difference(alone, ranks, BANDS[case.precision])
-    if found and case.precision != "fp32" and not case.overflow:
+    finite = all(map(isfinite, (*alone.losses, *alone.norms)))
+    if found and finite and case.precision != "fp32" and not case.overflow:
         found = first_difference(alone, ranks, wider_band(case, alone))
     return found or wrong_alone(case, alone)
 

@@ -96,6 +96,10 @@ class Outcome:
     """Balance losses by step, of a mixture of experts."""
     margin: float = inf
     """The smallest margin by which a token has its experts; see ties.py."""
+    skipped: tuple[bool, ...] = ()
+    """Which steps changed no weight."""
+    overflow: int = 0
+    """The step whose gradients must overflow, in which alone numbers may not be finite; 0 = none."""
 
 
 def case_batch(case: Case, step: int) -> Batch:
@@ -160,6 +164,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     )
     scaler = LossScaler(torch.device(device), growth_interval=GROWTH_STEPS) if case.precision == "fp16" else None
     numbers: dict[str, list[float]] = {"loss": [], "norm": [], "scale": [], "balance": []}
+    skipped: list[bool] = []
     tensors: dict[str, tuple[Box, Tensor]] = {}
     for step in range(1, case.steps + 1):
         batch = moved(select(case_batch(case, step), share), torch.device(device))
@@ -181,13 +186,15 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         if result.balance is not None:
             numbers["balance"].append(result.balance.item())
         boxes = engine.local_boxes()
-        if not result.skipped.item():
+        skipped.append(bool(result.skipped.item()))
+        if not skipped[-1]:
             for name, gradient in optimizer.gradients[-1].items():
                 tensors[f"step {step} gradient of {name}"] = (boxes[name], gradient.float().cpu() / scale)
         for name, parameter in engine.parameters.items():
             tensors[f"step {step} weight {name}"] = (boxes[name], local(parameter.detach()).float().clone().cpu())
     loss, norms, scales, balances = (tuple(found) for found in numbers.values())
-    return Outcome(loss, norms, tensors, scales, balances, margins.smallest)
+    overflow = case.overflow if scaler else 0
+    return Outcome(loss, norms, tensors, scales, balances, margins.smallest, tuple(skipped), overflow)
 
 
 def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
@@ -245,7 +252,7 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
 
     Relative to the largest element of a tensor (or to its length), since a sum's rounding grows with its terms and not
     with what is left of them; a gradient that is zero but for rounding (of key biases) counts as one of ZERO times the
-    gradient norm.
+    gradient norm. Numbers that are not finite equal nothing, except in the step that must overflow.
     """
     for index, other in enumerate(others):
         for what, mine, theirs, tolerance in (
@@ -255,8 +262,11 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
             ("loss scale", one.scales, other.scales, 0.0),
         ):
             for step, (a, b) in enumerate(zip(mine, theirs, strict=True), start=1):
-                if not (abs(a - b) <= tolerance * abs(a) or (not isfinite(a) and not isfinite(b))):
+                if not (_near(a, b, tolerance) or (step == one.overflow and not isfinite(a) and not isfinite(b))):
                     return f"step {step}: {what} is {b!r} on rank {index}, {a!r} on one device"
+        for step, (a, b) in enumerate(zip(one.skipped, other.skipped, strict=True), start=1):
+            if a != b:
+                return f"step {step}: skipped is {b} on rank {index}, {a} on one device"
     try:
         whole = assemble(others)
     except AssertionError as error:
@@ -268,6 +278,10 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
         if not error <= (band.weight if begins_large(name) else band.gradient):
             return f"{name} differs by {error:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
+
+
+def _near(a: float, b: float, tolerance: float) -> bool:
+    return isfinite(a) and isfinite(b) and abs(a - b) <= tolerance * abs(a)
 
 
 def begins_large(name: str) -> bool:

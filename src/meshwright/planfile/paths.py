@@ -127,15 +127,16 @@ def _started_in(own: Path, run: Given) -> Path | None:
     """The folder that the other paths of a run's own plan are of; None where the plan is no run's."""
     assert isinstance(run.value, str)
     named = os.path.normpath(run.value)
-    if os.path.isabs(named):
-        return own if Path(os.path.realpath(named)) == own or _holds_run(own) else None
-    if named == ".":
-        return own if _holds_run(own) else None
+    if os.path.isabs(named) and Path(os.path.realpath(named)) == own:
+        return own
+    if not _holds_run(own):
+        return None
     tail = Path(named).parts
     if own.parts[-len(tail) :] == tail:  # relative to where it was begun
         return Path(*own.parts[: -len(tail)])
-    return own if _holds_run(own) else None
+    return own
 
 
 def _holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or any(folder.glob("checkpoints/step-*/COMMIT"))
+    """Whether a run was begun there: the folder of its checkpoints is made before its plan is kept."""
+    return (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file()

@@ -4,17 +4,22 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import date
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from meshwright import planfile
-from meshwright.spec import Plan
+from meshwright.spec import Plan, Recipe
 from meshwright.spec.errors import MeshwrightError, RunError
 from meshwright.train import shelf
 
 AUTO, LATEST = "auto", "latest"
+MAY_CHANGE = frozenset(
+    ("steps", "noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_last", "log_every")
+)
+"""Keys of the recipe: how long a run is, and how often it looks at itself."""
 
 
 def is_open(run: str) -> bool:
@@ -54,13 +59,26 @@ def _new(root: Path, model: str) -> Path:
 
 
 def newest_of(root: Path, plan: Plan) -> Path | None:
-    """The newest run in a folder that this plan goes on with: with the same recipe first, then with one that differs in
-    what a run may change as it goes on."""
-    runs = list(_runs(root))
-    for alike in (_same, _goes_on):
-        for run, kept in runs:
-            if alike(kept, plan):
-                return run
+    """The newest run in a folder that this plan goes on with: with an equal recipe first, then with one that differs
+    only in how long it runs and how often it looks at itself."""
+    runs = [(run, kept) for run, kept in _runs(root) if _goes_on(kept, plan) and not _changed(kept, plan)]
+    equal = (run for run, kept in runs if kept.recipe == plan.recipe)
+    return next(equal, runs[0][0] if runs else None)
+
+
+def left_alone(plan: Plan, resume: str) -> str | None:
+    """With resume=auto and no run to go on with: the newest run that is another only by its recipe, as a sentence."""
+    if resume != "auto" or not is_open(plan.run):
+        return None
+    for run, kept in _runs(Path(plan.run).parent):
+        if _goes_on(kept, plan) and (names := _changed(kept, plan)):
+            here, there = (getattr(one.recipe, names[0]) for one in (plan, kept))
+            others = len(names) - 1
+            more = f" ({others} more {'key differs' if others == 1 else 'keys differ'})" if others else ""
+            return (
+                f"a new run: {run} has recipe.{names[0]}={there}, this plan {here}{more}; "
+                f"run={run} resume=auto goes on with it"
+            )
     return None
 
 
@@ -92,11 +110,6 @@ def _age(run: Path) -> tuple[float, str]:
     return -max(path.stat().st_mtime for path in [run / "plan.yaml", *saved[:1]]), run.name
 
 
-def _same(kept: Plan, plan: Plan) -> bool:
-    """The same model, data and recipe, however laid out."""
-    return _goes_on(kept, plan) and kept.recipe == plan.recipe
-
-
 def _goes_on(kept: Plan, plan: Plan) -> bool:
     """Whether a checkpoint of the one can be loaded and its place in the data kept by the other."""
     one, other = (planfile.absolute(replace(which, run="-")) for which in (kept, plan))
@@ -104,3 +117,16 @@ def _goes_on(kept: Plan, plan: Plan) -> bool:
     return (one.model, one.data, one.init) == (other.model, other.data, other.init) and all(
         getattr(one.recipe, name) == getattr(other.recipe, name) for name in fixed
     )
+
+
+def _changed(kept: Plan, plan: Plan) -> list[str]:
+    """Keys of the recipe that a run which nobody named may not change as it goes on."""
+    one, other = (_fixed(which.recipe) for which in (kept, plan))
+    return [name for name in one if one[name] != other[name]]
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """Without what may change; -1 for a warm-up that follows from the number of steps."""
+    found = {one.name: getattr(recipe, one.name) for one in fields(recipe) if one.name not in MAY_CHANGE}
+    follows = recipe.warmup_steps == Recipe(steps=recipe.steps).warmup_steps
+    return found | {"warmup_steps": -1} if follows else found

@@ -60,6 +60,7 @@ def run(
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     plan = replace(plan, run=first.for_all(lambda: folders.begun(plan, resume)))
+    left = first.alone(lambda: folders.left_alone(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target, machines=machines))
@@ -84,9 +85,9 @@ def run(
         elif not drawn:
             weights.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", weights.said(plan)))
-        remarks = (*([crowded] if crowded else []), *advice(plan, corpus))
+        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
-        changes = first.alone(lambda: _keep_plan(folder, plan, state.progress.step)) or ()
+        changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
             state=state,
@@ -141,7 +142,6 @@ def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
     if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
         weights.keep_beside(plan, path)
-    folders.point_latest(path)
     return folder
 
 
@@ -168,6 +168,13 @@ def _check_length(plan: Plan, corpus: Corpus) -> None:
         seed=plan.recipe.seed,
         shuffle=True,
     )
+
+
+def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
+    """Nothing can be refused any more: keep the plan, and have `latest` lead here. As _keep_plan."""
+    changes = _keep_plan(folder, plan, steps_done)
+    folders.point_latest(folder.path)
+    return changes
 
 
 def _keep_plan(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ class StopAgreement:
 
     def __init__(self, world: Group, device: torch.device, stop: Interrupt, saver: Saver) -> None:
         self.world, self.device, self.stop, self.saver = world, device, stop, saver
+        self.agreed: str | None = None
+        """The signal for which all end before the last step, the same on every rank."""
         self._heard = [0.0] * (1 + len(SIGNALS))
 
     def begin(self) -> Tensor:
@@ -43,5 +45,5 @@ class StopAgreement:
         if failed:
             self.saver.give_up()
         if asked is not None:  # a signal that came meanwhile stays for the next step
-            self.stop.requested = asked
+            self.agreed = self.stop.requested = asked
         return asked is not None

@@ -321,7 +321,7 @@ class Trainer:
             saving_seconds=self.saver.blocked_s,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.latest(self.folder.checkpoints),
-            stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(stop.requested or "", "done"),
+            stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(self._stop.agreed or "", "done"),
         )
         self._tell("ended", summary)
         return summary

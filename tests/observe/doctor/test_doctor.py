@@ -19,7 +19,7 @@ from meshwright.cli.main import main
 from meshwright.kernels import experts as expert_kernels
 from meshwright.kernels import fast
 from meshwright.observe.doctor import accelerator, engine, kernels, links, machine
-from meshwright.observe.doctor.examine import Examination, examine
+from meshwright.observe.doctor.examine import Examination, _gathered, examine
 from meshwright.observe.doctor.findings import Finding, examined, failure, merged, ok, verdict, warning
 from meshwright.observe.doctor.links import Link
 from meshwright.observe.ranks import RankError, on_ranks
@@ -57,7 +57,7 @@ def test_a_quota_below_the_cores(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_taken(tmp_path: Path) -> None:
-    table = tmp_path / "meminfo"
+    (tmp_path / "proc").mkdir()
 
     def told(free: int, swap_free: int) -> Finding:
         lines = (
@@ -66,12 +66,19 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
             f"SwapTotal: {2**22} kB",
             f"SwapFree: {swap_free} kB",
         )
-        table.write_text("\n".join(lines))
-        return machine.memory(table)
+        (tmp_path / "proc/meminfo").write_text("\n".join(lines))
+        return machine.memory(tmp_path)
 
     says(told(2**20, 2**22), "failure", "1.00 GiB of 16.00 GiB free", "end other programs")
     says(told(2**23, 0), "warning", "4.00 GiB swapped out")
     says(told(2**23, 2**22), "ok")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text(f"{2**32}\n")
+    (group / "memory.current").write_text(f"{3 * 2**30}\n")
+    says(told(2**23, 2**22), "failure", "1.00 GiB of 4.00 GiB free")
 
 
 def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +321,42 @@ def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         says(engine.round_trip(CPU, tmp_path), "failure", "came back different: weight")
     monkeypatch.setattr(engine, "set_rng_state", lambda *given: random_state.set_rng_state({}, {}))
     says(engine.round_trip(CPU, tmp_path), "failure", "what is drawn afterwards")
+
+
+def disturbed(check: str, bad: int, folder: str) -> Finding:
+    """On a rank: a check of which a part that needs no other rank fails on rank `bad`, and what all have gathered."""
+    import torch.distributed as dist
+
+    world = Group("world", (0, 1), dist.get_rank(), dist.group.WORLD)
+    checks: dict[str, tuple[Callable[[], Finding], Any, str]] = {
+        "folder": (lambda: engine.round_trip(CPU, Path(folder), world), Path, "mkdir"),
+        "place": (lambda: engine.round_trip(CPU, Path(folder), world), engine.tempfile, "mkdtemp"),
+        "states": (lambda: engine.round_trip(CPU, Path(folder), world), engine, "rng_state"),
+        "looking": (lambda: engine.round_trip(CPU, Path(folder), world), Path, "is_dir"),
+        "collectives": (lambda: links.collectives(world, CPU), torch, "arange"),
+        "links": (lambda: links.judged_links(links.measured_links(world, CPU), [0, 0]), torch, "empty_like"),
+    }
+    run, owner, name = checks[check]
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise OSError(30, "Read-only file system", "/home/somebody/runs")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.index == bad:
+            patch.setattr(owner, name, fails)
+        found = examined(check, run)
+    return merged(_gathered(world, [found]), [0, 0])[0]
+
+
+@pytest.mark.parametrize(
+    ("check", "bad"),
+    [("folder", 0), ("folder", 1), ("place", 0), ("states", 1), ("looking", 1), ("collectives", 1), ("links", 0)],
+)
+def test_a_check_that_fails_on_one_rank_ends_on_all(check: str, bad: int, tmp_path: Path) -> None:
+    """A rank that went on alone would gather findings while the others wait for it within the check."""
+    for found in on_ranks(2, disturbed, check, bad, str(tmp_path), limit_s=20):
+        says(found, "failure", f"rank {bad}: Read-only file system")
+        assert "somebody" not in found.found
 
 
 def test_a_step_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.observe.doctor.links import agreed, gathered_names
+from meshwright.observe.doctor.links import RankFailure, agreed, everywhere, gathered_names
 from meshwright.observe.matrix import DENSE, Trial, trial
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify import BANDS, Case, Outcome, first_difference, outcome
@@ -104,30 +104,52 @@ def round_trip(device: torch.device, folder: Path, world: Group | None = None) -
     """Random states and tensors through a checkpoint below `folder`, to the bit. All ranks of `world` take part, so the
     folder must be one that they share."""
     world = world or Group("world")
-    rank = world.index
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"weight": torch.randn(64, 33, generator=generator).to(device), "step": torch.zeros((), device=device)}
-    states, values = rng_state(rank)
-    before = {name: x.clone() for name, x in (tensors | states).items()}
-    expected = _drawn(device)
-    folder.mkdir(parents=True, exist_ok=True)
-    place = Path(agreed(world, tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else ""))
     try:
-        seen = gathered_names(world, str(place.is_dir()))
+        return _round_trip(device, folder, world)
+    except RankFailure as error:
+        return failure("checkpoint", f"none could be made: {error}", "give a folder that all ranks can write (--runs)")
+
+
+def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
+    rank = world.index
+
+    def begin() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any], torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            "weight": torch.randn(64, 33, generator=generator).to(device),
+            "step": torch.zeros((), device=device),
+        }
+        states, values = rng_state(rank)
+        before = {name: x.clone() for name, x in (tensors | states).items()}
+        expected = _drawn(device)
+        folder.mkdir(parents=True, exist_ok=True)
+        return tensors | states, before, dict(values), expected
+
+    saving, before, values, expected = everywhere(world, begin)
+    made = everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
+    place = Path(agreed(world, made))
+
+    def save() -> Path:
+        return checkpoint.save(
+            place, step=1, tensors=saving, values=values, score=None, keep_last=1, group=world.process_group
+        )
+
+    def load(saved: Path) -> dict[str, torch.Tensor]:
+        loaded = {name: torch.zeros_like(x) for name, x in before.items()}
+        checkpoint.load(saved, loaded, group=world.process_group)
+        return loaded
+
+    try:
+        seen = gathered_names(world, everywhere(world, lambda: str(place.is_dir())))
         if blind := [one for one, sees in seen.items() if sees != "True"]:
             where = "keep runs in a folder that all nodes share"
             return failure("checkpoint", f"rank {blind[0]} does not see the folder that rank 0 made", where)
-        saved = checkpoint.save(
-            place, step=1, tensors=tensors | states, values=dict(values), score=None, keep_last=1,
-            group=world.process_group,
-        )  # fmt: skip
-        loaded = {name: torch.zeros_like(x) for name, x in before.items()}
-        checkpoint.load(saved, loaded, group=world.process_group)
-        world.barrier()
+        saved = everywhere(world, save)
+        loaded = everywhere(world, lambda: load(saved))
     finally:
         if rank == 0:
             shutil.rmtree(place, ignore_errors=True)
-    set_rng_state({name: x for name, x in loaded.items() if name in states}, values, rank)
+    set_rng_state(loaded, values, rank)
     different = [name for name, x in before.items() if not torch.equal(loaded[name], x)]
     if not torch.equal(_drawn(device), expected):
         different.append("what is drawn afterwards")

@@ -6,14 +6,17 @@ that many places on, so that each rank has two links a round, and n ranks need l
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshwright.observe.doctor.findings import Finding, failure, named_ranks, ok, skipped, warning
 from meshwright.parallel.group import Group
+
+T = TypeVar("T")
 
 SLOW_LINK = 0.5
 """Share of the median of its kind below which a link is slow."""
@@ -23,15 +26,39 @@ MESSAGE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 ROUNDS = 4
 
 
+class RankFailure(Exception):
+    """What some rank raised in a part of a check that needs no other rank; raised on all of them."""
+
+
+def everywhere(world: Group, do: Callable[[], T]) -> T:
+    """What `do`, which needs no other rank, gives here. RankFailure on all ranks where it raises on any: a rank that
+    left the check alone would gather findings while the others wait for it in the check's next collective."""
+    made: list[T] = []
+    said = ""
+    try:
+        made.append(do())
+    except Exception as error:
+        text = error.strerror if isinstance(error, OSError) else None  # without the name of a folder
+        said = text or f"{type(error).__name__}: {error}"
+    failed = {rank: why for rank, why in gathered_names(world, said).items() if why}
+    if failed:
+        first = next(iter(failed))
+        raise RankFailure(f"{named_ranks(list(failed), [0] * world.size)}: {failed[first]}")
+    return made[0]
+
+
 def collectives(world: Group, device: torch.device) -> Finding:
     """Every collective of the engine on known numbers, on every rank."""
     n, mine = world.size, world.index
     if n == 1:
         return skipped("collectives", "one process; torchrun --nproc_per_node 2 -m meshwright doctor tries them")
-    own = torch.full((4,), float(mine + 1), device=device)
-    every = torch.arange(1, n + 1, device=device, dtype=torch.float32)
+
+    def buffers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = torch.full((4,), float(mine + 1), device=device)
+        return own, torch.arange(1, n + 1, device=device, dtype=torch.float32), torch.empty_like(own)
+
+    own, every, arrived = everywhere(world, buffers)
     following, previous = (mine + 1) % n, (mine - 1) % n
-    arrived = torch.empty_like(own)
     for work in world.exchange([(own.clone(), following)], [(arrived, previous)]):
         work.wait()
     found = {
@@ -61,8 +88,12 @@ class Link:
 
 def measured_links(world: Group, device: torch.device) -> list[Link]:
     """Links of all ranks, by rounds of strides; the same list on every rank."""
-    message = torch.empty(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-    arriving = torch.empty_like(message)
+
+    def buffers() -> tuple[torch.Tensor, torch.Tensor]:
+        message = torch.empty(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+        return message, torch.empty_like(message)
+
+    message, arriving = everywhere(world, buffers)
     found: list[Link] = []
     stride = 1
     while stride < world.size:

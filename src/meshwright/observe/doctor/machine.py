@@ -14,6 +14,7 @@ import torch
 
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.units import GIB, MIB, gib
+from meshwright.train.machine import machine_memory
 
 PYTHONS = ((3, 11), (3, 14))
 TORCHES = ((2, 11), (2, 14))
@@ -56,15 +57,12 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
     return ok("cores", said, cores=count, threads=torch.get_num_threads())
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
-    """Memory that is free now."""
-    if not meminfo.is_file():
-        return skipped("memory", "this system does not tell its free memory")
-    table = {
-        line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line
-    }
-    free, whole = table["MemAvailable"], table["MemTotal"]
-    swapped = table.get("SwapTotal", 0) - table.get("SwapFree", 0)
+def memory(root: Path = Path("/")) -> Finding:
+    """Memory that is free now, for the machine and for each control group of this process."""
+    if not (root / "proc/meminfo").is_file():
+        return skipped("memory", "this system does not say how much memory is free")
+    here = machine_memory(root)
+    free, whole, swapped = here.available_bytes, here.total_bytes, here.swapped_bytes
     said = f"{gib(free)} of {gib(whole)} free"
     if free < LEAST_FREE_BYTES:
         return failure("memory", said, f"end other programs: a rank needs {gib(LEAST_FREE_BYTES)} at least")
