@@ -35,7 +35,7 @@ from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import BatchStage, Recipe
 
 
 def plan(layout: Layout, name: str = "llama-3.1-8b", layers: int = 3, global_batch: int = 4) -> Plan:
@@ -389,6 +389,18 @@ def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout,
 def test_a_world_of_one_rank_is_refused() -> None:
     with pytest.raises(PlanError, match="a plan of one rank sends nothing"):
         record_world(plan(Layout(zero=0, micro_batch=1, compile="off")))
+
+
+@pytest.mark.parametrize(("batches", "whole", "sends"), [((2, 4, 16), False, (2, 4, 6)), ((4, 16, 4), True, (4, 16))])
+def test_every_size_of_a_batch_ramp_is_run(batches: tuple[int, ...], whole: bool, sends: tuple[int, ...]) -> None:
+    """The first rank of a pipeline sends once per micro-batch. A step of 16 is cut to three per rank."""
+    given = plan(Layout(pp=2, zero=0, micro_batch=1, compile="off"), layers=2, global_batch=batches[0])
+    stages = tuple(BatchStage(tokens=1000 * n, global_batch=batch) for n, batch in enumerate(batches[1:], start=1))
+    given = replace(given, recipe=replace(given.recipe, batch_ramp=stages))
+    evaluation, last_step = 2, 1
+    first = record_world(given, device="cuda", whole=whole, processes=2)[0].trace
+    assert len(numbers(first, "send")) == sum(sends) + evaluation + last_step
+    assert brief(given).recipe.batch_ramp == ()
 
 
 def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:

@@ -101,7 +101,7 @@ def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def batches(recipe: Recipe) -> tuple[int, ...]:
     """Sequences of the steps of a run: a ramp has several."""
-    return tuple(sorted({recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}))
+    return tuple(sorted(set(recipe.global_batches)))
 
 
 def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:

@@ -160,7 +160,7 @@ def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
 
 
 def _batches(recipe: Recipe) -> set[int]:
-    return {recipe.global_batch, *(stage.global_batch for stage in recipe.batch_ramp)}
+    return set(recipe.global_batches)
 
 
 def _micro_batches_of(layout: Layout, batch: int) -> int:

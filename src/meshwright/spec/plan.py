@@ -74,13 +74,9 @@ class Plan:
         return found
 
     @property
-    def _global_batches(self) -> tuple[int, ...]:
-        return (self.recipe.global_batch, *(stage.global_batch for stage in self.recipe.batch_ramp))
-
-    @property
     def micro_batches(self) -> int:
         """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
-        return max(map(self.layout.micro_batches, self._global_batches))
+        return max(map(self.layout.micro_batches, self.recipe.global_batches))
 
     def copies_state(self, device: str) -> bool:
         """Whether a program on a kind of device (cpu, cuda) keeps a copy of the state in host memory, from which a
@@ -89,7 +85,7 @@ class Plan:
 
     def _batches(self) -> list[str]:
         found = []
-        for batch in self._global_batches:
+        for batch in self.recipe.global_batches:
             try:
                 self.layout.micro_batches(batch)
             except IllegalLayout as error:
@@ -98,7 +94,7 @@ class Plan:
 
     def _noise_scale(self) -> list[str]:
         """It compares micro-batches with their step; a ramp may begin with steps of one."""
-        batches = self._global_batches
+        batches = self.recipe.global_batches
         if not self.recipe.noise_scale_every or any(self.layout.micro_batch_of(batch) < batch for batch in batches):
             return []
         largest = max(batches)

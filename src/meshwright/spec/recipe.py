@@ -131,10 +131,14 @@ class Recipe:
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
 
     @property
+    def global_batches(self) -> tuple[int, ...]:
+        """Sequences of one step, before the batch ramp and in each of its stages."""
+        return (self.global_batch, *(stage.global_batch for stage in self.batch_ramp))
+
+    @property
     def largest(self) -> "Recipe":
         """The same with every step as large as the largest of the batch ramp, which needs most memory."""
-        batch = max(self.global_batch, *(stage.global_batch for stage in self.batch_ramp), 0)
-        return replace(self, global_batch=batch, batch_ramp=()) if self.batch_ramp else self
+        return replace(self, global_batch=max(self.global_batches), batch_ramp=()) if self.batch_ramp else self
 
     @property
     def saves_between(self) -> bool:

@@ -28,6 +28,7 @@ from meshwright.observe.remembered import Remembered
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, place_of
 from meshwright.spec.schedule import refusal
 
@@ -171,29 +172,29 @@ def _record(plan: Plan, rank: int, load: float, recorder: Recorder, full: bool) 
 
 
 def _counts(plan: Plan) -> list[int]:
-    """Micro-batches of the steps: of each size that a ramp brings, and of a whole step."""
-    whole = plan.recipe.global_batch
-    batches = [stage.global_batch for stage in plan.recipe.batch_ramp if stage.global_batch < whole]
-    return list(dict.fromkeys(plan.layout.micro_batches(batch) for batch in [*batches, whole]))
+    """Micro-batches of the steps: of each size that the batch ramp brings, in its order."""
+    return list(dict.fromkeys(map(plan.layout.micro_batches, plan.recipe.global_batches)))
 
 
 def fewest(plan: Plan) -> int:
     """The smallest number of micro-batches that the schedule takes."""
-    return _legal(plan, 1)
+    return _legal(plan.layout, 1, plan.micro_batches)
 
 
 def rounds(plan: Plan) -> Plan:
     """With fewer micro-batches where a step has more than ROUNDS for each pipeline rank: then what a schedule begins
-    with, repeats and ends with has all been seen."""
-    enough = _legal(plan, ROUNDS * plan.layout.pp)
-    batches = [stage.global_batch for stage in plan.recipe.batch_ramp]
-    if enough == plan.layout.micro_batches(plan.recipe.global_batch) or batches:
-        return plan
-    return _with_micro_batches(plan, enough)
+    with, repeats and ends with has all been seen. Each size of a batch ramp is shortened by itself."""
+    layout, recipe = plan.layout, plan.recipe
+
+    def fewer(batch: int) -> int:
+        whole = layout.micro_batches(batch)
+        return batch // whole * _legal(layout, ROUNDS * layout.pp, whole)
+
+    ramp = tuple(replace(stage, global_batch=fewer(stage.global_batch)) for stage in recipe.batch_ramp)
+    return replace(plan, recipe=replace(recipe, global_batch=fewer(recipe.global_batch), batch_ramp=ramp))
 
 
-def _legal(plan: Plan, least: int) -> int:
-    layout, most = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
+def _legal(layout: Layout, least: int, most: int) -> int:
     legal = (
         count for count in range(least, most)
         if layout.pp == 1 or refusal(layout.schedule, layout.pp, count, layout.vp) is None
@@ -227,7 +228,7 @@ def brief(plan: Plan) -> Plan:
         plan,
         model=replace(shape, layers=len(kept), moe=moe, window_from_layer=windowed),
         layout=replace(layout, stages=tuple(map(len, kinds)) if layout.pp > 1 else ()),
-        recipe=replace(recipe, batch_ramp=(), noise_scale_every=0, sequence=sequence),
+        recipe=replace(recipe.largest, noise_scale_every=0, sequence=sequence),
     )
     if layout.schedule == "dualpipe-v":  # zb-v places the same stages, and takes fewer micro-batches
         changed = replace(changed, layout=replace(changed.layout, schedule="zb-v"))
