@@ -8,7 +8,8 @@ Gloo copies late and hides mistakes; on a GPU they are races. Inside:
 - what arrives is NaN (each byte 255) until it has been waited for, also the tensor of a sum in place;
 - what is sent is held against its checksum when it is waited for, and must still have its memory;
 - what arrives must not have been written to before its wait;
-- every start is waited for before the block ends;
+- every start is waited for, or seen to have ended, before the block ends;
+- a message that has ended says so without a wait, at random times (`is_completed`); its checksum is compared then;
 - starts and waits are delayed by random times (`seed`), so that ranks meet in other orders.
 
 That a send ends only when its receive has been started, Gloo does by itself (test_strict.py shows it). On a CPU
@@ -18,6 +19,7 @@ The whole suite of an axis runs under it: `pytest tests/parallel/test_pipeline.p
 """
 
 import random
+import threading
 import time
 import traceback
 import zlib
@@ -52,6 +54,8 @@ class Strict:
         self.open: list[_Open] = []
         self.checked = 0
         """Sends and receives that went through unharmed."""
+        self.seen_to_end = 0
+        """Those of them that nobody has waited for."""
 
     def delay(self) -> None:
         """For a while that nobody can foresee."""
@@ -82,15 +86,43 @@ class _Open:
         for x in received:
             _bytes(x).fill_(POISON)
         self.works: list[dist.Work] = []
+        self.waiting: threading.Thread | None = None
+        self.failed: BaseException | None = None
         strict.open.append(self)
+
+    def has_ended(self) -> bool:
+        """Whether it is over: at random not yet. A thread waits, since Gloo's own answer is no before somebody does."""
+        if self not in self.strict.open:
+            return True
+        if self.waiting is None:
+            self.waiting = threading.Thread(target=self._wait, daemon=True)
+            self.waiting.start()
+        if self.strict.dice.random() < 0.5:
+            self.waiting.join(LONGEST_S)
+        if self.waiting.is_alive() or self.strict.dice.random() < 0.25:
+            return False
+        self.strict.seen_to_end += 1
+        self.finish()
+        return True
+
+    def _wait(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except BaseException as error:
+            self.failed = error
 
     def finish(self) -> None:
         """Wait, check, and give what has arrived to the caller."""
         if self not in self.strict.open:
             return
         self.strict.delay()
-        for work in self.works:
-            work.wait()
+        if self.waiting is None:
+            self._wait()
+        else:
+            self.waiting.join()
+        if self.failed is not None:
+            raise self.failed
         self.strict.open.remove(self)
         for storage, sum_before, again in self.sent:
             if storage.expired():
@@ -119,8 +151,8 @@ class _Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended; Gloo does not know before somebody waits."""
-        return self.opened not in self.opened.strict.open
+        """Whether it has ended, without a wait for it."""
+        return self.opened.has_ended()
 
 
 def _again(x: Tensor) -> Callable[[], Tensor]:

@@ -48,13 +48,14 @@ def case_of(layout: Layout) -> Case:
     return CASE if layout.ep > 1 or layout.pp > 1 else DENSE
 
 
-def _strictly(layouts: list[Layout], seed: int) -> list[tuple[Outcome, int]]:
-    """What each layout computed, and how many calls were checked."""
+def _strictly(layouts: list[Layout], seed: int) -> list[tuple[Outcome, int, int]]:
+    """What each layout computed, how many calls were checked, and how many of these ended without a wait."""
     made: Made = {}
     found = []
     for layout in layouts:
         with strict(seed) as checks:
-            found.append((outcome(case_of(layout), layout, made=made), checks.checked))
+            computed = outcome(case_of(layout), layout, made=made)
+        found.append((computed, checks.checked, checks.seen_to_end))
     return found
 
 
@@ -65,6 +66,8 @@ def test_layouts_equal_one_device(world: int, layouts: list[Layout]) -> None:
         alone = outcome(case_of(layout), Layout(compile="off", micro_batch=layout.micro_batch))
         assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
         assert all(rank[index][1] >= 10 for rank in ranks), layout
+    ended = [rank[index][2] for index, layout in enumerate(layouts) if layout.pp > 1 for rank in ranks]
+    assert sum(ended) >= 10, "sends that were freed because they had ended"
 
 
 def _pair() -> Group:
@@ -115,6 +118,25 @@ def _changes_what_it_sends(how: str) -> None:
 def test_what_is_sent_must_not_change(how: str, name: str) -> None:
     with pytest.raises(RankError, match=rf"StrictError: {name} of .*: what it sends was changed before"):
         on_ranks(2, _changes_what_it_sends, how)
+
+
+def _sees_the_end(changes: bool) -> tuple[float, int]:
+    group = _pair()
+    sent, received = torch.ones(2), torch.empty(2)
+    with strict() as checks:
+        work = group.exchange([(sent, 1 - group.index)], [(received, 1 - group.index)])
+        if changes:
+            sent.add_(1)
+        end = time.monotonic() + 30
+        while not all(one.is_completed() for one in work):
+            assert time.monotonic() < end
+    return received.sum().item(), checks.seen_to_end
+
+
+def test_a_message_ends_without_a_wait_and_is_checked_then() -> None:
+    assert on_ranks(2, _sees_the_end, False) == [(2.0, 2)] * 2
+    with pytest.raises(RankError, match=r"StrictError: send of .*: what it sends was changed before"):
+        on_ranks(2, _sees_the_end, True)
 
 
 def _misuses(how: str) -> None:
