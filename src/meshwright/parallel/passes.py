@@ -57,8 +57,12 @@ def make_pipeline(
 
 @contextmanager
 def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
-    """Inside, stages may run forward and backward: gradients, random state and the counts of traffic are afterwards
-    what they were, and parameters are sharded. Gradients are not reduced; there must be none before."""
+    """Inside, stages may run forward and backward without reducing gradients; there must be no gradients before.
+
+    Afterwards there are no gradients, parameters are sharded, and random state and the traffic by axis are what they
+    were. What a watchdog reads (`last`, `calls_begun`) goes on, since a warm-up communicates. FSDP's flags stay off:
+    Reduction turns them off at the first action of a step anyway, and on where it reduces.
+    """
     modules = [module for stage in stages for module in data.sharded_modules(stage)]
     for module in modules:
         module.set_requires_gradient_sync(False)
