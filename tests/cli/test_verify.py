@@ -86,3 +86,13 @@ def test_features_that_no_layout_of_the_matrix_has_together(
     assert main(["verify", "--only", ",".join(wanted), "--json"]) == 0
     [result] = json.loads(capsys.readouterr().out)["results"]
     assert wanted <= set(result["features"].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--random", "0"], "at least 1 case"), (["--case", ""], "--case is empty")]
+)
+def test_an_empty_number_or_case_is_not_the_whole_matrix(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import GIB
 from meshwright.train import loop, shelf
-from meshwright.train.disk import check_space, checkpoint_bytes
+from meshwright.train.disk import OTHER_BYTES, check_space, checkpoint_bytes
 from tests.train import running
 
 KIB = 1024
@@ -44,13 +44,16 @@ def test_a_full_disk_is_refused_before_anything_is_made(
         RunError, match=r"a checkpoint of this model takes .* and its disk has .* free: free some space"
     ):
         loop.run(plan)
+    has(monkeypatch, checkpoint_bytes(plan.model, "fp32") + OTHER_BYTES // 2)  # but for plan, tokenizer and ledgers
+    with pytest.raises(RunError, match="the run's other files"):
+        loop.run(plan)
     assert not (tmp_path / "run").exists()
 
 
 def test_room_for_one_and_not_for_all_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, watcher = running.plan(texts, tmp_path / "run", steps=4, checkpoint_every=1), running.Notes()
     size = checkpoint_bytes(plan.model, "fp32")
-    has(monkeypatch, 3 * size)
+    has(monkeypatch, 3 * size + OTHER_BYTES)
     loop.run(plan, watchers=[watcher])
     assert watcher.info is not None
     [said] = [text for label, text in watcher.info.foreseen if label == "note"]

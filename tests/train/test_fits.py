@@ -8,6 +8,7 @@ import torch
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import DoesNotFit
+from meshwright.spec.held import memory
 from meshwright.spec.recipe import BatchStage
 from meshwright.train import fits
 from meshwright.train.fits import check_fits
@@ -47,6 +48,20 @@ def test_what_cannot_fit_is_refused_with_figures(plan: Plan, words: tuple[str, .
 def test_a_micro_batch_that_nobody_meant() -> None:
     with pytest.raises(DoesNotFit, match="activations"):
         check_fits(replace(TINY, recipe=Recipe(sequence=64, global_batch=200_000)), CPU)
+
+
+def test_gradients_and_activations_of_one_micro_batch_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are made as activations go: a plan whose two peaks fit one after the other is not refused."""
+    plan = replace(TINY, recipe=Recipe(sequence=8192, global_batch=16))
+    states = memory(plan.model, plan.layout, "fp32").only(phase="update").total()
+    gradients = memory(plan.model, plan.layout, "fp32").only(phase="update", what="gradients").total()
+    _have(monkeypatch, 1)
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(plan, CPU)
+    needed = fits._needs(plan, 0, "cuda")
+    assert needed.states == states and needed.activations > 0 and "activations" in str(refused.value)
+    twice = fits._needs(replace(plan, layout=Layout(micro_batch=8)), 0, "cuda")
+    assert twice.total == states + (needed.total - states + gradients) / 2
 
 
 def test_sharding_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def _how(layout: Layout, axis: str) -> str:
 
 
 def _steps(info: RunInfo) -> str:
+    if info.first_step >= info.steps:
+        return f"all {many(info.steps, 'step')} done"
     return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else many(info.steps, "step")
 
 

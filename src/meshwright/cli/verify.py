@@ -15,9 +15,13 @@ def verify(
     compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: some minutes more.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
-    random: Annotated[int, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")] = 0,
+    random: Annotated[
+        int | None, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which random ones.")] = 0,
-    case: Annotated[str, typer.Option(help="One case again, as --random prints it.", metavar="'KEY=VALUE ...'")] = "",
+    case: Annotated[
+        str | None, typer.Option(help="One case again, as --random prints it.", metavar="'KEY=VALUE ...'")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
 ) -> None:
     """Train a tiny model under every kind of layout on processes of this machine and compare it with one device:
@@ -34,12 +38,14 @@ def verify(
         raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
     allowed = _devices(device)
     processes = min(processes, allowed)
-    if random or case:
-        if (random and case) or wanted or compiled or page:
+    if random is not None or case is not None:
+        if (random is not None and case is not None) or wanted or compiled or page:
             raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
-        if case:
-            return verify_case(case, device=device, json=json, processes=processes)
-        return verify_random(random, seed, processes=processes, device=device, json=json)
+        if random is not None:
+            return verify_random(random, seed, processes=processes, device=device, json=json)
+        if not (case or "").strip():
+            raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
+        return verify_case(case or "", device=device, json=json, processes=processes)
     chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
     having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
     chosen = having or [_made_for(wanted, processes, allowed)]

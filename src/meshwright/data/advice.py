@@ -5,7 +5,7 @@ from meshwright.spec import Plan
 
 FEW_BYTES = 2.0
 """Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
-LEAST_BYTES = 100_000
+LEAST_BYTES = 20_000
 """A shorter text is no ground for advice."""
 IDLE = 4
 """A model may have so many times the rows of its tokenizer before it is said."""

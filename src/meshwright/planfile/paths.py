@@ -56,7 +56,7 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     def full(key: str, value: str) -> str:
         if not _is_path(key, value) or (key == "run" and value == DEFAULT_RUN):
             return value
-        whole = Path(os.path.realpath(here)) / value
+        whole = Path(os.path.normpath(Path(os.path.realpath(here)) / value))
         return str(whole.relative_to(folder)) if folder in whole.parents else str(whole)
 
     data, model = dict(document["data"]), dict(document["model"])

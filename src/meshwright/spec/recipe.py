@@ -18,9 +18,12 @@ class BatchStage:
 
     def __post_init__(self) -> None:
         if self.tokens < 0 or self.global_batch < 1:
-            raise PlanError(
-                f"recipe.batch_ramp: tokens={self.tokens} below 0, or global_batch={self.global_batch} below 1"
+            wrong = (
+                f"tokens={self.tokens} is below 0"
+                if self.tokens < 0
+                else f"global_batch={self.global_batch} is below 1"
             )
+            raise PlanError(f"recipe.batch_ramp: {wrong}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

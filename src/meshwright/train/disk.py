@@ -7,7 +7,7 @@ from meshwright.spec import Plan, parameters
 from meshwright.spec.errors import RunError
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS
 from meshwright.spec.shape import ModelShape
-from meshwright.spec.units import gib, many
+from meshwright.spec.units import MIB, gib, many
 from meshwright.train import shelf
 
 
@@ -17,6 +17,10 @@ def checkpoint_bytes(shape: ModelShape, precision: str) -> int:
     width, found = WIDTHS[precision], parameters(shape)
     each = width.parameter + width.master + width.moments
     return sum(one.numel * each + COUNTER_BYTES for one in found)
+
+
+OTHER_BYTES = 2 * MIB
+"""Of what a run leaves beside its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
 
 
 def check_space(plan: Plan) -> str | None:
@@ -32,15 +36,15 @@ def check_space(plan: Plan) -> str | None:
     except OSError:  # some network file systems do not say
         return None
     size = checkpoint_bytes(plan.model, recipe.precision)
-    if free < size:
+    if free < size + OTHER_BYTES:
         raise RunError(
-            f"run={run}: a checkpoint of this model takes {gib(size)} and its disk has {gib(free)} free: free some "
-            "space, or choose another run="
+            f"run={run}: a checkpoint of this model takes {gib(size)}, the run's other files up to "
+            f"{gib(OTHER_BYTES)}, and its disk has {gib(free)} free: free some space, or choose another run="
         )
     best = 1 if plan.data.validation else 0
     saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1
     most = min(saves, recipe.keep_last + best + 1)
-    needed = most * size - sum(saved.size_bytes for saved in there)
+    needed = OTHER_BYTES + most * size - sum(saved.size_bytes for saved in there)
     if free >= needed:
         return None
     return (

@@ -3,6 +3,7 @@
 Counted are weights, gradients and optimizer states (spec/held.py), what the layers keep of one micro-batch (with full
 recomputation their inputs, else also what goes into and comes out of matrix products) and, on a CPU, the tokens of a
 step and the copy from which a thread writes checkpoints, all of the largest step. What a step really takes is more.
+Gradients of a single micro-batch are made as its activations go, so the two are not added up.
 
 Ranks on CPUs share the memory of their machine: what they need is added up, and judged against what is available.
 """
@@ -103,15 +104,18 @@ def _needs(plan: Plan, rank: int, device: str) -> Needs:
     held = memory(
         shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
     )
+    update, inside = (held.only(phase=phase).total() for phase in ("update", "step"))
+    if plan.micro_batches == 1:
+        inside -= held.only(phase="step", what="gradients").total()
     positions = recipe.sequence // layout.cp
     sequences = layout.micro_batch_of(recipe.global_batch)
     ranges = layers_of_stages(shape.layers, layout)
     layers = sum(len(ranges[stage]) for stage in own_stages(layout, place_of(layout, rank)["pp"]))
-    kept = layers * sequences * positions * _kept_of_token(shape, layout)
+    kept = layers * sequences * positions * _kept_of_token(shape, layout) * WIDTHS[recipe.precision].parameter
     host = device == "cpu"
     return Needs(
-        states=int(held.only(phase="update").total()),
-        activations=kept * WIDTHS[recipe.precision].parameter,
+        states=int(max(update, inside)),
+        activations=int(max(0, inside + kept - max(update, inside))),
         tokens=recipe.global_batch // layout.dp * positions * TOKEN_BYTES * host,
         copy=written_bytes(shape, layout, recipe.precision, rank) * (host and plan.copies_state(device)),
     )

@@ -188,7 +188,7 @@ def _judged(
 ) -> Finding:
     """Failure where anything is further off than the bar."""
     name = max(worst, key=lambda key: worst[key])
-    said = f"{name} is off by {worst[name]:.1e} (at most {bar:.0e})"
+    said = f"largest error {worst[name]:.1e} ({name}), allowed {bar:.0e}"
     if not worst[name] <= bar:
         return failure(
             check, said, "layout.kernels=reference avoids the kernel; report it with this file", errors=dict(worst)

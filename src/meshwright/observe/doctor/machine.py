@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.spec.units import GIB, MIB, gib
+from meshwright.spec.units import GIB, MIB, gib, many
 from meshwright.train.machine import machine_memory
 
 PYTHONS = ((3, 11), (3, 14))
@@ -46,7 +46,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
     """Cores that this process may use, and whether a quota gives it less time than they have."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.read_text().split() if cgroup.is_file() else ["max"]
-    said = f"{count} cores ({_processor()}), torch uses {torch.get_num_threads()} threads"
+    said = f"{count} cores ({_processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
     if quota[0].isdigit():
         given = int(quota[0]) / int(quota[1])
         if given < 0.9 * count:
