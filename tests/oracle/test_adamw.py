@@ -72,8 +72,9 @@ def train(of: Expected, layout: Layout, made: Made) -> dict[str, Any]:
             local(engine.parameters[name]).copy_(torch.from_numpy(first[name][box.slices]))
     recipe = Recipe(
         steps=adamw.STEPS, sequence=adamw.SEQUENCE, global_batch=adamw.BATCH, learning_rate=adamw.RATE,
-        schedule=run.schedule, warmup_steps=adamw.WARMUP, decay_steps=adamw.DECAY if run.schedule == "wsd" else 0,
-        beta1=adamw.BETA1, beta2=adamw.BETA2, epsilon=adamw.EPSILON, weight_decay=adamw.DECAYS, clip=adamw.CLIP,
+        learning_rate_schedule=run.schedule, warmup_steps=adamw.WARMUP,
+        decay_steps=adamw.DECAY if run.schedule == "wsd" else 0, beta1=adamw.BETA1, beta2=adamw.BETA2,
+        epsilon=adamw.EPSILON, weight_decay=adamw.DECAYS, clip=adamw.CLIP,
     )  # type: ignore[arg-type]  # fmt: skip
     engine.train()
     optimizer = AdamW(engine.parameters.items(), recipe)
