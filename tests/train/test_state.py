@@ -70,7 +70,7 @@ def test_a_round_trip_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
         step(first, seed)
     first.progress = progress()
     saved = {name: tensor.clone() for name, tensor in first.tensors().items()}
-    values = json.loads(json.dumps(first.values(RECIPE, "text"), allow_nan=False))
+    values = json.loads(json.dumps(first.values(RECIPE, "text", "tokenizer"), allow_nan=False))
     step(first, 3)
     drawn = (random.random(), np.random.rand(), torch.rand(3))
 
