@@ -1,7 +1,7 @@
-"""Relative paths: in a plan file they are of the file's folder, in a Plan (and on a command line) of the current one.
+"""Relative paths: in a plan file they start at the file's folder, in a Plan (and on a command line) at the current one.
 
-So a plan means the same wherever it is called from. A run's own plan.yaml means the run that it lies in, also where the
-folder has been moved or renamed since.
+So a plan file names the same files from any current folder. A run's own plan.yaml always names the run it is stored
+in, even after the folder was moved or renamed.
 """
 
 import os
@@ -46,8 +46,8 @@ def located(tree: Given, file: Path) -> Given:
 
 
 def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `dump` gives, for a file in `folder`: a relative path stays so where the file lies in the current folder or
-    above the path, and is written in full elsewhere."""
+    """The document of `dump`, with paths for a file in `folder`. A relative path stays relative if the file is in the
+    current folder or above the path; otherwise it becomes absolute."""
     here = Path.cwd()
     folder = Path(os.path.realpath(folder))
     if folder == Path(os.path.realpath(here)):

@@ -27,7 +27,7 @@ HEAD = """\
 A plan: what is trained, on what, how, and laid out where. Change it here, or on the command line:
   meshwright train plan.yaml model=llama-10m data=./my_texts recipe.steps=2000 run=runs/mine
 Every key may be left out; then it has the value given here. `meshwright schema` describes all of them.
-Relative paths in this file are of the folder it lies in; on the command line, of the current one.
+A relative path in this file starts at this file's folder; on the command line, at the current folder.
 """
 MODEL_HINT = """\
 With changes: model: {{preset: {model}, layers: 8}}. All sizes by hand, or any preset: meshwright schema.

@@ -32,7 +32,7 @@ def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
 
 
 def _torchrun(plan: Plan, nodes: int) -> str:
-    """How as many processes as the layout has ranks are started: torchrun is told those of one node."""
+    """The torchrun command that starts one process per rank of the layout; it takes the count of one node."""
     world, cluster = plan.layout.world, plan.cluster
     if cluster.devices == world:
         nodes = cluster.nodes

@@ -59,8 +59,8 @@ def _new(root: Path, model: str) -> Path:
 
 
 def newest_of(root: Path, plan: Plan) -> Path | None:
-    """The newest run in a folder that this plan goes on with: with an equal recipe first, then with one that differs
-    only in how long it runs and how often it looks at itself."""
+    """The newest run under `root` that this plan can resume. Runs with an equal recipe come first, then those whose
+    recipe differs only in its length and its intervals (evaluation, logging, checkpoints)."""
     runs = [(run, kept) for run, kept in _runs(root) if _goes_on(kept, plan) and not _changed(kept, plan)]
     equal = (run for run, kept in runs if kept.recipe == plan.recipe)
     return next(equal, runs[0][0] if runs else None)
