@@ -19,6 +19,8 @@ from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec import Layout
 from meshwright.spec.schedule import Action
+from meshwright.train.batches import forms
+from meshwright.train.step import train_step
 from tests.parallel.test_traffic import Run
 
 LAYOUTS = [
@@ -75,6 +77,39 @@ def test_a_warm_up_leaves_nothing_behind(precision: str) -> None:
             stages, kinds = layout.vp, {"zb-h1": 3, "dualpipe-v": 5}.get(layout.schedule, 2)
             assert 0 < warm["passes"] - cold["passes"] <= stages * (kinds + 1), layout
             assert warm["begun"] > cold["begun"] or layout.zero == 0, layout
+
+
+def _form_by_form(case: Case, layout: Layout) -> list[int]:
+    """How many passes the stages make in a step without documents, in one with them, and in one without again."""
+    done: list[Action] = []
+    do = Passes.do
+
+    def seen(passes: Passes, action: Action) -> None:
+        done.append(action)
+        do(passes, action)
+
+    counts = []
+    with (
+        patch.object(Passes, "do", seen),
+        patch.object(apply, "make_pipeline", lambda *given, **_: make_pipeline(*given, warms_up=True)),
+    ):
+        run = Run(case, layout, {})
+        packed = [replace(batch, masked=True) for batch in run._batches()]
+        plain = [forms(batch)[False] for batch in packed]
+        for batches in (plain, packed, plain):
+            done.clear()
+            train_step(run.engine, run.optimizer, batches, rate=1e-3, clip=1.0, balance_loss=0.01)
+            counts.append(len(done))
+    return counts
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str)
+def test_both_forms_of_a_batch_are_warm_before_the_first_message(axes: dict[str, Any]) -> None:
+    """Else the first batch with a border is compiled in the middle of a step, while receives are open."""
+    case = Case(shape=CASE.shape, packed=True)
+    for first, *later in on_ranks(4, _form_by_form, case, Layout(pp=2, micro_batch=1, compile="off", **axes)):
+        assert first == later[0] + 2 * 2, "F and BW, once with documents and once without"
+        assert later[0] == later[1]
 
 
 def test_a_run_says_that_compiled_blocks_leave_the_bubble_empty(monkeypatch: pytest.MonkeyPatch) -> None:

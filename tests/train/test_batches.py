@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data import Sampler, Sequences, TokenStream
 from meshwright.spec.errors import DataError
-from meshwright.train.batches import Feed, held_out, split, to_batch, valid_tokens
+from meshwright.train.batches import Feed, Share, forms, held_out, split, to_batch, valid_tokens
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,28 @@ def test_borders_are_only_carried_where_there_are_some_and_they_are_wanted() -> 
     assert to_batch(without, CPU, document_mask=True).documents is None
     unmasked = to_batch(with_borders, CPU, document_mask=False)
     assert unmasked.documents is None and unmasked.positions is None
+
+
+@pytest.mark.parametrize("columns", [None, (0, 1, 6, 7)], ids=["whole", "cut"])
+@pytest.mark.parametrize("starts", [(0,), (0, 13)], ids=["plain", "packed"])
+def test_a_batch_has_the_forms_that_others_of_its_run_come_in(
+    starts: tuple[int, ...], columns: tuple[int, ...] | None
+) -> None:
+    """The same tensors are there, in the same sizes, as where such a batch is read."""
+    share = Share(columns=columns)
+    read = {
+        other: to_batch(sampler(starts=other).take(0, 24), CPU, document_mask=True, share=share)
+        for other in ((0,), (0, 13))
+    }
+    found = forms(split(read[starts], 24)[0])
+    assert list(found) == [False, True]
+    for form, like in zip(found.values(), read.values(), strict=True):
+        for name in ("tokens", "targets", "documents", "positions"):
+            one, other = getattr(form, name), getattr(like, name)
+            assert (one is None) == (other is None), name
+            assert one is None or one.shape == other.shape and one.dtype == other.dtype, name
+    unmasked = to_batch(sampler(starts=starts).take(0, 24), CPU, document_mask=False, share=share)
+    assert list(forms(unmasked)) == [False]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -170,8 +170,8 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
         sequence = queries * group.size
         mine = places(sequence, group.size, group.index, zigzag)
         first = _first_seen(group, mine, zigzag, window if window < sequence else 0, documents)
-        lowest: list[int] = [] if first is None else first.amin(0).tolist()
-        highest: list[int] = [] if first is None else first.amax(0).tolist()
+        bounds = None if first is None else torch.stack((first.amin(0), first.amax(0))).cpu()  # one wait for a device
+        lowest, highest = ([], []) if bounds is None else bounds.tolist()
         return ContextMask(
             queries=mine,
             sequence=sequence,
@@ -180,7 +180,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
             first=None if first is None else first.to(device),
             lowest=tuple(lowest),
             highest=tuple(highest),
-            bounds=None if first is None else torch.tensor([lowest, highest]),
+            bounds=bounds,
         )
 
     return make

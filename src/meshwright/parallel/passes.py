@@ -1,6 +1,6 @@
 """The pipeline of an engine: its stages as the executor calls them, and when their gradients are reduced."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,9 @@ class Pass(Protocol):
     @property
     def size(self) -> tuple[int, int]:
         """Sequences, and positions of each that this rank has."""
+
+    def forms(self) -> "Mapping[Hashable, Pass]":
+        """Passes of this size that run code of their own, this one among them, by what tells them apart."""
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """Through one stage: x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
@@ -49,7 +52,7 @@ def make_pipeline(
         links=mesh.links,
         before=reduction.before,
         after=reduction.after,
-        warm_up=WarmUp(variant=lambda one: one.size, undone=lambda: undone(stages, mesh)) if warms_up else None,
+        warm_up=WarmUp(forms=lambda one: one.forms(), undone=lambda: undone(stages, mesh)) if warms_up else None,
     )
     reduction.pipeline = pipeline
     return pipeline

@@ -37,8 +37,9 @@ class WarmUp:
     """Every stage runs once on this rank alone, before the first message of a step that brings something new: code is
     compiled and loaded on all ranks at the same time, and not while a transfer is open."""
 
-    variant: Callable[[Any], Hashable]
-    """What tells micro-batches that run other code; the same on all ranks that a stage communicates with."""
+    forms: Callable[[Any], Mapping[Hashable, Any]]
+    """Micro-batches by what tells those that run other code: the given one, and those that may come later in its size;
+    the same on all ranks that a stage communicates with."""
     undone: Callable[[], AbstractContextManager[None]]
     """Inside, stages may run and leave nothing behind."""
 
@@ -122,8 +123,8 @@ class Pipeline:
 
     def _warm_up(self, how: WarmUp, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
         kinds = {(action.stage, action.kind) for action in todo.actions}
-        for one in micro_batches:
-            name = train, how.variant(one), frozenset(kinds)
+        for form, one in {form: one for given in micro_batches for form, one in how.forms(given).items()}.items():
+            name = train, form, frozenset(kinds)
             if name in self._warm:
                 continue
             self._warm.add(name)

@@ -1,6 +1,6 @@
 """From numbered windows of tokens to micro-batches on a device, one step ahead of the training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,6 +28,10 @@ class Batch:
     """Targets that count, known on the host."""
     valid_of_rows: tuple[int, ...] = ()
     """The same for each row, so that splitting needs no look at the device."""
+    masked: bool = False
+    """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
+    cut: bool = False
+    """Whether this rank holds a part of the positions: they are there without documents, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ def to_batch(
         positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
+        masked=document_mask,
+        cut=share.columns is not None,
     )
 
 
@@ -90,6 +96,8 @@ def select(batch: Batch, share: Share = WHOLE) -> Batch:
         positions=None if positions is None else positions[here][:, columns],
         valid=sum(valid_of_rows),
         valid_of_rows=valid_of_rows,
+        masked=batch.masked,
+        cut=share.columns is not None,
     )
 
 
@@ -99,23 +107,33 @@ def split(batch: Batch, size: int) -> list[Batch]:
     counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
-        parts.append(
-            Batch(
-                tokens=batch.tokens[rows],
-                targets=batch.targets[rows],
-                documents=None if batch.documents is None else batch.documents[rows],
-                positions=None if batch.positions is None else batch.positions[rows],
-                valid=sum(counts[rows]),
-                valid_of_rows=counts[rows],
-            )
-        )
+        part = _each_tensor(batch, lambda tensor, rows=rows: tensor[rows])
+        parts.append(replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows]))
     return parts
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
     """The same batch with its tensors on a device."""
+    return _each_tensor(batch, lambda tensor: tensor.to(device))
+
+
+def forms(batch: Batch) -> dict[bool, Batch]:
+    """The forms in which a batch of this size may come, by whether documents are given; each runs code of its own.
+    The order is the same for every batch."""
+    if not batch.masked:
+        return {batch.documents is not None: batch}
+    order = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand(batch.tokens.shape)
+    positions = order if batch.positions is None else batch.positions
+    documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    return {
+        False: replace(batch, documents=None, positions=positions if batch.cut else None),
+        True: replace(batch, documents=documents, positions=positions),
+    }
+
+
+def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
-    return replace(batch, **{name: None if tensor is None else tensor.to(device) for name, tensor in put.items()})
+    return replace(batch, **{name: None if tensor is None else change(tensor) for name, tensor in put.items()})
 
 
 class Feed:

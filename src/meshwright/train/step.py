@@ -1,6 +1,6 @@
 """One optimizer step. The same function runs on fake tensors: no `.item()`, no data-dependent shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
-from meshwright.train.batches import Batch, valid_tokens
+from meshwright.train.batches import Batch, forms, valid_tokens
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import LossScaler
 from meshwright.train.skipping import StepSkipper
@@ -132,6 +132,10 @@ class MicroPass:
         """Sequences, and positions of each that this rank has."""
         rows, positions = self.batch.tokens.shape
         return rows, positions
+
+    def forms(self) -> dict[Hashable, "MicroPass"]:
+        """With documents and without, where both may come (parallel.passes.Pass)."""
+        return {(*self.size, packed): MicroPass(one, self.weights) for packed, one in forms(self.batch).items()}
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """Through one stage: (its output, its part of the step's loss times the loss scale)."""
