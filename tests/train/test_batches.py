@@ -66,7 +66,7 @@ def test_a_batch_has_the_forms_that_others_of_its_run_come_in(
         for name in ("tokens", "targets", "documents", "positions"):
             one, other = getattr(form, name), getattr(like, name)
             assert (one is None) == (other is None), name
-            assert one is None or one.shape == other.shape and one.dtype == other.dtype, name
+            assert one is None or (one.shape == other.shape and one.dtype == other.dtype), name
     unmasked = to_batch(sampler(starts=starts).take(0, 24), CPU, document_mask=False, share=share)
     assert list(forms(unmasked)) == [False]
 

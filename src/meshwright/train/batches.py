@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: tokens, targets (B, S) int64 with -100 = ignored; documents and positions (B, S) only when a
-    row holds a document border."""
+    """One micro-batch: tokens, targets (B, S) int64 with -100 = ignored; documents and positions (B, S) int32, only
+    when a row holds a document border."""
 
     tokens: Tensor
     targets: Tensor
@@ -56,9 +56,9 @@ def to_batch(
     positions = sequences.positions if packed else None
     targets = sequences.targets
     if positions is None and share.columns is not None:
-        positions = np.broadcast_to(np.arange(targets.shape[1]), targets.shape)
+        positions = np.broadcast_to(np.arange(targets.shape[1], dtype=np.int32), targets.shape)
 
-    def put(array: "NDArray[np.int64]", filling: int) -> Tensor:
+    def put(array: "NDArray[np.integer[Any]]", filling: int) -> Tensor:
         if share.columns is not None:
             array = array[:, list(share.columns)]
         if len(array) < rows:
@@ -122,9 +122,9 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     The order is the same for every batch."""
     if not batch.masked:
         return {batch.documents is not None: batch}
-    order = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand(batch.tokens.shape)
+    order = torch.arange(batch.tokens.shape[1], dtype=torch.int32, device=batch.tokens.device).expand_as(batch.tokens)
     positions = order if batch.positions is None else batch.positions
-    documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+    documents = torch.zeros_like(batch.tokens, dtype=torch.int32) if batch.documents is None else batch.documents
     return {
         False: replace(batch, documents=None, positions=positions if batch.cut else None),
         True: replace(batch, documents=documents, positions=positions),
