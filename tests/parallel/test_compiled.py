@@ -205,8 +205,7 @@ def test_a_limit_that_is_hit_is_said_in_one_line(
 ) -> None:
     """And torch's own five lines are not."""
     found = compiled_model(monkeypatch)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    with caplog.at_level(logging.WARNING):
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.WARNING):
         for rows in (1, 2):
             found.hidden(tokens(rows, 8))
     said = [record.getMessage() for record in caplog.records]
