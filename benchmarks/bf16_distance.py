@@ -4,13 +4,13 @@ python -m benchmarks.bf16_distance
 """
 
 from meshwright.observe.matrix import FEATURES, outcomes, trials
-from meshwright.observe.verify import Outcome, assemble, distance
+from meshwright.observe.verify import BANDS, Outcome, assemble, distance
 
 
 def distances(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
     """The largest relative difference of each kind that a band has a figure for."""
     whole = assemble(ranks)
-    by_name = {name: distance(name, one, whole, by_length=True) for name in one.tensors}
+    by_name = {name: distance(name, one, whole, BANDS["bf16"]) for name in one.tensors}
     return {
         "loss": max(abs(a - b) / a for rank in ranks for a, b in zip(one.losses, rank.losses, strict=True)),
         "norm": max(abs(a - b) / a for rank in ranks for a, b in zip(one.norms, rank.norms, strict=True)),

@@ -24,6 +24,7 @@ from meshwright.parallel import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
+from meshwright.spec.boxes import Box
 from meshwright.train import batches
 
 SEED, NUMBER = 367, 8
@@ -317,3 +318,27 @@ def test_difference_reports_the_layout_before_one_device() -> None:
     one = outcome(case, ALONE)
     assert difference(case, one, [one]) is None
     assert difference(case, one, [replace(one, losses=(0.0, 0.0))]) is not None
+
+
+@pytest.mark.parametrize(("element", "found"), [(0, True), (1, False)], ids=["decided", "undecided"])
+def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, found: bool) -> None:
+    """In 16 bits; AdamW's first update is the gradient's sign. In fp32 the sign is known."""
+    gradient, weight = torch.tensor([0.1, 1e-3]), torch.tensor([1e-3, 1e-3])
+    box = Box(whole=(2,), offsets=(0,), sizes=(2,))
+    names = ("step 1 gradient of head.bias", "step 1 weight head.bias")
+
+    def outcome_of(bias: Tensor) -> Outcome:
+        return Outcome((1.0,), (0.1,), {names[0]: (box, gradient), names[1]: (box, bias)})
+
+    turned = weight.clone()
+    turned[element] *= -1
+    said = verify.first_difference(outcome_of(weight), [outcome_of(turned)], verify.BANDS["bf16"])
+    assert (said is not None) == found
+    assert verify.first_difference(outcome_of(weight), [outcome_of(turned)], verify.BANDS["fp32"]) is not None
+
+
+def test_a_tied_model_gathers_experts_before_a_block_is_repeated() -> None:
+    """Without a unit after the last block nothing prefetched its experts: they were gathered inside of selective
+    recomputation, which torch refuses."""
+    text = "tied=true moe.experts=2 moe.top_k=1 moe.ffn=1 dp_shard=4 ep=2 zero=3 recompute=selective"
+    assert verdict(drawn_of(text), settle=True).difference is None

@@ -108,7 +108,7 @@ def _rounding(case: Case, alone: Outcome, device: str) -> float:
     several = replace(ALONE, kernels="reference", micro_batch=1)
     other = outcome(case, several, device=device)
     whole = {name: tensor for name, (_, tensor) in other.tensors.items()}
-    return max(distance(name, alone, whole, by_length=False) for name in alone.tensors)
+    return max(distance(name, alone, whole, BANDS["fp32"]) for name in alone.tensors)
 
 
 def _alone_or(drawn: Drawn, alone: Outcome, device: str) -> str | None:
@@ -148,7 +148,7 @@ def wider_band(case: Case, alone: Outcome) -> Band:
     and never so far that a doubled or a missing part of a sum would lie within."""
     exact, fixed = outcome(replace(case, precision="fp32"), ALONE), BANDS[case.precision]
     whole = {name: tensor for name, (_, tensor) in exact.tensors.items()}
-    apart = {name: distance(name, alone, whole, by_length=fixed.by_length) for name in alone.tensors}
+    apart = {name: distance(name, alone, whole, fixed) for name in alone.tensors}
 
     def numbers(some: Sequence[float], others: Sequence[float]) -> float:
         return max(abs(a - b) / abs(a) for a, b in zip(some, others, strict=True))

@@ -274,7 +274,7 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
     for name in one.tensors:
         if name not in whole:
             return f"{name} is on no rank"
-        error = distance(name, one, whole, by_length=band.by_length)
+        error = distance(name, one, whole, band)
         if not error <= (band.weight if begins_large(name) else band.gradient):
             return f"{name} differs by {error:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
@@ -289,12 +289,26 @@ def begins_large(name: str) -> bool:
     return " weight " in name and not name.endswith(".bias")
 
 
-def distance(name: str, one: Outcome, whole: dict[str, Tensor], *, by_length: bool) -> float:
+def distance(name: str, one: Outcome, whole: dict[str, Tensor], band: Band) -> float:
     """How far the ranks' tensor is from one device's: see first_difference."""
-    size = torch.linalg.vector_norm if by_length else _largest
+    size = torch.linalg.vector_norm if band.by_length else _largest
     expected = one.tensors[name][1]
     smallest = ZERO * max((norm for norm in one.norms if isfinite(norm)), default=0.0)
-    return float(size(whole[name] - expected) / max(size(expected).item(), smallest))
+    apart = (whole[name] - expected) * ~_undecided(name, one, band)
+    return float(size(apart) / max(size(expected).item(), smallest))
+
+
+def _undecided(name: str, one: Outcome, band: Band) -> Tensor:
+    """Elements of a bias whose gradient was, in one of the steps until now, no larger than what rounding in 16 bits may
+    make of it: AdamW divides by the gradient's size, so their updates have either sign. The gradients are compared."""
+    none = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)
+    if begins_large(name) or " weight " not in name or not band.by_length:
+        return none
+    step, parameter = name.removeprefix("step ").split(" weight ")
+    names = [f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)]
+    gradients = [one.tensors[each][1] for each in names if each in one.tensors]
+    small = [gradient.abs() <= band.gradient * gradient.square().mean().sqrt() for gradient in gradients]
+    return sum(small, none)
 
 
 def _largest(x: Tensor) -> Tensor:

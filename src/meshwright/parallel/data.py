@@ -66,7 +66,7 @@ def apply_data_parallel(
     _shard(first, mesh, "shard", dense, policy, frees=frees)
     _shard(last, mesh, "shard", dense, policy, frees=False)
     _shard([model], mesh, "shard", dense, policy, frees=False)
-    _prefetch([first[:1] or [model], *blocks, last[:1]])
+    _prefetch([first[:1] or [model], *blocks, last[:1] or [model]])
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -93,8 +93,10 @@ def _ends(model: Transformer) -> tuple[list[nn.Module], list[nn.Module]]:
 
 def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
     """Have each unit, when its own parameters are there, begin to gather those of the next, and in the backward pass of
-    the one before. Left to itself FSDP begins when the host comes by, which in a routed layer waits for the device."""
-    for one, following in pairwise(filter(None, units)):
+    the one before. Left to itself FSDP begins when the host comes by, which in a routed layer waits for the device; and
+    experts gathered only there would be gathered inside of what selective recomputation repeats, which wants the very
+    operations of the forward pass."""
+    for one, following in pairwise(units):
         one[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]
         following[0].set_modules_to_backward_prefetch(list(one))  # type: ignore[operator]
 
