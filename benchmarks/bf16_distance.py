@@ -3,8 +3,8 @@
 python -m benchmarks.bf16_distance
 """
 
-from meshwright.observe.matrix import FEATURES, outcomes, trials
-from meshwright.observe.verify import BANDS, Outcome, assemble, distance
+from meshwright.observe.verify.feature_matrix import FEATURES, outcomes, trials
+from meshwright.observe.verify.one_device import BANDS, Outcome, assemble, distance
 
 
 def distances(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:

@@ -3,9 +3,9 @@
     python -m benchmarks.calibration [--json] [--cluster FILE.toml] [--plans 20] [--seed 1] [--save FILE.toml]
 
 The plans are drawn from a seed (models of 2 to 30 million parameters, sequences of 128 to 1,024, 1, 2 and 4 Gloo
-processes, every kind of parallelism); their models are not those that the calibration looked at (observe/jobs.py), and
-all are predicted before the first is run. A step counts from a barrier to the end of the slowest rank; the median over
-the steps.
+processes, every kind of parallelism); their models are not those that the calibration looked at
+(observe/calibrate/sample_plans.py), and all are predicted before the first is run. A step counts from a barrier to the
+end of the slowest rank; the median over the steps.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.observe.calibrate import calibrate
-from meshwright.observe.timed import Timing, measured_steps
-from meshwright.planner.clusterfile import load
-from meshwright.planner.clusterwriting import text
-from meshwright.planner.words import layout_words
+from meshwright.observe.calibrate.campaign import calibrate
+from meshwright.observe.calibrate.timed_steps import Timing, measured_steps
+from meshwright.planner.explain import layout_words
+from meshwright.planner.machine.clusterfile import load
+from meshwright.planner.machine.clusterfile_writer import text
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 from statistics import mean, median
 
-from meshwright.observe.dryrun import dry_run
-from meshwright.planner.memory import KINDS
-from meshwright.planner.predict import Prediction, predict
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.planner.memory.rank_memory import KINDS
+from meshwright.planner.step.predict import Prediction, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters

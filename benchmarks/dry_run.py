@@ -3,11 +3,11 @@
     python -m benchmarks.dry_run [--json] [--only tp,z3] [--times 3]
 
 Each layout is run on Gloo processes of this machine, as often as `--times` says, under two witnesses in turn that the
-dry run does not know of: torch's profiler, whose allocator events count tensors (observe/witness.py), and a library
-before the C library's own that counts every block (benchmarks/allocations.py), scratch of oneDNN, MKL and Gloo
-included. A rank's peak is the median; the counted ones are beyond what a first run has left: MKL keeps the buffers in
-which it packs matrices for each thread that multiplies (`kept_by_libraries_bytes`).
-Traffic must be equal, call by call and byte by byte. Tokens of a mixture go to its experts evenly on both sides.
+dry run does not know of: torch's profiler, whose allocator events count tensors (observe/profile/cpu_allocator.py), and
+a library before the C library's own that counts every block (benchmarks/allocations.py), scratch of oneDNN, MKL and
+Gloo included. A rank's peak is the median; the counted ones are beyond what a first run has left: MKL keeps the buffers
+in which it packs matrices for each thread that multiplies (`kept_by_libraries_bytes`). Traffic must be equal, call by
+call and byte by byte. Tokens of a mixture go to its experts evenly on both sides.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from benchmarks.allocations import again_counted, counter, missing
 from meshwright.model.moe import Router
-from meshwright.observe.dryrun import DryRun, dry_run
+from meshwright.observe.dryrun.simulate import DryRun, dry_run
+from meshwright.observe.profile.cpu_allocator import patient, watching
 from meshwright.observe.program import Program
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.witness import patient, watching
 from meshwright.parallel import make_mesh
 from meshwright.parallel.mesh import Made, saving_group
 from meshwright.parallel.traffic import Counts
-from meshwright.planner.words import layout_words
+from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.recipe import BatchStage
-from meshwright.train import checkpoint
+from meshwright.store import checkpoint
 
 LLAMA = ModelShape(
     name="llama-like", vocab=8192, layers=4, hidden=512, heads=8, kv_heads=4, ffn=1408, max_positions=1024

@@ -13,8 +13,8 @@ import os
 import time
 from typing import Any
 
-from meshwright.observe.dryrun import DryRun, dry_run
-from meshwright.planner.words import layout_words
+from meshwright.observe.dryrun.simulate import DryRun, dry_run
+from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.train.device import resident_peak_bytes
 

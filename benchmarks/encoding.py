@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.data import Corpus, documents, prepare
 from meshwright.data.pool import cores
-from meshwright.data.words import library
+from meshwright.data.word_encoder import library
 from meshwright.spec import Data
 
 

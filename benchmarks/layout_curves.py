@@ -25,8 +25,9 @@ import torch
 from benchmarks.layout_picture import draw
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.train import checkpoint, loop
-from meshwright.train.run import MetricsLog
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
+from meshwright.train import loop
 from meshwright.train.watch import StepMetrics
 
 DENSE = ModelShape(name="dense", vocab=2048, layers=4, hidden=96, heads=4, kv_heads=2, ffn=256, max_positions=128)

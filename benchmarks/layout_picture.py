@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.train.durable import replace_file
+from meshwright.store.durable import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

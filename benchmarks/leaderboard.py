@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from meshwright.planner import accuracy, families, fit, split
-from meshwright.planner.accuracy import Judged
-from meshwright.planner.choice import choices
-from meshwright.planner.conventions import convention_of, figures
-from meshwright.planner.published import Row, Unreadable, read
+from meshwright.planner.accuracy import calibration as fit
+from meshwright.planner.accuracy import holdout, source_families
+from meshwright.planner.accuracy import score as accuracy
+from meshwright.planner.accuracy.choice import choices
+from meshwright.planner.accuracy.flop_conventions import convention_of, figures
+from meshwright.planner.accuracy.judged import Judged
+from meshwright.planner.accuracy.published import Row, Unreadable, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -51,7 +53,7 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
     for name, own in _grouped(zero).items():
         after = _grouped(calibrated)[name]
         known = [one for one in own if isinstance(one, Judged)]
-        clusters = sorted({families.cluster_of(one.row) for one in known if one.row.step_s})
+        clusters = sorted({source_families.cluster_of(one.row) for one in known if one.row.step_s})
         fitted = [calibration.clusters[cluster] for cluster in clusters if cluster in calibration.clusters]
         score = accuracy.score(own)
         times = [abs(one.step_error) for one in known if one.step_error is not None]
@@ -104,7 +106,7 @@ def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
     found: dict[str, list[Judged | Unreadable]] = {}
     for one in judged:
         source = one.row.source if isinstance(one, Judged) else one.source
-        found.setdefault(families.family_of(source), []).append(one)
+        found.setdefault(source_families.family_of(source), []).append(one)
     return found
 
 
@@ -113,8 +115,8 @@ def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Cal
     found: list[Row] = []
     for cluster in clusters:
         if cluster in calibration.clusters:
-            rows = [one.row for one in known if one.row.step_s and families.cluster_of(one.row) == cluster]
-            found += split.held_out(rows)
+            rows = [one.row for one in known if one.row.step_s and source_families.cluster_of(one.row) == cluster]
+            found += holdout.held_out(rows)
     return found
 
 
@@ -190,7 +192,7 @@ def unscored_table(judged: Verdicts) -> list[str]:
     reasons: Counter[tuple[str, str]] = Counter()
     for one in judged:
         if isinstance(one, Unreadable):
-            reasons[families.family_of(one.source), _plain(one.reason)] += 1
+            reasons[source_families.family_of(one.source), _plain(one.reason)] += 1
     found = ["| source | rows | why |", "|---|---:|---|"]
     return found + [f"| {name} | {count} | {reason} |" for (name, reason), count in sorted(reasons.items())]
 
@@ -253,7 +255,7 @@ def main() -> int:
     today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
     rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
     if options.fit or not options.calibration.is_file():
-        split.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
+        holdout.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
     calibration = fit.load(options.calibration)
     zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
     lines = lines_of(zero, calibrated, calibration)

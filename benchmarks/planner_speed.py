@@ -22,8 +22,8 @@ SPACES += [("llama-3.1-70b", nodes, 1024) for nodes in (8, 16, 32, 64, 128)]
 SPACES += [("llama-3.1-405b", nodes, 2048) for nodes in (64, 256, 1024, 2048)]
 SEARCH = """
 import json, resource, sys, time
-from meshwright.planner.predict import estimator
-from meshwright.planner.search import search
+from meshwright.planner.step.predict import estimator
+from meshwright.planner.search.ranking import search
 from meshwright.spec import Plan, Recipe, presets
 model, nodes, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 recipe = Recipe(sequence=8192, global_batch=batch, precision="bf16")

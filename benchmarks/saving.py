@@ -25,9 +25,9 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
+from meshwright.store.saver import Saver
 from meshwright.train.batches import Batch, split
 from meshwright.train.optimizer import AdamW
-from meshwright.train.saver import Saver
 from meshwright.train.state import Progress, TrainState
 from meshwright.train.step import train_step
 

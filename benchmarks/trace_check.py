@@ -24,18 +24,18 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.linear import linear
 from meshwright.kernels.target import acting_as
-from meshwright.observe.apart import apart
-from meshwright.observe.check.checking import Checked, check
 from meshwright.observe.check.events import RankTrace
 from meshwright.observe.check.recorder import Recorder
 from meshwright.observe.check.recording import record_ranks, record_world
-from meshwright.observe.matrix import Trial, trials
+from meshwright.observe.check.rules import Checked, check
 from meshwright.observe.program import Program
-from meshwright.observe.tiny import shrink
+from meshwright.observe.subprocesses import apart
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.feature_matrix import Trial, trials
 from meshwright.parallel import make_mesh
-from meshwright.planner.predict import estimator
-from meshwright.planner.search import search
-from meshwright.planner.words import layout_words
+from meshwright.planner.explain import layout_words
+from meshwright.planner.search.ranking import search
+from meshwright.planner.step.predict import estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.schedule import NAMES, SINGLE, refusal
 

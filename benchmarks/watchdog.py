@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from meshwright.parallel.pulse import Beat, Pulse, Watch
-from meshwright.parallel.verdict import Limits
-from meshwright.parallel.watchdog import _Observed
+from meshwright.parallel.health.blame import Limits
+from meshwright.parallel.health.heartbeat import Beat, Pulse, Watch
+from meshwright.parallel.health.watchdog import _Observed
 from meshwright.train.phases import PHASES, READS
 
 DEEP = 40

@@ -22,7 +22,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 TENSORS = {"spec", "compat"}
 MODEL = TENSORS | {"kernels", "model", "parallel"}
-TRAIN = MODEL | {"data", "planfile", "train"}
+STORE = MODEL | {"data", "planfile", "store"}
+TRAIN = STORE | {"train"}
 BELOW: dict[str, set[str]] = {
     "spec": set(),
     "compat": set(),
@@ -32,6 +33,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": TENSORS,
     "model": TENSORS | {"kernels"},
     "parallel": MODEL - {"parallel"},
+    "store": STORE - {"store"},
     "train": TRAIN - {"train"},
     "observe": TRAIN | {"planner"},
     "cli": TRAIN | {"planner", "observe"},
@@ -51,8 +53,8 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 """Modules above 350 lines, each with the reason why it is not two."""
 
 READS_ENVIRONMENT: dict[str, str] = {
-    "compat/compiling.py": "CC names the C compiler that Triton calls",
-    "data/cache.py": "XDG_CACHE_HOME names the user's cache folder",
+    "compat/torch_compile.py": "CC names the C compiler that Triton calls",
+    "data/token_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below the cli that read the environment, each with the standard that demands it."""
 
@@ -121,6 +123,76 @@ def test_imports_point_down() -> None:
         inside = {name.split(".")[1] for name in imports(path) if name.startswith("meshwright.")}
         up += [f"{shown(path)} imports {name}" for name in inside - BELOW[part(path)] - {part(path), "__version__"}]
     assert not up
+
+
+def folder(module: str) -> str:
+    """The folder in which a module lies, as planner.cost; a package is its own."""
+    return module.rpartition(".")[0] or module
+
+
+@cache
+def arrows() -> frozenset[tuple[str, str]]:
+    """Which module imports which, as planner.cost.block."""
+    known = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
+    found = set()
+    for path in MODULES:
+        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for name in imports(path):
+            target = name.removeprefix("meshwright.") if name.startswith("meshwright.") else ""
+            while target and target not in known:
+                target = target.rpartition(".")[0]
+            if target and target != own:
+                found.add((own, target))
+    return frozenset(found)
+
+
+def circle(edges: set[tuple[str, str]]) -> list[str]:
+    """The nodes that lie on a circle or between two: what is left when those without an arrow are taken away."""
+    left = {node for edge in edges for node in edge}
+    while True:
+        among = {(one, other) for one, other in edges if {one, other} <= left}
+        ends = left - ({one for one, _ in among} & {other for _, other in among})
+        if not ends:
+            return sorted(left)
+        left -= ends
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not circle(set(arrows()))
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Also between the folders of one package: planner.cost knows nothing of planner.search."""
+    between = {(folder(one), folder(other)) for one, other in arrows()}
+    assert not circle({(one, other) for one, other in between if one != other})
+
+
+def test_circles_are_found() -> None:
+    assert circle({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == ["a", "b", "c"]
+    assert circle({("a", "b"), ("b", "c"), ("a", "c")}) == []
+
+
+NAMED_ALIKE = {
+    "attention": "modules of the model and their kernels",
+    "linear": "modules of the model and their kernels",
+    "norm": "modules of the model and their kernels",
+    "rope": "modules of the model and their kernels",
+    "init": "weights, and a verb",
+    "generate": "what a model does, and its verb",
+    "plan": "a noun, and its verb",
+    "data": "an axis of parallelism, and a verb",
+}
+"""File names that two packages have, each with the reason."""
+
+
+def test_a_file_name_says_where_it_lies() -> None:
+    """No two packages have a file of one name, but for those of the list; else a traceback's line says little."""
+    seen: dict[str, list[str]] = {}
+    for path in MODULES:
+        if not path.stem.startswith("__"):
+            seen.setdefault(path.stem, []).append(shown(path))
+    assert {name: paths for name, paths in seen.items() if len(paths) > 1 and name not in NAMED_ALIKE} == {}
+    assert {name for name, paths in seen.items() if len(paths) > 1} == set(NAMED_ALIKE), "strike off what is alone"
 
 
 def test_lower_layers_use_only_their_libraries() -> None:

@@ -1,7 +1,7 @@
 """The benchmark of the trace checker at toy size reports the keys that the claims read."""
 
 from benchmarks import trace_check
-from meshwright.observe.matrix import trial
+from meshwright.observe.verify.feature_matrix import trial
 
 
 def test_schedules_have_rows_without_violations() -> None:

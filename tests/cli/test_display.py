@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from meshwright.cli import display, fields
-from meshwright.cli.display import LiveDisplay, PlainDisplay, choose
-from meshwright.cli.panel import Panel
+from meshwright.cli.terminal import display, fields
+from meshwright.cli.terminal.display import LiveDisplay, PlainDisplay, choose
+from meshwright.cli.terminal.panel import Panel
 from meshwright.spec import Layout
 from tests.cli import watched
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.cli.environment import DEFAULTS, described, set_defaults
 from meshwright.cli.main import main
+from meshwright.cli.process.environment import DEFAULTS, described, set_defaults
 
 
 def test_each_default_is_set_once_and_never_over_the_users_own() -> None:

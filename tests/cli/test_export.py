@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.export import MASTER, weights
 from meshwright.model.hub import export_folder
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
-from meshwright.train import checkpoint, reading
-from meshwright.train import commit as commits
+from meshwright.store import checkpoint, checkpoint_reader
+from meshwright.store import commit as commits
+from meshwright.store.model_weights import MASTER, weights
+from meshwright.store.tensor_piece import Piece
 from meshwright.train.optimizer import AdamW
-from meshwright.train.piece import Piece
 from meshwright.train.precision import DTYPES
 from meshwright.train.state import Progress, TrainState
 from tests.train import saving
@@ -81,7 +81,7 @@ def directory(out: Path, shape: ModelShape, source: Path, dtype: torch.dtype) ->
 def test_any_layout_exports_the_bytes_of_one_process(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(reading, "RUN_BYTES", 3000)
+    monkeypatch.setattr(checkpoint_reader, "RUN_BYTES", 3000)
     wanted = DTYPES[precision if dtype == "as trained" else dtype]
     save(tmp_path / "one", shrink(name), precision, Layout(compile="off"))
     one = directory(tmp_path / "a", shrink(name), tmp_path / "one" / "step-000001", wanted)
@@ -92,7 +92,7 @@ def test_any_layout_exports_the_bytes_of_one_process(
 
 
 def test_the_files_of_a_checkpoint_are_hashed_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "RUN_BYTES", 3000)
+    monkeypatch.setattr(checkpoint_reader, "RUN_BYTES", 3000)
     real, seen = commits.record, []
     monkeypatch.setattr(commits, "record", lambda path: (seen.append(path.name), real(path))[1])
     source = saved / "llama-3.1-8b" / "step-000001"
@@ -117,7 +117,7 @@ def measure_export(source: Path, out: Path, report: Path) -> None:
     """In a process of its own: the most memory that exports took beyond what was there before, streamed and not."""
     found = {}
     for name, run_bytes in (("streamed", RUN_BYTES), ("at once", 2**40)):
-        reading.RUN_BYTES = run_bytes
+        checkpoint_reader.RUN_BYTES = run_bytes
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         tensors = weights(source, torch.float32)

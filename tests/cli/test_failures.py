@@ -11,8 +11,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.planfile import read
-from meshwright.train import checkpoint
-from meshwright.train.run import MetricsLog
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
 from tests.cli import toy
 from tests.cli.faults import ClosedStdout, In, SlowToEnd
 from tests.cli.launched import Ended, launch, new_store

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright import planfile
 from meshwright.spec.errors import PlanError
-from meshwright.train import folders
+from meshwright.store import default_folders
 from tests.cli import toy
 from tests.cli.toy import call
 
@@ -126,17 +126,17 @@ def test_resume_auto_from_another_folder_goes_on(
 
 def test_names_are_never_shared(tmp_path: Path) -> None:
     plan = planfile.read(None, [f"run={tmp_path}/auto", "model.name=a b/c (changed)"])
-    found = [folders.settled(plan) for _ in range(3)]
+    found = [default_folders.settled(plan) for _ in range(3)]
     assert [Path(path).name.partition("-a-b-c")[2] for path in found] == ["", "-2", "-3"]
     (tmp_path / "latest").mkdir()
-    folders.point_latest(Path(found[0]))
+    default_folders.point_latest(Path(found[0]))
     assert not (tmp_path / "latest").is_symlink(), "a folder of that name is somebody's"
 
 
 def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshwright.cli.display import PlainDisplay
+    from meshwright.cli.terminal.display import PlainDisplay
 
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cli import foresight
+from meshwright.cli.verbs import foresight
 from meshwright.planfile import read
-from meshwright.planner.predict import estimator
-from meshwright.planner.prediction import Prediction
+from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 
 PLAN = read(

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.cli.export import MASTER, write_directory
-from meshwright.cli.import_ import import_hf
-from meshwright.cli.opened import open_model
+from meshwright.cli.inputs.trained_model import open_model
+from meshwright.cli.verbs.export import write_directory
+from meshwright.cli.verbs.import_ import import_hf
 from meshwright.data import Tokenizer
 from meshwright.model.hub import HubFolder, export_folder, import_folder
-from meshwright.model.hub.names import tensor_sizes
+from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.spec import MLAShape, ModelShape, MoEShape
 from meshwright.spec.errors import CheckpointError, HubError, PlanError, RunError
+from meshwright.store.model_weights import MASTER
 
 SIZES: dict[str, Any] = {"vocab": 2048, "layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "max_positions": 64}
 LLAMA = ModelShape(**SIZES)
@@ -97,7 +98,7 @@ def test_training_goes_on_from_imported_weights(dtype: str, tmp_path: Path) -> N
 
 
 def test_fp32_of_a_bf16_run_is_its_master_weights(tmp_path: Path) -> None:
-    from meshwright.train import checkpoint
+    from meshwright.store import checkpoint
 
     directory(tmp_path / "hf", dtype=torch.bfloat16)
     import_hf(tmp_path / "hf", tmp_path / "run")

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from meshwright import __version__
-from meshwright.cli import failure, output
 from meshwright.cli import main as entry
 from meshwright.cli.main import main
+from meshwright.cli.process import failure
+from meshwright.cli.terminal import output
 from meshwright.spec.errors import DoesNotFit, OutsideTolerance, PlanError
 from tests.cli import toy
 from tests.cli.toy import call, refused

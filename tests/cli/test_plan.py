@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from meshwright import planfile
-from meshwright.cli.asked import asked_plan
+from meshwright.cli.inputs.plan_arguments import asked_plan
 from meshwright.cli.main import main
-from meshwright.planner.changes import fixes, on_half
-from meshwright.planner.memory import DRIVER_BYTES
-from meshwright.planner.predict import estimator, predict
-from meshwright.planner.roomy import is_tight, recommended
-from meshwright.planner.search import Found, search, usable_bytes
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+from meshwright.planner.search.changes import fixes, on_half
+from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.recommend import is_tight, recommended
+from meshwright.planner.step.predict import estimator, predict
 from meshwright.spec import Layout, presets
 from meshwright.spec.recipe import BatchStage
 from meshwright.spec.worlds import world_violation

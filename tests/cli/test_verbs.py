@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cli import quickstart
-from meshwright.cli.invocation import command
+from meshwright.cli.inputs.plan_words import sort_words
 from meshwright.cli.main import main
-from meshwright.cli.repeatable import set_environment
-from meshwright.cli.streaming import TextStream, printable
-from meshwright.cli.train import again, sort_words
+from meshwright.cli.process.determinism import set_environment
+from meshwright.cli.process.invocation import command
+from meshwright.cli.terminal.streaming import TextStream, printable
+from meshwright.cli.verbs import quickstart
+from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
@@ -102,7 +103,7 @@ def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureF
 
 def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One plain forward pass over prompt and answer, without a cache, gives the same log-probabilities."""
-    from meshwright.cli.opened import open_model
+    from meshwright.cli.inputs.trained_model import open_model
 
     words = ("--prompt-ids", "5,6,7", "--max-new-tokens", "5", "--temperature", "1.5", "--seed", "3", "--json")
     found = json.loads(call(capsys, "generate", run, *words)[1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshwright.cli.main import main
-from meshwright.observe import matrix
-from meshwright.observe.matrix import FEATURES, LARGEST_WORLD, Trial, merged, trial, trials
-from meshwright.observe.support import support_page
+from meshwright.observe.verify import feature_matrix
+from meshwright.observe.verify.feature_matrix import FEATURES, LARGEST_WORLD, Trial, merged, trial, trials
+from meshwright.observe.verify.support_page import support_page
 
 
 def test_every_pair_is_tried_refused_or_impossible() -> None:
@@ -30,7 +30,7 @@ def test_two_ranks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "run", lambda chosen, device: [(one, "loss is 2 on rank 1") for one in chosen])
+    monkeypatch.setattr(feature_matrix, "run", lambda chosen, device: [(one, "loss is 2 on rank 1") for one in chosen])
     assert main(["verify", "--processes", "1"]) == 4
     captured = capsys.readouterr()
     assert "differ from one device" in captured.err and "loss is 2 on rank 1" in captured.out
@@ -82,7 +82,7 @@ def test_features_that_no_layout_of_the_matrix_has_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = {"tp", "zero 3", "full", "cp gather", "packed", "micro-batches of 1"}
-    monkeypatch.setattr(matrix, "run", lambda chosen, device: [(one, None) for one in chosen])
+    monkeypatch.setattr(feature_matrix, "run", lambda chosen, device: [(one, None) for one in chosen])
     assert main(["verify", "--only", ",".join(wanted), "--json"]) == 0
     [result] = json.loads(capsys.readouterr().out)["results"]
     assert wanted <= set(result["features"].split(", "))

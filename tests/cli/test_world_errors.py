@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cli import launch as launching
 from meshwright.cli.main import main
+from meshwright.cli.process import launch as launching
 from meshwright.spec.errors import RunError
 from tests.cli import toy
 from tests.cli.launched import launch

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import Sampler, cache, pool
+from meshwright.data import Sampler, pool, token_cache
 from meshwright.data import corpus as corpus_module
-from meshwright.data.cache import prepare
 from meshwright.data.corpus import Corpus
+from meshwright.data.token_cache import prepare
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
@@ -78,8 +78,8 @@ def test_begin_and_end_marks_of_a_tokenizer_with_both(texts: Path, root: Path, t
 
 
 def test_processes_give_the_tokens_of_one(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_ALONE_BYTES", 0)
-    monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(token_cache, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", 2000)
     seen: list[tuple[int, int]] = []
     alone = prepare(Data(path=str(texts)), cache_root=root / "1", processes=1)
     both = prepare(Data(path=str(texts)), cache_root=root / "2", processes=2, progress=lambda *at: seen.append(at))
@@ -93,7 +93,7 @@ def test_processes_give_the_tokens_of_one(texts: Path, root: Path, monkeypatch: 
 
 def test_the_second_time_nothing_is_read(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(Data(path=str(texts)), cache_root=root)
-    monkeypatch.setattr(cache.split, "survey", lambda found: pytest.fail("the text was read again"))
+    monkeypatch.setattr(token_cache.split, "survey", lambda found: pytest.fail("the text was read again"))
     assert prepare(Data(path=str(texts)), cache_root=root).key == first.key
 
 
@@ -102,7 +102,7 @@ def test_the_key_is_the_content(texts: Path, root: Path, tmp_path: Path, monkeyp
     moved = tmp_path / "moved"
     texts.rename(moved)
     (moved / "00.txt").touch()
-    monkeypatch.setattr(cache._Build, "into", lambda *arguments: pytest.fail("equal text was encoded again"))
+    monkeypatch.setattr(token_cache._Build, "into", lambda *arguments: pytest.fail("equal text was encoded again"))
     assert prepare(Data(path=str(moved)), cache_root=root).key == first.key
 
 
@@ -172,15 +172,15 @@ def test_several_at_once_all_end_well(texts: Path, root: Path, tmp_path: Path) -
 
 def test_two_without_file_locks_keep_one(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other finishes while this one still encodes: its folder is there already."""
-    inner, once = cache._Build.into, []
+    inner, once = token_cache._Build.into, []
 
-    def into(self: cache._Build, folder: Path, fingerprint: str) -> None:
+    def into(self: token_cache._Build, folder: Path, fingerprint: str) -> None:
         if not once:
             once.append(True)
             inner(self, folder, fingerprint)
         inner(self, folder, fingerprint)
 
-    monkeypatch.setattr(cache._Build, "into", into)
+    monkeypatch.setattr(token_cache._Build, "into", into)
     corpus = prepare(Data(path=str(texts)), cache_root=root)
     assert len(decoded(corpus)) == 40
     assert len([path for path in (root / "tokens").iterdir() if path.is_dir()]) == 1
@@ -190,7 +190,7 @@ def test_nothing_half_written_stays(texts: Path, root: Path, monkeypatch: pytest
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache._Writer, "write", full)
+    monkeypatch.setattr(token_cache._Writer, "write", full)
     with pytest.raises(DataError, match="No space left on device; set XDG_CACHE_HOME to a folder with room"):
         prepare(Data(path=str(texts)), cache_root=root)
     assert [path.name for path in (root / "tokens").iterdir() if path.is_dir()] == []
@@ -230,13 +230,13 @@ def test_a_cache_that_cannot_be_written(texts: Path, tmp_path: Path) -> None:
 
 
 def test_text_that_changes_while_it_is_read(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = cache.split.choose
+    choose = token_cache.split.choose
 
     def and_change(*arguments: object) -> object:
         (texts / "39.txt").write_text("other", encoding="utf-8")
         return choose(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache.split, "choose", and_change)
+    monkeypatch.setattr(token_cache.split, "choose", and_change)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(Data(path=str(texts)), cache_root=root)
     assert [path.name for path in (root / "tokens").iterdir() if path.is_dir()] == []
@@ -249,7 +249,7 @@ def test_empty_texts_are_refused(tmp_path: Path, root: Path) -> None:
 
 
 def test_an_encoding_process_that_dies(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(token_cache, "_ALONE_BYTES", 0)
     monkeypatch.setattr(pool, "_START", "import sys; sys.stdin.buffer.readline(); sys.exit(7)")
     with pytest.raises(DataError, match="an encoding process ended with exit code 7"):
         prepare(Data(path=str(texts)), cache_root=root, processes=2)
@@ -329,6 +329,6 @@ def test_sampling_keeps_the_process_small(tmp_path: Path) -> None:
 
 def test_the_cache_lies_where_the_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.default_root() == tmp_path / "meshwright"
+    assert token_cache.default_root() == tmp_path / "meshwright"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.default_root() == Path.home() / ".cache" / "meshwright"
+    assert token_cache.default_root() == Path.home() / ".cache" / "meshwright"

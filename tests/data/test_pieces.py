@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import pieces, words
+from meshwright.data import pieces, word_encoder
 from meshwright.spec.errors import DataError
 from tests.data.tokenizers_for_tests import NAMES, made
 
@@ -32,8 +32,8 @@ def test_pieces_make_up_the_text(text: str, size: int) -> None:
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
     """With pieces long enough that a safe place to cut lies in each."""
     text = ("value = other\n" + text) * 3
-    library = words.library(made(name))
-    encode = words.encoder(library, 400)
+    library = word_encoder.library(made(name))
+    encode = word_encoder.encoder(library, 400)
     found = list(pieces.cut(text, 120))
     joined = b"".join(encode(found, bytes(len(found))))
     assert np.frombuffer(joined, np.uint16).tolist() == library.encode(text, add_special_tokens=False).ids

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import data as verb
 from meshwright.cli.main import main
+from meshwright.cli.verbs import data as verb
 from meshwright.data import Sampler, prepare
 from meshwright.data.show import view
 from meshwright.spec import Data, Recipe

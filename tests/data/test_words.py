@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from meshwright.data import words
+from meshwright.data import word_encoder
 from meshwright.data.tokenizer import CODE_PATTERN, Tokenizer
 from tests.data.tokenizers_for_tests import LLAMA3, NAMES, O200K, QWEN2, made, metaspace, with_added
 
@@ -36,13 +36,13 @@ TEXTS = st.one_of(
 
 
 @cache
-def encoders(text: str) -> tuple[words.Encode, tokenizers.Tokenizer, np.dtype]:
-    library = words.library(text)
+def encoders(text: str) -> tuple[word_encoder.Encode, tokenizers.Tokenizer, np.dtype]:
+    library = word_encoder.library(text)
     vocab = max(library.get_vocab().values()) + 1
-    return words.encoder(library, vocab), library, np.dtype(f"u{words.id_bytes(vocab)}")
+    return word_encoder.encoder(library, vocab), library, np.dtype(f"u{word_encoder.id_bytes(vocab)}")
 
 
-def ids(encode: words.Encode, text: str, dtype: np.dtype) -> list[int]:
+def ids(encode: word_encoder.Encode, text: str, dtype: np.dtype) -> list[int]:
     return np.frombuffer(encode([text], b"\0")[0], dtype=dtype).tolist()
 
 
@@ -61,12 +61,12 @@ def test_ids_are_the_library_s(name: str, text: str) -> None:
     assert ids(encode, text, dtype) == expected(library, text)
 
 
-@pytest.mark.parametrize("pattern", [words.GPT2, LLAMA3, QWEN2, O200K, CODE_PATTERN], ids=NAMES)
+@pytest.mark.parametrize("pattern", [word_encoder.GPT2, LLAMA3, QWEN2, O200K, CODE_PATTERN], ids=NAMES)
 def test_every_certain_character_is_classed_as_the_library_does(pattern: str) -> None:
     """All of the basic plane, each between neighbours that tell letters, digits, marks and spaces apart."""
-    translated = words.translate(pattern, unicode=True)
+    translated = word_encoder.translate(pattern, unicode=True)
     assert translated is not None
-    certain = [chr(c) for c in words._certain_categories()]
+    certain = [chr(c) for c in word_encoder._certain_categories()]
     assert len(certain) > 40000
     text = "".join(f"a{c}1{c}.{c} {c}\n" for c in certain)
     split = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)
@@ -105,7 +105,7 @@ def test_special_tokens_in_text_are_text() -> None:
 @given(text=st.text(max_size=60))
 def test_bytes_are_their_own_ids(text: str) -> None:
     encode, library, dtype = encoders(Tokenizer.bytes().json)
-    assert encode is words._bytes_as_ids
+    assert encode is word_encoder._bytes_as_ids
     assert ids(encode, text, dtype) == list(text.encode()) == expected(library, text)
 
 
@@ -114,7 +114,7 @@ def test_bytes_are_their_own_ids(text: str) -> None:
     [r"(a|b)", r"\d+", r"\w", r"a.c", r"^a", r"a$", r"[a[bc]]", r"[a&&b]", r"(?<=a)b", r"[\S]", r"a{2}+", r"\bx"],
 )
 def test_patterns_that_mean_something_else_to_python_are_left_to_the_library(pattern: str) -> None:
-    assert words.translate(pattern, unicode=False) is None
+    assert word_encoder.translate(pattern, unicode=False) is None
 
 
 @pytest.mark.parametrize("ending", ["line\nnext", "line\n next", "line \n\n  next", "a.\nb"])
@@ -129,15 +129,15 @@ def test_a_text_that_continues_gets_no_space_in_front(ending: str) -> None:
 
 
 def test_wide_vocabularies_take_four_bytes() -> None:
-    assert [words.id_bytes(vocab) for vocab in (257, 2**16, 2**16 + 1)] == [2, 2, 4]
+    assert [word_encoder.id_bytes(vocab) for vocab in (257, 2**16, 2**16 + 1)] == [2, 2, 4]
     text = with_added(made("code"), "<far>", special=True)
-    library = words.library(text)
-    encode = words.encoder(library, 2**17)
+    library = word_encoder.library(text)
+    encode = word_encoder.encoder(library, 2**17)
     assert np.frombuffer(encode(["for i in"], b"\0")[0], dtype=np.uint32).tolist() == expected(library, "for i in")
 
 
 def test_the_cache_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_CACHED_WORDS", 10)
+    monkeypatch.setattr(word_encoder, "_CACHED_WORDS", 10)
     encode, library, dtype = encoders.__wrapped__(made("llama3"))
     text = " ".join(f"w{number}" for number in range(500))
     for _ in range(3):

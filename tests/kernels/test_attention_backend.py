@@ -6,7 +6,7 @@ import torch
 from meshwright.kernels import attention
 from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import acting_as
-from meshwright.observe.tiny import shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.train import device
 from tests.counting import Operations

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import __version__, planfile
-from meshwright.planner.predict import predict
-from meshwright.planner.report import document
+from meshwright.planner.plan_document import document
+from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.schedule import schedule

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.apart import TooLong, _serve, apart
 from meshwright.observe.ranks import SERVER
+from meshwright.observe.subprocesses import TooLong, _serve, apart
 from meshwright.spec.errors import PlanError
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.observe.calibrate import calibrate
-from meshwright.observe.jobs import jobs
-from meshwright.observe.timed import Timing, measured_steps
-from meshwright.planner.clusterfile import load
-from meshwright.planner.clusterwriting import text
+from meshwright.observe.calibrate.campaign import calibrate
+from meshwright.observe.calibrate.sample_plans import jobs
+from meshwright.observe.calibrate.timed_steps import Timing, measured_steps
+from meshwright.planner.machine.clusterfile import load
+from meshwright.planner.machine.clusterfile_writer import text
 
 
 def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import compat
-from meshwright.observe.apart import apart
 from meshwright.observe.check import deadlock
-from meshwright.observe.check.checking import check
 from meshwright.observe.check.events import (
     Communicator,
     Compute,
@@ -30,7 +28,9 @@ from meshwright.observe.check.events import (
 )
 from meshwright.observe.check.recorder import Recorder
 from meshwright.observe.check.recording import brief, record_world
-from meshwright.observe.tiny import shrink
+from meshwright.observe.check.rules import check
+from meshwright.observe.subprocesses import apart
+from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError

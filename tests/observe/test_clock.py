@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.clock import Aligned, DeviceClock, Offset, align
+from meshwright.observe.profile.clock import Aligned, DeviceClock, Offset, align
 from meshwright.observe.ranks import on_ranks
 
 

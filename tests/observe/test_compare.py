@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.columns import columns
-from meshwright.observe.compare import Comparison, compare
-from meshwright.observe.explain import explanation
-from meshwright.observe.finished import open_run
-from meshwright.observe.table import as_json, lines
+from meshwright.observe.compare.disagreement import explanation
+from meshwright.observe.compare.finished_run import open_run
+from meshwright.observe.compare.judge import Comparison, compare
+from meshwright.observe.compare.sources_of_columns import columns
+from meshwright.observe.compare.table import as_json, lines
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
@@ -112,7 +112,7 @@ def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
-    from meshwright.observe.documents import checked
+    from meshwright.observe.shared_document import checked
 
     asked = []
     run = open_run(write(tmp_path / "run"))

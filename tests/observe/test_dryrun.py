@@ -13,13 +13,13 @@ from benchmarks.dry_run import LLAMA, MOE, measured, row
 from meshwright.cli.main import main
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
-from meshwright.observe import calibrate
-from meshwright.observe.document import dry, needed_bytes, room_of
-from meshwright.observe.dryrun import device_of, dry_run, see
+from meshwright.observe.calibrate import campaign
+from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_of
+from meshwright.observe.dryrun.simulate import device_of, dry_run, see
 from meshwright.observe.ranks import SERVER, on_ranks
-from meshwright.observe.routing import Routing
+from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel.group import Group
-from meshwright.planner.predict import estimator
+from meshwright.planner.step.predict import estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -234,7 +234,7 @@ def test_kernels_and_memory_are_of_one_device() -> None:
     assert room_of(one, "cuda").of == one.cluster.device.name
     for device, kind in (
         (Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, bf16_flop_per_s=8e14), "cuda"),
-        (Device(name=calibrate._title("cpu"), memory_bytes=2**33, bf16_flop_per_s=2e11), "cpu"),
+        (Device(name=campaign._title("cpu"), memory_bytes=2**33, bf16_flop_per_s=2e11), "cpu"),
         (Device(name="small", memory_bytes=2**33), "cpu"),
     ):
         asked = replace(one, cluster=Cluster(device=device))

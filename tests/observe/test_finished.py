@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright import __version__
-from meshwright.observe.columns import columns
-from meshwright.observe.document import dry
-from meshwright.observe.documents import Document, checked
-from meshwright.observe.dryrun import dry_run
-from meshwright.observe.finished import open_run, refuse_other, same_program
+from meshwright.observe.compare.finished_run import open_run, refuse_other, same_program
+from meshwright.observe.compare.sources_of_columns import columns
+from meshwright.observe.dryrun.dryrun_document import dry
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.shared_document import Document, checked
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
 from tests.cli.toy import call, refused

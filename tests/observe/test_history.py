@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshwright import compat
-from meshwright.observe import testimony
-from meshwright.observe.history import history
-from meshwright.observe.testimony import DeviceWitness
+from meshwright.observe.profile import allocator as testimony
+from meshwright.observe.profile.allocator import DeviceWitness
+from meshwright.observe.profile.gpu_allocator import history
 
 KB, MB = 2**10, 2**20
 DEVICE = torch.device("cuda", 1)

@@ -8,8 +8,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import record_function
 
-from meshwright.observe.operations import Operation, listed, operations, overlap
-from meshwright.observe.steps import covered_s
+from meshwright.observe.profile.operations import Operation, listed, operations, overlap
+from meshwright.observe.profile.step_record import covered_s
 
 
 def on_gpu() -> EventList:

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from meshwright.cli.main import main
-from meshwright.compat import compiling
-from meshwright.observe.calls import Call, Wait
-from meshwright.observe.clock import HostClock
-from meshwright.observe.documents import checked
-from meshwright.observe.measured import measured
-from meshwright.observe.profile import FIRST, Profile, RankProfile, _Rounds, gathered, measure
+from meshwright.compat import torch_compile
+from meshwright.observe.profile.allocator import POINTS, thinned
+from meshwright.observe.profile.clock import HostClock
+from meshwright.observe.profile.collective_times import Call, Wait
+from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gathered, measure
+from meshwright.observe.profile.perfetto import trace
+from meshwright.observe.profile.profile_document import measured
+from meshwright.observe.profile.step_record import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, part_of
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.steps import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, part_of
-from meshwright.observe.testimony import POINTS, thinned
-from meshwright.observe.trace import trace
+from meshwright.observe.shared_document import checked
 from meshwright.parallel import make_mesh
 from meshwright.parallel.compiling import is_compiled
+from meshwright.parallel.health.heartbeat import Pulse
 from meshwright.parallel.mesh import Made
-from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Layout, Plan
 from meshwright.spec.schedule import Action, schedule
 from meshwright.train import loop
@@ -179,7 +179,7 @@ def test_the_watched_round_is_never_compiled(
 ) -> None:
     """It would not see what compiled code takes; that its kinds are of another program than the peak is said."""
     one = plan(Layout(micro_batch=2, compile=compile))
-    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: "")
+    monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     assert is_compiled(one.layout, torch.device(target)) == bool(said)
     rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Pulse())
     with pytest.MonkeyPatch.context() as patch:

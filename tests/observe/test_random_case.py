@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.model.moe import Router
-from meshwright.observe.case_text import Drawn, drawn_of, settings_of, text_of, violations
-from meshwright.observe.random_case import random_case
-from meshwright.observe.shrinking import shrunk
-from meshwright.observe.ties import margin
-from meshwright.observe.verify import case_batch
+from meshwright.observe.verify.case_text import Drawn, drawn_of, settings_of, text_of, violations
+from meshwright.observe.verify.one_device import case_batch
+from meshwright.observe.verify.random_case import random_case
+from meshwright.observe.verify.router_ties import margin
+from meshwright.observe.verify.shrinking import shrunk
 from meshwright.spec.errors import PlanError
 from meshwright.spec.schedule import NAMES
 from meshwright.spec.shape import ModelShape, MoEShape

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from meshwright.cli.main import main
-from meshwright.observe import random_run, verify
-from meshwright.observe.case_text import Drawn, drawn_of, text_of
-from meshwright.observe.matrix import received, sent
-from meshwright.observe.random_case import random_case
-from meshwright.observe.random_run import ALONE, Verdict, difference, smallest, verdict, verdicts, wrong_alone
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Outcome, outcome
+from meshwright.observe.verify import one_device, random_run
+from meshwright.observe.verify.case_text import Drawn, drawn_of, text_of
+from meshwright.observe.verify.feature_matrix import received, sent
+from meshwright.observe.verify.one_device import Outcome, outcome
+from meshwright.observe.verify.random_case import random_case
+from meshwright.observe.verify.random_run import ALONE, Verdict, difference, smallest, verdict, verdicts, wrong_alone
 from meshwright.parallel import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
@@ -92,9 +92,9 @@ def _mean_of_replicas() -> Any:
 
 
 def _wrong_clip() -> Any:
-    original = verify.train_step
+    original = one_device.train_step
     return patch.object(
-        verify, "train_step", lambda *args, clip, **options: original(*args, clip=1.5 * clip, **options)
+        one_device, "train_step", lambda *args, clip, **options: original(*args, clip=1.5 * clip, **options)
     )
 
 
@@ -122,7 +122,7 @@ def _norm_of_this_rank() -> Any:
 def _other_sequences() -> Any:
     """Every rank reads the same ones."""
     return patch.object(
-        verify, "select", lambda batch, share=batches.WHOLE: batches.select(batch, replace(share, index=0))
+        one_device, "select", lambda batch, share=batches.WHOLE: batches.select(batch, replace(share, index=0))
     )
 
 
@@ -165,8 +165,8 @@ def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
     ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
     alone = {text: outcome(drawn_of(text).case, ALONE) for text in texts}
     for place, (fault, text) in enumerate(runs):
-        found = verify.first_difference(
-            alone[text], [rank[place] for rank in ranks], verify.BANDS[drawn_of(text).case.precision]
+        found = one_device.first_difference(
+            alone[text], [rank[place] for rank in ranks], one_device.BANDS[drawn_of(text).case.precision]
         )
         assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
 
@@ -187,13 +187,15 @@ def test_what_is_no_number_everywhere_is_not_equal(precision: str) -> None:
 def test_only_the_step_that_overflows_may_have_no_number() -> None:
     case = drawn_of(f"{HALF[1]} micro_batch=4 layers=1").case
     found = outcome(case, ALONE)
-    assert not isfinite(found.norms[1]) and verify.first_difference(found, [found], verify.BANDS["fp16"]) is None
+    assert (
+        not isfinite(found.norms[1]) and one_device.first_difference(found, [found], one_device.BANDS["fp16"]) is None
+    )
     for changed, words in (
         ({"norms": (found.norms[1],) * 2}, "step 1: gradient norm is"),
         ({"norms": (found.norms[0],) * 2}, "step 2: gradient norm is"),
         ({"skipped": (False, False)}, "step 2: skipped is False on rank 0, True on one device"),
     ):
-        other = verify.first_difference(found, [replace(found, **changed)], verify.BANDS["fp16"])
+        other = one_device.first_difference(found, [replace(found, **changed)], one_device.BANDS["fp16"])
         assert (other or "").startswith(words)
 
 
@@ -332,9 +334,9 @@ def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, fou
 
     turned = weight.clone()
     turned[element] *= -1
-    said = verify.first_difference(outcome_of(weight), [outcome_of(turned)], verify.BANDS["bf16"])
+    said = one_device.first_difference(outcome_of(weight), [outcome_of(turned)], one_device.BANDS["bf16"])
     assert (said is not None) == found
-    assert verify.first_difference(outcome_of(weight), [outcome_of(turned)], verify.BANDS["fp32"]) is not None
+    assert one_device.first_difference(outcome_of(weight), [outcome_of(turned)], one_device.BANDS["fp32"]) is not None
 
 
 def test_a_tied_model_gathers_experts_before_a_block_is_repeated() -> None:

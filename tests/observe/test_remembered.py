@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.observe.dryrun import see
+from meshwright.observe.dryrun.op_cache import Remembered
+from meshwright.observe.dryrun.rank_run import Seen
+from meshwright.observe.dryrun.simulate import see
+from meshwright.observe.dryrun.storage_tracker import Watch
 from meshwright.observe.program import shortened
 from meshwright.observe.ranks import SERVER
-from meshwright.observe.remembered import Remembered
-from meshwright.observe.storages import Watch
-from meshwright.observe.watched import Seen
 from meshwright.spec import Plan
 from tests.observe.test_dryrun import MIXED, TINY, plan
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.observe.storages import Watch
+from meshwright.observe.dryrun.storage_tracker import Watch
 
 WIDTH = 64
 

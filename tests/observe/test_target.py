@@ -9,8 +9,8 @@ import torch
 from meshwright import compat
 from meshwright.kernels.attention import Mask, attend
 from meshwright.kernels.target import acting_as
-from meshwright.observe.storages import Watch
-from meshwright.observe.workspaces import workspace_bytes
+from meshwright.observe.dryrun.storage_tracker import Watch
+from meshwright.observe.dryrun.workspaces import workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from threading import Thread
 
 import torch
 
-from meshwright.observe.witness import totals, watching
+from meshwright.observe.profile.cpu_allocator import totals, watching
 
 MB = 2**20
 

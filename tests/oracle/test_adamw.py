@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Outcome, assemble
+from meshwright.observe.verify.one_device import Outcome, assemble
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.data import local

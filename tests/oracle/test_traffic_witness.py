@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import Case
 from tests.oracle.traffic import Drawn, differences, drawn
 
 MQA = Case(shape=replace(shrink("qwen2.5-0.5b"), kv_heads=1))

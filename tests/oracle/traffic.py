@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Case
-from meshwright.planner.traffic import traffic
+from meshwright.observe.verify.one_device import Case
+from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.places import place_of
 from tests.parallel.test_traffic import assert_seen, both

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import KINDS, shrink
-from meshwright.observe.verify import RECIPE, Case, case_batch, first_difference, outcome
+from meshwright.observe.tiny_models import KINDS, shrink
+from meshwright.observe.verify.one_device import RECIPE, Case, case_batch, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.data import local

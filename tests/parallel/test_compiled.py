@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.compat import compiling
+from meshwright.compat import torch_compile
 from meshwright.model import Transformer
-from meshwright.observe.matrix import CASE, DENSE
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Outcome, first_difference, outcome
+from meshwright.observe.verify.feature_matrix import CASE, DENSE
+from meshwright.observe.verify.one_device import Outcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
 from meshwright.parallel.mesh import Made
@@ -140,14 +140,14 @@ def test_generated_code_has_the_values_of_eager_code() -> None:
 def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """auto says so once, at the start; `on` never gets to the first step."""
     lacks = "a C compiler (gcc or clang)"
-    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: lacks)
+    monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: lacks)
     assert not is_compiled(Layout(), CUDA)
     assert [lacks in note for note in compile_notes(Layout(), CUDA)] == [True]
     assert compile_notes(Layout(compile="off"), CUDA) == compile_notes(Layout(), torch.device("cpu")) == []
     for device in (CUDA, torch.device("cpu")):
         with pytest.raises(PlanError, match=r"layout.compile=on .*C compiler.* layout.compile=off"):
             is_compiled(Layout(compile="on"), device)
-    monkeypatch.setattr(compiling, "compile_tool_missing", lambda kind: "")
+    monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     assert is_compiled(Layout(), CUDA) and not compile_notes(Layout(), CUDA)
 
 
@@ -156,7 +156,7 @@ def test_what_is_missing_is_found_as_the_compilers_look(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search path without a compiler; then one of CC or CXX; Triton stands in as an empty module."""
-    missing = compiling.compile_tool_missing.__wrapped__
+    missing = torch_compile.compile_tool_missing.__wrapped__
     if kind == "cpu":
         from torch._inductor import config
 

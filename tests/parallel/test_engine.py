@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import KINDS, shrink
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
+from meshwright.observe.tiny_models import KINDS, shrink
+from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 

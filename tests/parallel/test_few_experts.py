@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine
-from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Made, make_mesh
+from meshwright.parallel.rank_boxes import Box
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.boxes import shard, sharded_dim
-from meshwright.train import checkpoint
-from meshwright.train.piece import piece
+from meshwright.store import checkpoint
+from meshwright.store.tensor_piece import piece
 
 CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), moe=MoEShape(experts=2, top_k=1, ffn=12, first_dense=1)))
 LAYOUTS: list[dict[str, Any]] = [

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
 from meshwright.parallel import apply
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape

@@ -10,7 +10,7 @@ import torch
 
 from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
-from meshwright.observe.tiny import shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import mesh
 from meshwright.parallel.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.parallel_work import SHAPE, Ours, Work
 from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Outcome, assemble
+from meshwright.observe.verify.one_device import Outcome, assemble
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 

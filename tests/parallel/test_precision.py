@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from meshwright.kernels.linear import WeightGradients, linear, splitting
 from meshwright.model import Transformer
-from meshwright.observe.matrix import DENSE, EVERY_EXPERT
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
+from meshwright.observe.verify.one_device import BANDS, Case, Outcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made

@@ -3,8 +3,8 @@
 from typing import Any
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case, case_batch
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import RECIPE, Case, case_batch
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made

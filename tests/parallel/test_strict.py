@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.observe.matrix import CASE, DENSE
 from meshwright.observe.ranks import RankError, on_ranks
-from meshwright.observe.verify import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.feature_matrix import CASE, DENSE
+from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made, make_mesh
 from meshwright.parallel.p2p import PointToPoint

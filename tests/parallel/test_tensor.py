@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.columns import Columns
+from meshwright.parallel.column_parallel import Columns
 from meshwright.spec import Layout, ModelShape
 
 ROWS, SEQUENCE = 2, 32

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshwright.compat import compiling
-from meshwright.observe.matrix import CASE
+from meshwright.compat import torch_compile
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import Case
+from meshwright.observe.verify.feature_matrix import CASE
+from meshwright.observe.verify.one_device import Case
 from meshwright.parallel import apply
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.data import local
@@ -113,7 +113,7 @@ def test_both_forms_of_a_batch_are_warm_before_the_first_message(axes: dict[str,
 
 
 def test_a_run_says_that_compiled_blocks_leave_the_bubble_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "compile_tool_missing", lambda device: "")
+    monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda device: "")
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for name in ("zb-h1", "zb-v", "dualpipe-v"):
         layout = Layout(pp=2, vp=1 if name == "zb-h1" else 2, schedule=name)

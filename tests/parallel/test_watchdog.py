@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.parallel import pulse as pulses
-from meshwright.parallel import watchdog
-from meshwright.parallel.meeting import meet, named
-from meshwright.parallel.pulse import BACKWARD, Beat, Pulse, Watch
-from meshwright.parallel.verdict import Limits, judge
-from meshwright.parallel.watchdog import FAILED, TERMINATED, Place, Watchdog, _Observed
+from meshwright.parallel.health import heartbeat as pulses
+from meshwright.parallel.health import watchdog
+from meshwright.parallel.health.blame import Limits, judge
+from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Pulse, Watch
+from meshwright.parallel.health.rendezvous import meet, named
+from meshwright.parallel.health.watchdog import FAILED, TERMINATED, Place, Watchdog, _Observed
 from meshwright.spec.errors import RunError
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.phases import PHASES, READS

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planfile import absolute, dump, read, write
-from meshwright.planfile.names import ALIASES, NOT_A_KEY, own_name, sections
+from meshwright.planfile.keys import ALIASES, NOT_A_KEY, own_name, sections
 from meshwright.spec import BatchStage, Cluster, Data, Device, Layout, MLAShape, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.shape import RopeScaling

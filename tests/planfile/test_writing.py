@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.cli.init import init
-from meshwright.cli.schema import schema as schema_verb
+from meshwright.cli.verbs.init import init
+from meshwright.cli.verbs.schema import schema as schema_verb
 from meshwright.planfile import commented, dump, read, schema, write
-from meshwright.planfile.names import sections
+from meshwright.planfile.keys import sections
 from meshwright.planfile.writing import _sentences
 from meshwright.spec import BatchStage, Plan, presets
 from meshwright.spec.errors import PlanError
@@ -49,7 +49,7 @@ def test_every_field_has_a_sentence() -> None:
         owner: Any = Plan
         if section:
             parent, _, key = section.rpartition(".")
-            from meshwright.planfile.names import part_of
+            from meshwright.planfile.keys import part_of
 
             owner = part_of(sections()[parent][key])
         missing = [name for name, sentence in _sentences(owner).items() if not sentence]

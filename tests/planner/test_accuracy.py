@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.planner.accuracy import Judged, by_source, judge, quantile, score
-from meshwright.planner.choice import spearman
-from meshwright.planner.published import Row, Unreadable, read
+from meshwright.planner.accuracy.choice import spearman
+from meshwright.planner.accuracy.published import Row, Unreadable, read
+from meshwright.planner.accuracy.score import Judged, by_source, judge, quantile, score
 from meshwright.spec.errors import DataError
 from tests.planner.published_tables import COLUMNS, run, table, write
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner import fit, split
-from meshwright.planner.accuracy import estimator_of, judge
-from meshwright.planner.families import cluster_of
-from meshwright.planner.fit import MOST_ROWS, Calibration, Fitted, changed, load, solve
-from meshwright.planner.links import links_of
-from meshwright.planner.published import Row, read
-from meshwright.planner.speeds import speeds_of
+from meshwright.planner.accuracy import calibration as fit
+from meshwright.planner.accuracy import holdout
+from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, Fitted, changed, load, solve
+from meshwright.planner.accuracy.published import Row, read
+from meshwright.planner.accuracy.score import estimator_of, judge
+from meshwright.planner.accuracy.source_families import cluster_of
+from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.speeds import speeds_of
 from tests.planner.published_tables import ROOT, run, table, write
 
 LAYOUTS = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 8})
@@ -86,12 +87,12 @@ def test_the_split_holds_out_whole_models_and_counts() -> None:
             clusters.setdefault(cluster_of(row), []).append(row)
     assert len(clusters) > 10
     for own in clusters.values():
-        chosen, held = split.chosen(own).rows, split.held_out(own)
+        chosen, held = holdout.chosen(own).rows, holdout.held_out(own)
         assert len(chosen) <= MOST_ROWS
         assert not {id(row) for row in chosen} & {id(row) for row in held}
-        models = sorted({split.kind(row.plan.model) for row in own})
-        assert not {split.kind(row.plan.model) for row in chosen} & set(models[1::2])
-        assert [row.id for row in chosen] == [row.id for row in split.chosen(own).rows]
+        models = sorted({holdout.kind(row.plan.model) for row in own})
+        assert not {holdout.kind(row.plan.model) for row in chosen} & set(models[1::2])
+        assert [row.id for row in chosen] == [row.id for row in holdout.chosen(own).rows]
 
 
 def test_the_calibration_of_the_page_keeps_to_the_split() -> None:
@@ -103,13 +104,13 @@ def test_the_calibration_of_the_page_keeps_to_the_split() -> None:
     for name, own in clusters.items():
         rows = calibration.clusters[name].rows
         assert 1 <= len(set(rows)) == len(rows) <= MOST_ROWS
-        assert not set(rows) & {(row.source, row.id) for row in split.held_out(own)}
+        assert not set(rows) & {(row.source, row.id) for row in holdout.held_out(own)}
 
 
 def test_measured_times_play_no_part_in_the_choice(tmp_path: Path) -> None:
     rows = rows_of(tmp_path)
     slower = [replace(row, step_s=row.step_s * (i + 1)) for i, row in enumerate(rows)]
-    assert [row.id for row in split.chosen(rows).rows] == [row.id for row in split.chosen(slower).rows]
+    assert [row.id for row in holdout.chosen(rows).rows] == [row.id for row in holdout.chosen(slower).rows]
 
 
 def test_linear_systems_are_solved() -> None:

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from meshwright.planner.stages import Cost
-from meshwright.planner.timeline import in_order, least_s, pipeline_s, play
+from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.time.timeline import in_order, least_s, pipeline_s, play
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Times, replay
 from meshwright.spec.schedule import refusal, schedule

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.block import Block, embedding, head, layer
-from meshwright.planner.local import local
-from meshwright.planner.memory import leading, moments
-from meshwright.planner.predict import estimator
-from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.stacks import MEGATRON_2022
+from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
+from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.memory.rank_memory import leading, moments
+from meshwright.planner.step.predict import estimator
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.observe.floors import tiny, with_floors
-from meshwright.observe.timed import threads_of
-from meshwright.planner.clusterfile import ClusterFile, Together, asked, is_file, load
-from meshwright.planner.clusterwriting import text
-from meshwright.planner.curves import DeviceCurves, Grid, LinkCurves
-from meshwright.planner.host import Host
-from meshwright.planner.links import Links
-from meshwright.planner.overheads import fitted
-from meshwright.planner.speeds import Speeds
-from meshwright.planner.stack import MESHWRIGHT
-from meshwright.planner.work import Attention, Pass, Product
+from meshwright.observe.calibrate.host_floor import tiny, with_floors
+from meshwright.observe.calibrate.timed_steps import threads_of
+from meshwright.planner.cost.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.cost.host_time import Host
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.cost.work import Attention, Pass, Product
+from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
+from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.overheads import fitted
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError

@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import pytest
 
-from meshwright.planner.conventions import BAR, Figure, convention_of, figures
-from meshwright.planner.published import Row, read
+from meshwright.planner.accuracy.flop_conventions import BAR, Figure, convention_of, figures
+from meshwright.planner.accuracy.published import Row, read
 from tests.planner.published_tables import run, table
 
 LLAMA = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.explore import facts, source
-from meshwright.planner.predict import Estimator, estimator
-from meshwright.planner.regions import divisors
+from meshwright.planner.explorer.explorer_page import facts, source
+from meshwright.planner.search.regions import divisors
+from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import NAMES, refusal, schedule, stage_layers

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.bounds import families
-from meshwright.planner.explore import page
-from meshwright.planner.landscape import Front, Point, counted, landscape, look
-from meshwright.planner.predict import estimator, predict
-from meshwright.planner.search import usable_bytes
+from meshwright.planner.explorer.explorer_page import page
+from meshwright.planner.search.bounds import families
+from meshwright.planner.search.landscape import Front, Point, counted, landscape, look
+from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.step.predict import estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import schedule

@@ -7,9 +7,9 @@ import torch
 
 from meshwright.model.transformer import build
 from meshwright.parallel import apply_block_call
-from meshwright.planner.block import embedding, head, layer
-from meshwright.planner.local import Local, local
-from meshwright.planner.stack import MESHWRIGHT
+from meshwright.planner.cost.block import embedding, head, layer
+from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 from tests.counting import Alive

@@ -9,21 +9,21 @@ import torch
 
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import build
-from meshwright.observe.dryrun import dry_run
+from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import shortened
 from meshwright.parallel.recompute import block_call
-from meshwright.planner import predict as of_estimator
-from meshwright.planner.backward import queued
-from meshwright.planner.block import _widths
-from meshwright.planner.local import local
-from meshwright.planner.memory import moments as in_flight
-from meshwright.planner.moments import moments_of
-from meshwright.planner.peaks import standing
-from meshwright.planner.predict import estimator, predict
-from meshwright.planner.speeds import speeds_of
-from meshwright.planner.stack import MESHWRIGHT
-from meshwright.planner.traffic import Held, sharing, traffic
-from meshwright.planner.work import Product
+from meshwright.planner.cost.backward import queued
+from meshwright.planner.cost.block import _widths
+from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.speeds import speeds_of
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.cost.work import Product
+from meshwright.planner.memory.engine_peak import standing
+from meshwright.planner.memory.instants import moments_of
+from meshwright.planner.memory.rank_memory import moments as in_flight
+from meshwright.planner.step import predict as of_estimator
+from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.time.collectives import Held, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.shape import MoEShape
 

@@ -13,10 +13,10 @@ from statistics import mean, quantiles
 
 import pytest
 
-from meshwright.planner.predict import estimator
-from meshwright.planner.prediction import Prediction
-from meshwright.planner.published import Row, read
-from meshwright.planner.stacks import MEGATRON_2022, NANOTRON, NANOTRON_GATHERED, run_of_sweep
+from meshwright.planner.accuracy.published import Row, read
+from meshwright.planner.accuracy.published_stacks import MEGATRON_2022, NANOTRON, NANOTRON_GATHERED, run_of_sweep
+from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from tests.planner.published_tables import run, write

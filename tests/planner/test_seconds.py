@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.links import Links, links_of
-from meshwright.planner.speeds import Speeds, speeds_of
-from meshwright.planner.work import Attention, Pass, Product
+from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.work import Attention, Pass, Product
 from meshwright.spec import Cluster, presets
 
 DEVICES = ["a100", "h100", "h200", "b200", "gb200", "mi300x"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.stack import MESHWRIGHT, Stack
-from meshwright.planner.states import counts, states
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.states import counts, states
 from meshwright.spec.held import memory
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.predict import predict
-from meshwright.planner.speeds import speeds_of
+from meshwright.planner.cost.speeds import speeds_of
+from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 
 

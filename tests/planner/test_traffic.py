@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import Case
-from meshwright.planner.block import layer
-from meshwright.planner.local import local
-from meshwright.planner.stack import MESHWRIGHT
-from meshwright.planner.traffic import exchanges, of_exchange, traffic
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import Case
+from meshwright.planner.cost.block import layer
+from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.time.collectives import exchanges, of_exchange, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
 from meshwright.spec.places import place_of
 from tests.parallel.test_traffic import CASE, HEAD, SHAPE, Sent, sent_by
@@ -165,7 +165,7 @@ def test_the_trainer_counts_the_same(case: Case, world: int, options: list[dict[
 
 
 def test_a_prediction_tells_its_traffic() -> None:
-    from meshwright.planner.predict import predict
+    from meshwright.planner.step.predict import predict
 
     llama = presets.model("llama-3.1-8b")
     cluster = presets.cluster("h100x8", 2)

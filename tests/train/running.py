@@ -12,8 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.spec import Data, Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.train import checkpoint, loop
-from meshwright.train.run import MetricsLog
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
+from meshwright.train import loop
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 CLOCK = {"seconds", "step_seconds", "data_wait_seconds", "tokens_per_second", "allocated_bytes", "reserved_bytes"}

@@ -8,7 +8,8 @@ import pytest
 
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import GIB
-from meshwright.train import loop, shelf
+from meshwright.store import checkpoint_folder
+from meshwright.train import loop
 from meshwright.train.disk import OTHER_BYTES, check_space, checkpoint_bytes
 from tests.train import running
 
@@ -29,7 +30,7 @@ def test_the_size_is_that_of_a_checkpoint(texts: Path, tmp_path: Path, precision
     shape = replace(running.SHAPE, vocab=4096, hidden=64)
     plan = running.plan(texts, tmp_path / "run", shape=shape, steps=1, precision=precision)
     loop.run(plan)
-    [saved] = shelf.listing(tmp_path / "run" / "checkpoints")
+    [saved] = checkpoint_folder.listing(tmp_path / "run" / "checkpoints")
     beside = saved.size_bytes - checkpoint_bytes(shape, precision)
     assert 0 < beside < 40 * KIB, "names, hashes and random states"
     assert saved.size_bytes > 4 * 40 * KIB

@@ -11,8 +11,8 @@ from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.held import memory
 from meshwright.spec.recipe import BatchStage
 from meshwright.train import fits
+from meshwright.train.available_memory import MachineMemory, machine_memory
 from meshwright.train.fits import check_fits
-from meshwright.train.machine import MachineMemory, machine_memory
 
 CPU = torch.device("cpu")
 TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())

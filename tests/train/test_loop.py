@@ -15,10 +15,11 @@ import torch
 from meshwright.data import Sampler, prepare
 from meshwright.spec import BatchStage, Data, Plan, num_parameters
 from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, NonFiniteLoss, PlanError
-from meshwright.train import checkpoint, loop, trainer
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.train import loop, trainer
 from meshwright.train.precision import LossScaler
 from meshwright.train.rate import learning_rate
-from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.watch import EvalMetrics
 from tests.train import running
 from tests.train.running import MOE, SHAPE, Crashed, Notes, PowerCut, Terminated, metrics, steps_of, tensors

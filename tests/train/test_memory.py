@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny import shrink
-from meshwright.observe.verify import RECIPE, Case, case_batch
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.held import held, memory
 from meshwright.spec.ledger import Ledger
 from meshwright.train.batches import Share, select, split
-from meshwright.train.memory import memory as measured
+from meshwright.train.kept_bytes import memory as measured
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES
 from meshwright.train.step import MicroPass, Weights

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
-from meshwright.train import checkpoint, loop, trainer
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
+from meshwright.train import loop, trainer
 from meshwright.train.readback import Readback
-from meshwright.train.run import MetricsLog
 from tests.train import running
 from tests.train.running import MOE, Notes, Terminated
 

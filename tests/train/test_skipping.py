@@ -19,8 +19,9 @@ from meshwright.parallel.data import local
 from meshwright.parallel.engine import Engine
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
-from meshwright.train import checkpoint, loop, skipping, trainer
-from meshwright.train.run import MetricsLog
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
+from meshwright.train import loop, skipping, trainer
 from meshwright.train.skipping import REASONS, StepSkipper
 from tests.train import running
 from tests.train.running import Crashed, Notes, PowerCut, tensors

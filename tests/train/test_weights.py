@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from meshwright import planfile
+from meshwright.cli.inputs.plan_words import shape_from_folder
 from meshwright.cli.main import main
-from meshwright.cli.train import shape_from_folder
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder
-from meshwright.model.hub.names import tensor_sizes
+from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.spec import ModelShape, MoEShape, Plan
 from meshwright.spec.errors import DataError, HubError, PlanError
-from meshwright.train import checkpoint, loop
+from meshwright.store import checkpoint
+from meshwright.train import loop
 from tests.cli.launched import launch
 from tests.train.running import Crashed, Notes, PowerCut
 

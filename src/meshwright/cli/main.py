@@ -10,27 +10,28 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.cli.accuracy import accuracy
-from meshwright.cli.calibrate import calibrate
-from meshwright.cli.compare import compare
-from meshwright.cli.doctor import doctor
-from meshwright.cli.dryrun import dryrun
-from meshwright.cli.environment import described, set_defaults
-from meshwright.cli.eval import evaluate
-from meshwright.cli.explore import explore
-from meshwright.cli.export import export
-from meshwright.cli.failure import explain
-from meshwright.cli.generate import generate
-from meshwright.cli.import_ import import_
-from meshwright.cli.init import init
-from meshwright.cli.launch import fail, processes, rank
-from meshwright.cli.plan import plan
-from meshwright.cli.profile import profile
-from meshwright.cli.quickstart import quickstart
-from meshwright.cli.report import report
-from meshwright.cli.schema import schema
-from meshwright.cli.train import Words, sort_words, train
-from meshwright.cli.verify import verify
+from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.process.environment import described, set_defaults
+from meshwright.cli.process.failure import explain
+from meshwright.cli.process.launch import fail, processes, rank
+from meshwright.cli.verbs.accuracy import accuracy
+from meshwright.cli.verbs.calibrate import calibrate
+from meshwright.cli.verbs.compare import compare
+from meshwright.cli.verbs.doctor import doctor
+from meshwright.cli.verbs.dryrun import dryrun
+from meshwright.cli.verbs.eval import evaluate
+from meshwright.cli.verbs.explore import explore
+from meshwright.cli.verbs.export import export
+from meshwright.cli.verbs.generate import generate
+from meshwright.cli.verbs.import_ import import_
+from meshwright.cli.verbs.init import init
+from meshwright.cli.verbs.plan import plan
+from meshwright.cli.verbs.profile import profile
+from meshwright.cli.verbs.quickstart import quickstart
+from meshwright.cli.verbs.report import report
+from meshwright.cli.verbs.schema import schema
+from meshwright.cli.verbs.train import train
+from meshwright.cli.verbs.verify import verify
 
 BROKEN_PIPE = 141
 """What a shell reports for a program that wrote to a closed pipe."""
@@ -101,7 +102,7 @@ def data_show(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
-    from meshwright.cli.data import show
+    from meshwright.cli.verbs.data import show
 
     path, overrides, _ = sort_words(words or ())
     show(path, overrides, json)

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.data.cache import prepare
     from meshwright.data.corpus import Corpus, TokenStream
     from meshwright.data.order import permute
     from meshwright.data.sources import Document, documents
+    from meshwright.data.token_cache import prepare
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.data.windows import Sampler, Sequences, windows_in_order
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "prepare": "cache",
+    "prepare": "token_cache",
     "Corpus": "corpus",
     "TokenStream": "corpus",
     "permute": "order",

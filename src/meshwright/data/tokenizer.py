@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data import pieces, words
+from meshwright.data import pieces, word_encoder
 from meshwright.spec.errors import DataError
 
 SEPARATOR: Final = "<|endoftext|>"
@@ -46,7 +46,7 @@ class Tokenizer:
 
         With only one of the two it plays both. `config` is the text of a tokenizer_config.json to keep beside it.
         """
-        self._library = words.library(text)
+        self._library = word_encoder.library(text)
         ids = self._library.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError("the tokenizer has an empty vocabulary")
@@ -60,7 +60,7 @@ class Tokenizer:
         self.eos: Final = None if last is None else ids[last]
         self._marks = (first, last)
         self._config = config
-        self._encoder = words.encoder(self._library, self.vocab)
+        self._encoder = word_encoder.encoder(self._library, self.vocab)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -71,7 +71,7 @@ class Tokenizer:
             raise DataError(f"{file} does not exist: data.tokenizer takes auto, bytes, bpe:4096, or a tokenizer.json")
         try:
             text = file.read_text(encoding="utf-8")
-            library = words.library(text)
+            library = word_encoder.library(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
         config = file.with_name("tokenizer_config.json")
@@ -87,7 +87,7 @@ class Tokenizer:
     @classmethod
     def bytes(cls) -> "Tokenizer":
         """256 bytes, each its own id, and the separator."""
-        vocab = {letter: byte for byte, letter in enumerate(words.byte_alphabet())}
+        vocab = {letter: byte for byte, letter in enumerate(word_encoder.byte_alphabet())}
         library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         library.decoder = decoders.ByteLevel()
@@ -138,7 +138,7 @@ class Tokenizer:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of stored ids: uint16 up to 65536 ids, else uint32."""
-        return np.dtype(f"u{words.id_bytes(self.vocab)}")
+        return np.dtype(f"u{word_encoder.id_bytes(self.vocab)}")
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.integer[Any]]:
         """Ids of a text, [S] of `dtype`, no marks added. `special`: "<|endoftext|>" and its like are read as tokens."""
@@ -171,7 +171,7 @@ class Tokenizer:
         Exact for byte-level vocabularies; else the length of the decoded token.
         """
         lengths = np.zeros(self.vocab, dtype=np.int32)
-        level, alphabet = self._is_byte_level, set(words.byte_alphabet())
+        level, alphabet = self._is_byte_level, set(word_encoder.byte_alphabet())
         special = {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
         for spelling, i in self._library.get_vocab(with_added_tokens=True).items():
             if i not in special:
@@ -202,7 +202,7 @@ class Tokenizer:
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:
-        library = words.library(self.json)
+        library = word_encoder.library(self.json)
         library.encode_special_tokens = False
         return library
 

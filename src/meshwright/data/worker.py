@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from meshwright.data import words
+from meshwright.data import word_encoder
 
 
 def write_frame(stream: IO[bytes], parts: Sequence[bytes]) -> None:
@@ -45,7 +45,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     setup = read_frame(source)
     if setup is None:
         return
-    encode = words.encoder(words.library(setup[0].decode()), int(setup[1]))
+    encode = word_encoder.encoder(word_encoder.library(setup[0].decode()), int(setup[1]))
     while (request := read_frame(source)) is not None:
         flags, *texts = request
         try:

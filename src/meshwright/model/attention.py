@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
-from meshwright.model.cache import LayerCache
+from meshwright.model.kv_cache import LayerCache
 from meshwright.model.linear import Linear, apply_all
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor

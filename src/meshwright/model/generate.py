@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.model.cache import Cache
+from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Transformer
 from meshwright.spec.errors import PlanError, RunError
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels, choose
 from meshwright.kernels.attention import Mask, causal_mask
 from meshwright.model.attention import Attention, LatentAttention, Sight
-from meshwright.model.cache import Cache, LayerCache
 from meshwright.model.init import fill_initial
+from meshwright.model.kv_cache import Cache, LayerCache
 from meshwright.model.linear import Head
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from meshwright.data import Sequences
 from meshwright.model.moe import Experts
-from meshwright.observe.routing import Routing
+from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel import Mesh
-from meshwright.planner.peaks import moments
+from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
+from meshwright.store.staging import Staging, copied_bytes
 from meshwright.train.batches import Batch, Share, split, to_batch
 from meshwright.train.evaluate import summed_loss
 from meshwright.train.loop import new_state
 from meshwright.train.rate import learning_rate
-from meshwright.train.staging import Staging, copied_bytes
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
-from meshwright.model.cache import LayerCache
 from meshwright.model.init import fill_initial
+from meshwright.model.kv_cache import LayerCache
 from meshwright.model.transformer import Block, materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.boxes import Box, boxes
 from meshwright.parallel.compiling import agreed, compiled_call, is_compiled
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
@@ -22,6 +21,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
+from meshwright.parallel.rank_boxes import Box, boxes
 from meshwright.parallel.recompute import BlockCall, block_call
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend

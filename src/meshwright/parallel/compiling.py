@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from meshwright.compat import compiling
+from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
-from meshwright.model.cache import LayerCache
+from meshwright.model.kv_cache import LayerCache
 from meshwright.model.moe import Experts
 from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
@@ -31,7 +31,7 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
     """
     if layout.compile == "off" or (layout.compile == "auto" and device.type != "cuda"):
         return False
-    missing = compiling.compile_tool_missing(device.type)
+    missing = torch_compile.compile_tool_missing(device.type)
     if missing and layout.compile == "on":
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
     return not missing
@@ -57,7 +57,7 @@ def compile_notes(layout: Layout, device: torch.device) -> list[str]:
     """Why blocks are not compiled although they would be by default; empty where nothing is to say."""
     if layout.compile != "auto" or device.type != "cuda" or is_compiled(layout, device):
         return []
-    missing = compiling.compile_tool_missing(device.type)
+    missing = torch_compile.compile_tool_missing(device.type)
     return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
 
 
@@ -69,8 +69,8 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     must leave alone: their recomputation is around what is compiled of them, and selective keeps the experts' products
     only. With a cache every token has another length and would be compiled anew: generation stays as it is.
     """
-    compiling.raise_recompile_limit(VARIANTS)
-    compiling.when_recompile_limit_is_hit(_say_limit)
+    torch_compile.raise_recompile_limit(VARIANTS)
+    torch_compile.when_recompile_limit_is_hit(_say_limit)
     _keep_from_compiler(model)
     dense = torch.compile(block_call(recompute), dynamic=False)
     routed = block_call(recompute, torch.compile(call_block, dynamic=False))

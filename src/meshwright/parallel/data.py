@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
 from meshwright.model import Transformer
-from meshwright.parallel.boxes import Box
 from meshwright.parallel.mesh import Mesh, device_mesh
+from meshwright.parallel.rank_boxes import Box
 from meshwright.parallel.sharding import tell
 from meshwright.spec.boxes import shard, sharded_dim
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel import data
-from meshwright.parallel.boxes import Box
 from meshwright.parallel.context import places
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.rank_boxes import Box
 from meshwright.parallel.replicas import Replicas
 from meshwright.spec.held import Common
 

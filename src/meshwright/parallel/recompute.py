@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.model.attention import Sight
-from meshwright.model.cache import LayerCache
+from meshwright.model.kv_cache import LayerCache
 from meshwright.model.transformer import Block
-from meshwright.parallel import columns as columns  # registers its operator
 
 BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
 

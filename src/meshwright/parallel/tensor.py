@@ -30,10 +30,10 @@ from meshwright.kernels.target import kind
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel import operators
-from meshwright.parallel.boxes import share
-from meshwright.parallel.columns import Columns
+from meshwright.parallel.column_parallel import Columns
 from meshwright.parallel.group import Group
 from meshwright.parallel.operators import SEQUENCE
+from meshwright.parallel.rank_boxes import share
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from meshwright.planfile.names import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
+from meshwright.planfile.keys import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
 from meshwright.planfile.paths import located
 from meshwright.planfile.text import Given, parse_file, parse_override, shown
 from meshwright.spec import presets
@@ -158,7 +158,7 @@ class _Reader:
 
     def _section(self, key: str, hint: Any, given: Given) -> Any:
         """One top-level value; None where it has problems."""
-        from meshwright.planfile.checking import check
+        from meshwright.planfile.validation import check
 
         try:
             value, misfits = check(key, hint, self._unfolded(given, key, hint))

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
-from meshwright.planfile.names import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
+from meshwright.planfile.keys import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
 from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets

@@ -10,6 +10,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost: tp ranks are neighbours. ep is carved out of dp_shard x cp x tp."""
 
 
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a step is laid over devices. Every degree is declared here; 1 = not used."""
@@ -42,7 +46,7 @@ class Layout:
     """Layers of each pipeline stage, from the embedding to the head; [] = even, both ends counting as a layer."""
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """selective keeps matrix products and repeats the rest (attention, norms, activation); full keeps layer borders."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""

@@ -8,7 +8,7 @@ from meshwright.spec.errors import RunError
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import MIB, gib, many
-from meshwright.train import shelf
+from meshwright.store import checkpoint_folder
 
 
 def checkpoint_bytes(shape: ModelShape, precision: str) -> int:
@@ -27,7 +27,7 @@ def check_space(plan: Plan) -> str | None:
     """RunError where not one more checkpoint has room in the run's file system; a sentence where not all that are kept
     at once have. Nothing is asked of a run that has done all its steps."""
     run, recipe = Path(plan.run), plan.recipe
-    there = shelf.listing(run / "checkpoints")
+    there = checkpoint_folder.listing(run / "checkpoints")
     if there and there[-1].step >= recipe.steps:
         return None
     place = next(path for path in (run, *run.absolute().parents) if path.is_dir())

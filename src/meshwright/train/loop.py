@@ -14,19 +14,20 @@ from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.health.heartbeat import Pulse
 from meshwright.parallel.mesh import saving_group
-from meshwright.parallel.pulse import Pulse
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.plan import RANDOM
-from meshwright.train import checkpoint, device, folders, shelf, weights
+from meshwright.store import checkpoint, checkpoint_folder, default_folders
+from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.train import device, pretrained
 from meshwright.train.batches import Share
 from meshwright.train.disk import check_space
 from meshwright.train.fits import check_fits
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
-from meshwright.train.run import MetricsLog, RunFolder
 from meshwright.train.skipping import StepSkipper
 from meshwright.train.state import Progress, TrainState, seed_everything
 from meshwright.train.trainer import Trainer
@@ -48,7 +49,7 @@ def run(
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
-    A run folder `DIR/auto` is chosen here (train/folders.py): watchers are told which. `progress` is told of
+    A run folder `DIR/auto` is chosen here (store/default_folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
     Ranks are spread evenly over `machines`.
@@ -59,8 +60,8 @@ def run(
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
-    plan = replace(plan, run=first.for_all(lambda: folders.begun(plan, resume)))
-    left = first.alone(lambda: folders.left_alone(plan, resume))
+    plan = replace(plan, run=first.for_all(lambda: default_folders.begun(plan, resume)))
+    left = first.alone(lambda: default_folders.left_alone(plan, resume))
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target, machines=machines))
@@ -72,7 +73,7 @@ def run(
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     _check_length(plan, corpus)
-    plan = replace(plan, run=first.for_all(lambda: folders.settled(plan)))
+    plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
         _folder(plan, corpus, resume, first) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
@@ -83,8 +84,8 @@ def run(
         if found is not None:
             _resume(state, plan, corpus, folder, found)
         elif not drawn:
-            weights.take_weights(state, plan)
-            foreseen = _also_said(foreseen, ("init", weights.said(plan)))
+            pretrained.take_weights(state, plan)
+            foreseen = _also_said(foreseen, ("init", pretrained.said(plan)))
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
@@ -140,8 +141,8 @@ def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterat
 def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     """The run folder, taken."""
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
-    if resume in ("no", "auto") and not shelf.listing(folder.checkpoints):
-        weights.keep_beside(plan, path)
+    if resume in ("no", "auto") and not checkpoint_folder.listing(folder.checkpoints):
+        pretrained.keep_beside(plan, path)
     return folder
 
 
@@ -173,7 +174,7 @@ def _check_length(plan: Plan, corpus: Corpus) -> None:
 def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
     """Nothing can be refused any more: keep the plan, and have `latest` lead here. As _keep_plan."""
     changes = _keep_plan(folder, plan, steps_done)
-    folders.point_latest(folder.path)
+    default_folders.point_latest(folder.path)
     return changes
 
 
@@ -201,8 +202,8 @@ def _check_resume(plan: Plan, resume: str) -> None:
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
-    if resume == "no" or (resume == "auto" and not shelf.listing(Path(plan.run) / "checkpoints")):
-        weights.check_weights(plan)
+    if resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints")):
+        pretrained.check_weights(plan)
 
 
 def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
@@ -232,7 +233,7 @@ def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Puls
         return None
     if resume != "auto":
         return checkpoint.named(Path(resume), begun=pulse.piece_begun)
-    candidates = first.for_all(lambda: shelf.newest_first(folder.checkpoints))
+    candidates = first.for_all(lambda: checkpoint_folder.newest_first(folder.checkpoints))
     return checkpoint.newest_whole(candidates, begun=pulse.piece_begun)
 
 

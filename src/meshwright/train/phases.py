@@ -1,7 +1,7 @@
 """What a rank does while it is in one of these functions, in the words of a watchdog's sentence."""
 
 PHASES = {
-    "meshwright.data.cache:prepare": "prepare the text",
+    "meshwright.data.token_cache:prepare": "prepare the text",
     "meshwright.train.loop:_checkpoint_of": "verify the checkpoint",
     "meshwright.train.loop:new_state": "build the model",
     "meshwright.train.loop:_resume": "load",
@@ -28,7 +28,7 @@ READS = frozenset(
         "meshwright.train.evaluate:evaluate",
         "meshwright.train.readback:Readback.read",
         "meshwright.train.stopping:StopAgreement.reached",
-        "meshwright.train.pending:first_without_number",
+        "meshwright.train.pending_step:first_without_number",
     }
 )
 """Functions that read numbers off a device. Whoever stands in one of them itself waits for what the device has to

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.train.durable import replace_file
+from meshwright.store.durable import replace_file
 from meshwright.train.smooth import Smoothed
 
 if TYPE_CHECKING:

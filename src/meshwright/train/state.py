@@ -9,10 +9,10 @@ from torch import Tensor
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
-from meshwright.train.checkpoint import rng_state, set_rng_state
+from meshwright.store.checkpoint import rng_state, set_rng_state
+from meshwright.store.tensor_piece import piece
 from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.optimizer import AdamW
-from meshwright.train.piece import piece
 from meshwright.train.precision import LossScaler
 from meshwright.train.skipping import StepSkipper
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.group import Group
+from meshwright.store.saver import Saver
 from meshwright.train.interrupt import Interrupt
-from meshwright.train.saver import Saver
 
 SIGNALS = ("SIGINT", "SIGTERM")
 """What may have asked a run to end; of two the first is named."""

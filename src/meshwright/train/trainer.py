@@ -13,20 +13,21 @@ from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
-from meshwright.parallel.pulse import Pulse
+from meshwright.parallel.health.heartbeat import Pulse
 from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
-from meshwright.train import checkpoint, device
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.store.saver import Saver
+from meshwright.train import device
 from meshwright.train.batches import Feed, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
-from meshwright.train.ledger import StepLedger
-from meshwright.train.opening import run_info
-from meshwright.train.pending import PendingStep, first_without_number, readback, step_metrics
+from meshwright.train.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.train.rate import learning_rate
-from meshwright.train.run import MetricsLog, RunFolder
-from meshwright.train.saver import Saver
+from meshwright.train.run_ledger import StepLedger
+from meshwright.train.run_start import run_info
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 from meshwright.train.stopping import StopAgreement

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from meshwright.spec.errors import PlanError
-from meshwright.train.durable import replace_file
+from meshwright.store.durable import replace_file
 from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.model.hub import load_weights, save_weights
-from meshwright.model.hub.names import ROWS, bindings, tensor_sizes
+from meshwright.model.hub.weight_names import ROWS, bindings, tensor_sizes
 from meshwright.spec import MLAShape, ModelShape, MoEShape, parameters
 from meshwright.spec.errors import HubError
 

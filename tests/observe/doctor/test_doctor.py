@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.cli.doctor import lines
 from meshwright.cli.main import main
+from meshwright.cli.verbs.doctor import lines
 from meshwright.kernels import experts as expert_kernels
 from meshwright.kernels import fast
-from meshwright.observe.doctor import accelerator, engine, kernels, links, machine
+from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.examine import Examination, _gathered, examine
 from meshwright.observe.doctor.findings import Finding, examined, failure, merged, ok, verdict, warning
-from meshwright.observe.doctor.links import Link
+from meshwright.observe.doctor.network import Link
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
 from meshwright.spec.layout import Layout
-from meshwright.train import random_state
+from meshwright.store import random_state
 
 CPU = torch.device("cpu")
 
@@ -42,18 +42,18 @@ def says(found: Finding, state: str, *words: str) -> None:
 
 
 def test_versions() -> None:
-    says(machine.versions(), "ok")
-    says(machine.versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
-    says(machine.versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
-    says(machine.versions(torch_version="2.14.0"), "failure", "not supported")
+    says(system.versions(), "ok")
+    says(system.versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
+    says(system.versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
+    says(system.versions(torch_version="2.14.0"), "failure", "not supported")
 
 
 def test_a_quota_below_the_cores(tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text("50000 100000\n")
-    says(machine.cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
+    says(system.cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
     quota.write_text("max 100000\n")
-    says(machine.cores(quota), "ok")
+    says(system.cores(quota), "ok")
 
 
 def test_memory_that_is_taken(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
             f"SwapFree: {swap_free} kB",
         )
         (tmp_path / "proc/meminfo").write_text("\n".join(lines))
-        return machine.memory(tmp_path)
+        return system.memory(tmp_path)
 
     says(told(2**20, 2**22), "failure", "1.00 GiB of 16.00 GiB free", "end other programs")
     says(told(2**23, 0), "warning", "4.00 GiB swapped out")
@@ -82,27 +82,27 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    says(machine.shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
+    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    says(system.shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
 
 
 def test_few_open_files() -> None:
-    says(machine.open_files(1024), "warning", "1024", "ulimit -n")
-    says(machine.open_files(65536), "ok")
+    says(system.open_files(1024), "warning", "1024", "ulimit -n")
+    says(system.open_files(65536), "ok")
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
-        changed.setattr(machine, "SLOW_DISK_BYTES_PER_S", 0)
-        says(machine.disk(tmp_path / "not yet there", 2**20), "ok", "written at")
+        changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 0)
+        says(system.disk(tmp_path / "not yet there", 2**20), "ok", "written at")
     with monkeypatch.context() as changed:
-        changed.setattr(machine, "SLOW_DISK_BYTES_PER_S", 1e15)
-        says(machine.disk(tmp_path, 2**20), "warning", "save less often")
+        changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 1e15)
+        says(system.disk(tmp_path, 2**20), "warning", "save less often")
     with monkeypatch.context() as changed:
-        changed.setattr(machine.tempfile, "TemporaryFile", _refuse)
-        says(machine.disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    says(machine.disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
+        changed.setattr(system.tempfile, "TemporaryFile", _refuse)
+        says(system.disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
+    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    says(system.disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
 
 
 def _refuse(**given: Any) -> None:
@@ -110,8 +110,8 @@ def _refuse(**given: Any) -> None:
 
 
 def test_other_programs() -> None:
-    says(machine.other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
-    says(machine.other_programs(load=0.1, cores=4), "ok")
+    says(system.other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
+    says(system.other_programs(load=0.1, cores=4), "ok")
 
 
 # accelerators
@@ -153,7 +153,7 @@ def test_libraries_and_compilers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_this_machine_are_right(dtype: torch.dtype) -> None:
-    for check in (kernels.attention, kernels.flash_parts, kernels.experts, kernels.loss):
+    for check in (kernel_checks.attention, kernel_checks.flash_parts, kernel_checks.experts, kernel_checks.loss):
         says(check(CPU, dtype), "ok")
 
 
@@ -166,7 +166,7 @@ def test_attention_that_forgets_its_mask() -> None:
         found: Tensor = fast().attend(q, k, v, type(mask)(), **given)
         return found
 
-    found = kernels.attention(CPU, torch.float32, broken(attend=blind))
+    found = kernel_checks.attention(CPU, torch.float32, broken(attend=blind))
     says(found, "failure", "(packed documents)", "layout.kernels=reference")
 
 
@@ -175,18 +175,18 @@ def test_attention_that_gives_no_numbers() -> None:
         found: Tensor = fast().attend(q, k, v, mask, **given) * float("nan")
         return found
 
-    says(kernels.attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
+    says(kernel_checks.attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
 
 
 def test_a_log_sum_exp_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    flash = kernels.compat.flash_attention
+    flash = kernel_checks.compat.flash_attention
 
     def base_two(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         out, lse = flash(*given, **named)
         return out, lse / 0.6931
 
-    monkeypatch.setattr(kernels.compat, "flash_attention", base_two)
-    says(kernels.flash_parts(CPU, torch.float32), "failure", "largest error")
+    monkeypatch.setattr(kernel_checks.compat, "flash_attention", base_two)
+    says(kernel_checks.flash_parts(CPU, torch.float32), "failure", "largest error")
 
 
 def test_an_expert_without_tokens_that_learns() -> None:
@@ -209,14 +209,14 @@ def test_an_expert_without_tokens_that_learns() -> None:
             return *found, None
 
     made = broken(expert_linear=lambda rows, weights, counts: Garbage.apply(rows, weights, counts))
-    says(kernels.experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
+    says(kernel_checks.experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
 
 
 def test_experts_that_are_mixed_up() -> None:
     def shifted(rows: Tensor, weights: Tensor, counts: Any) -> Tensor:
         return expert_kernels.expert_linear(rows, weights.roll(1, 0), counts)
 
-    assert kernels.experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
+    assert kernel_checks.experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
 
 
 def test_a_loss_over_all_targets() -> None:
@@ -224,14 +224,14 @@ def test_a_loss_over_all_targets() -> None:
         found: Tensor = fast().linear_cross_entropy(x, w, targets.clamp(min=0))
         return found
 
-    says(kernels.loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)), "failure", "(head and loss)")
+    says(kernel_checks.loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)), "failure", "(head and loss)")
 
 
 def test_products_that_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     known = SimpleNamespace(bf16_matmul_flop_per_s=800e12, bf16_flop_per_s=989e12)
-    monkeypatch.setattr(kernels, "known_device", lambda device: known)
-    says(kernels.products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi")
-    says(kernels.products(CPU, torch.bfloat16, 700e12), "ok")
+    monkeypatch.setattr(kernel_checks, "known_device", lambda device: known)
+    says(kernel_checks.products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi")
+    says(kernel_checks.products(CPU, torch.bfloat16, 700e12), "ok")
 
 
 # links
@@ -247,20 +247,20 @@ def fabric(slow: dict[tuple[int, int], float] | None = None) -> list[Link]:
 
 
 def test_a_slow_link_is_named() -> None:
-    says(links.judged_links(fabric(), NODES), "ok", "100 GB/s within a node", "25 GB/s between nodes")
-    found = links.judged_links(fabric({(1, 2): 3e9}), NODES)
+    says(network.judged_links(fabric(), NODES), "ok", "100 GB/s within a node", "25 GB/s between nodes")
+    found = network.judged_links(fabric({(1, 2): 3e9}), NODES)
     says(found, "failure", "rank 1 (node 0) to rank 2 (node 1) has 3 GB/s, others between nodes 25", "cable")
     assert found.figures["slow"] == [[1, 2, 3e9]]
 
 
 def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     slow = {(link.source, link.target): 2e9 for link in fabric() if 2 in (link.source, link.target)}
-    says(links.judged_links(fabric(slow), NODES), "failure", "all links of rank 2 (node 1) are slow", "PCIe")
+    says(network.judged_links(fabric(slow), NODES), "failure", "all links of rank 2 (node 1) are slow", "PCIe")
 
 
 def test_a_slow_rank_is_named() -> None:
-    says(links.judged_ranks([1e12, 1e12, 5e11, 1e12], NODES), "warning", "rank 2 (node 1): products at 50%")
-    says(links.judged_ranks([1e12, 0.95e12, 1e12], [0, 0, 0]), "ok", "slowest 95%")
+    says(network.judged_ranks([1e12, 1e12, 5e11, 1e12], NODES), "warning", "rank 2 (node 1): products at 50%")
+    says(network.judged_ranks([1e12, 0.95e12, 1e12], [0, 0, 0]), "ok", "slowest 95%")
 
 
 def collect(break_it: str) -> tuple[Finding, int]:
@@ -272,7 +272,7 @@ def collect(break_it: str) -> tuple[Finding, int]:
             return super().all_reduce(x, op) * (1.0 if not break_it else 1.5)
 
     world = Wrong("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
-    return links.collectives(world, CPU), len(links.measured_links(world, CPU))
+    return network.collectives(world, CPU), len(network.measured_links(world, CPU))
 
 
 def test_collectives_on_real_processes() -> None:
@@ -291,36 +291,36 @@ def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
         assert len(layouts) == 1, "each schedule is tried in fresh processes"
         if layouts[0].schedule == "zb-h1":
             raise RankError(f"ranks [0, 1] of 2 did not answer within {named['limit_s']:.0f} s")
-        rank = engine._outcomes(case, [Layout(compile="off")], "cpu")
+        rank = training._outcomes(case, [Layout(compile="off")], "cpu")
         if layouts[0].schedule == "zb-v":
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
-    found = engine.schedules("cpu", 2, hangs)
+    found = training.schedules("cpu", 2, hangs)
     says(found, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
     assert set(found.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
-    says(engine.schedules("cuda", 1), "skipped")
+    says(training.schedules("cuda", 1), "skipped")
 
 
 @pytest.mark.slow
 def test_axes_of_this_machine() -> None:
-    says(engine.axes("cpu", 2), "ok", "tp + sp")
+    says(training.axes("cpu", 2), "ok", "tp + sp")
 
 
 def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(engine.round_trip(CPU, tmp_path), "ok")
+    says(training.round_trip(CPU, tmp_path), "ok")
     with monkeypatch.context() as changed:
-        load = engine.checkpoint.load
+        load = training.checkpoint.load
 
         def flipped(path: Path, tensors: dict[str, Tensor], **given: Any) -> Any:
             found = load(path, tensors, **given)
             tensors["weight"][0, 0] += 1
             return found
 
-        changed.setattr(engine.checkpoint, "load", flipped)
-        says(engine.round_trip(CPU, tmp_path), "failure", "came back different: weight")
-    monkeypatch.setattr(engine, "set_rng_state", lambda *given: random_state.set_rng_state({}, {}))
-    says(engine.round_trip(CPU, tmp_path), "failure", "what is drawn afterwards")
+        changed.setattr(training.checkpoint, "load", flipped)
+        says(training.round_trip(CPU, tmp_path), "failure", "came back different: weight")
+    monkeypatch.setattr(training, "set_rng_state", lambda *given: random_state.set_rng_state({}, {}))
+    says(training.round_trip(CPU, tmp_path), "failure", "what is drawn afterwards")
 
 
 def disturbed(check: str, bad: int, folder: str) -> Finding:
@@ -329,12 +329,12 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
 
     world = Group("world", (0, 1), dist.get_rank(), dist.group.WORLD)
     checks: dict[str, tuple[Callable[[], Finding], Any, str]] = {
-        "folder": (lambda: engine.round_trip(CPU, Path(folder), world), Path, "mkdir"),
-        "place": (lambda: engine.round_trip(CPU, Path(folder), world), engine.tempfile, "mkdtemp"),
-        "states": (lambda: engine.round_trip(CPU, Path(folder), world), engine, "rng_state"),
-        "looking": (lambda: engine.round_trip(CPU, Path(folder), world), Path, "is_dir"),
-        "collectives": (lambda: links.collectives(world, CPU), torch, "arange"),
-        "links": (lambda: links.judged_links(links.measured_links(world, CPU), [0, 0]), torch, "empty_like"),
+        "folder": (lambda: training.round_trip(CPU, Path(folder), world), Path, "mkdir"),
+        "place": (lambda: training.round_trip(CPU, Path(folder), world), training.tempfile, "mkdtemp"),
+        "states": (lambda: training.round_trip(CPU, Path(folder), world), training, "rng_state"),
+        "looking": (lambda: training.round_trip(CPU, Path(folder), world), Path, "is_dir"),
+        "collectives": (lambda: network.collectives(world, CPU), torch, "arange"),
+        "links": (lambda: network.judged_links(network.measured_links(world, CPU), [0, 0]), torch, "empty_like"),
     }
     run, owner, name = checks[check]
 
@@ -360,9 +360,9 @@ def test_a_check_that_fails_on_one_rank_ends_on_all(check: str, bad: int, tmp_pa
 
 
 def test_a_step_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    says(engine.step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
-    monkeypatch.setattr(engine.train_device, "peak_flop_per_s", lambda *given: 1e15)
-    says(engine.step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
+    says(training.step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
+    monkeypatch.setattr(training.train_device, "peak_flop_per_s", lambda *given: 1e15)
+    says(training.step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
 
 
 # together
@@ -402,7 +402,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     checks = {one["check"]: one for one in document["checks"]}
     assert document["verdict"] in ("ok", "warning") and checks["links"]["state"] == "ok"
     assert {"versions", "memory", "attention", "experts", "checkpoint"} <= checks.keys()
-    monkeypatch.setattr(machine, "LEAST_FREE_BYTES", 2**60)
+    monkeypatch.setattr(system, "LEAST_FREE_BYTES", 2**60)
     assert main(["doctor", "--quick", "--runs", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("NOT fit to train: 1 failure")
 

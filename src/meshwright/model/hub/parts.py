@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.hub.rope import read_rope, write_rope
+from meshwright.model.hub.rope_config import read_rope, write_rope
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 
 Fields = dict[str, object]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.names import IGNORED, PREFIX, Binding, bindings
-from meshwright.model.hub.shards import Planned, ShardWriter, Stored, stored_tensors
+from meshwright.model.hub.safetensors_files import Planned, ShardWriter, Stored, stored_tensors
+from meshwright.model.hub.weight_names import IGNORED, PREFIX, Binding, bindings
 from meshwright.spec.errors import HubError
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB

@@ -20,11 +20,11 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.target import acting_as
-from meshwright.observe.apart import apart
 from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import Recorder
+from meshwright.observe.dryrun.op_cache import Remembered
 from meshwright.observe.program import Program
-from meshwright.observe.remembered import Remembered
+from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError

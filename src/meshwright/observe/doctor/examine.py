@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__
-from meshwright.observe.doctor import accelerator, engine, kernels, links, machine
+from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.findings import Check, Finding, State, examined, merged, verdict
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
@@ -61,13 +61,13 @@ def examine(
     world = world or Group("world")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    names = links.gathered_names(world, socket.gethostname())
-    nodes = links.node_numbers(names)
+    names = network.gathered_names(world, socket.gethostname())
+    nodes = network.node_numbers(names)
     own: list[Finding] = []
     every = [
         *_machine(folder, gpu),
         *_kernels(device),
-        ("checkpoint", partial(engine.round_trip, device, folder, world)),
+        ("checkpoint", partial(training.round_trip, device, folder, world)),
     ]
     for name, check in every:
         (say if world.index == 0 else _silent)(name)
@@ -85,13 +85,13 @@ Checks = list[tuple[str, Check]]
 
 def _machine(folder: Path, gpu: bool) -> Checks:
     return [
-        ("versions", machine.versions),
-        ("cores", machine.cores),
-        ("memory", machine.memory),
-        ("shared memory", machine.shared_memory),
-        ("open files", machine.open_files),
-        ("disk", partial(machine.disk, folder)),
-        ("other programs", machine.other_programs),
+        ("versions", system.versions),
+        ("cores", system.cores),
+        ("memory", system.memory),
+        ("shared memory", system.shared_memory),
+        ("open files", system.open_files),
+        ("disk", partial(system.disk, folder)),
+        ("other programs", system.other_programs),
         ("GPUs", lambda: accelerator.gpus(accelerator.build())),
         ("communication", partial(accelerator.libraries, gpu)),
         ("compiler", partial(accelerator.compiler, gpu)),
@@ -102,11 +102,11 @@ def _machine(folder: Path, gpu: bool) -> Checks:
 def _kernels(device: torch.device) -> Checks:
     low = torch.bfloat16
     return [
-        ("attention", partial(kernels.attention, device, low)),
-        ("attention by parts", partial(kernels.flash_parts, device, low)),
-        ("experts", partial(kernels.experts, device, low)),
-        ("loss", partial(kernels.loss, device, low)),
-        ("products", partial(kernels.products, device, low if device.type == "cuda" else torch.float32)),
+        ("attention", partial(kernel_checks.attention, device, low)),
+        ("attention by parts", partial(kernel_checks.flash_parts, device, low)),
+        ("experts", partial(kernel_checks.experts, device, low)),
+        ("loss", partial(kernel_checks.loss, device, low)),
+        ("products", partial(kernel_checks.products, device, low if device.type == "cuda" else torch.float32)),
     ]
 
 
@@ -117,9 +117,9 @@ def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
     checks: Checks = [("links", partial(_links_here, kind, most))]
     if not quick:
         checks += [
-            ("schedules", partial(engine.schedules, kind, most)),
-            ("axes", partial(engine.axes, kind, most)),
-            ("step", partial(engine.step_speed, device)),
+            ("schedules", partial(training.schedules, kind, most)),
+            ("axes", partial(training.axes, kind, most)),
+            ("step", partial(training.step_speed, device)),
         ]
     found = []
     for name, check in checks:
@@ -131,30 +131,30 @@ def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
 def _links_here(kind: str, most: int) -> Finding:
     """Between processes of this machine: one for each GPU, or two on a CPU."""
     if most < 2:
-        return links.judged_links([], [])
+        return network.judged_links([], [])
     ranks = on_ranks(most, _measured, kind, limit_s=LINKS_S, device=kind)
     wrong = next((found for found, _ in ranks if found.state != "ok"), None)
-    return wrong or links.judged_links(ranks[0][1], [0] * most)
+    return wrong or network.judged_links(ranks[0][1], [0] * most)
 
 
-def _measured(kind: str) -> tuple[Finding, list[links.Link]]:
+def _measured(kind: str) -> tuple[Finding, list[network.Link]]:
     """On a rank: collectives, then links."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     size, rank = dist.get_world_size(), dist.get_rank()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
-    return links.collectives(world, device), links.measured_links(world, device)
+    return network.collectives(world, device), network.measured_links(world, device)
 
 
 def _world(world: Group, device: torch.device, nodes: Sequence[int], own: Sequence[Finding], say: Say) -> list[Finding]:
     """What ranks of a launch are to each other."""
     tell = say if world.index == 0 else _silent
     tell("collectives")
-    right = merged(_gathered(world, [examined("collectives", lambda: links.collectives(world, device))]), nodes)
+    right = merged(_gathered(world, [examined("collectives", lambda: network.collectives(world, device))]), nodes)
     tell("links")
-    between = examined("links", lambda: links.judged_links(links.measured_links(world, device), nodes))
+    between = examined("links", lambda: network.judged_links(network.measured_links(world, device), nodes))
     rate = next((float(one.figures.get("flop_per_s", 0.0)) for one in own if one.check == "products"), 0.0)
-    rates = links.gathered_rates(world, rate, device)
-    return [*right, between, examined("equal ranks", lambda: links.judged_ranks(rates, nodes))]
+    rates = network.gathered_rates(world, rate, device)
+    return [*right, between, examined("equal ranks", lambda: network.judged_ranks(rates, nodes))]
 
 
 def _silent(text: str) -> None:

@@ -1,6 +1,6 @@
-// Peak memory of each pipeline rank: planner/states.py and planner/memory.py, ported;
+// Peak memory of each pipeline rank: planner/cost/states.py and planner/memory/rank_memory.py, ported;
 // peaks.js has the moments. What is linear comes from Python
-// (planner/coefficients.py) in DATA.memory; tests hold the two against each other on random plans.
+// (planner/explorer/coefficients.py) in DATA.memory; tests hold the two against each other on random plans.
 
 const KINDS = ["parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits",
   "buffers", "temporaries", "reserve"];

@@ -60,9 +60,9 @@ const EXPLAIN = {
   buffers: ["Gathered layers and exchange buffers", "Under ZeRO 3 a layer is whole while it computes, and the next one arrives; gradients of a layer or of the head are laid into a buffer to be reduced; under a pipeline a border is received and one sent.",
     "two layers and a layer's gradients; two borders of tokens x hidden", "docs/parallel.md"],
   temporaries: ["Temporaries", "Alive only inside one layer's backward pass, or one chunk of the head, or the update of the optimizer.",
-    "largest moment beyond what is kept", "planner/block.py"],
-  reserve: ["Reserve", "Workspaces and communication buffers that do not depend on the layout.", "constant", "planner/stack.py"],
-  total: ["Total", "The worst moment of this rank: a backward pass, or the optimizer's update.", "sum of the kinds", "planner/memory.py"],
+    "largest moment beyond what is kept", "planner/cost/block.py"],
+  reserve: ["Reserve", "Workspaces and communication buffers that do not depend on the layout.", "constant", "planner/cost/stack.py"],
+  total: ["Total", "The worst moment of this rank: a backward pass, or the optimizer's update.", "sum of the kinds", "planner/memory/rank_memory.py"],
   capacity: ["Capacity", "What the device has; a program can have about 1 to 2 GB less, since driver, context and communication library keep some.",
     "memory of the chips - driver", "data sheet"],
 
@@ -106,7 +106,7 @@ const EXPLAIN = {
   timeline_m: ["Micro-batches", "Of the timelines; follows the layout's.", "global_batch / (dp x micro_batch)", ""],
   timeline_v: ["Virtual stages", "Of the interleaved timeline; the V-placed ones have two, the others one.", "", ""],
   timeline_wide: ["Wide boxes", "Wide enough to read the micro-batches' numbers; the timelines scroll sideways.", "", ""],
-  compute_s: ["Computation", "Forward and backward passes of the busiest rank, repeated ones included.", "", "planner/timeline.py"],
+  compute_s: ["Computation", "Forward and backward passes of the busiest rank, repeated ones included.", "", "planner/time/timeline.py"],
   mfu: ["MFU", "Model FLOP utilization: FLOP that the model needs (attention in full) over what the device could have done.",
     "FLOP a token x tokens/s / peak", "Chowdhery et al. 2022, arXiv:2204.02311, appendix B"],
 };

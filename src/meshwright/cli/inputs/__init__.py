@@ -1,0 +1,1 @@
+"""What arguments name: a plan, a layout, a trained model."""

@@ -1,0 +1,1 @@
+"""The process around a command: environment, launch under torchrun, exit codes."""

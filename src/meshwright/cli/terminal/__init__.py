@@ -1,0 +1,1 @@
+"""What people see: tables, charts, the live panel, streamed text."""

@@ -1,0 +1,217 @@
+"""Two ways to watch a run: a live panel on a terminal, one line a step everywhere else."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress
+
+from meshwright.cli.terminal import fields
+from meshwright.cli.terminal.panel import Panel
+from meshwright.spec.units import MIB, count, duration
+from meshwright.train.smooth import Smoothed
+from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.train.watchers import Silent
+
+REFRESH_S = 0.2
+"""Shortest time between two drawings."""
+SHARE = 0.01
+"""Drawing may take this share of the run's time; where a drawing is slow it happens less often."""
+
+
+class Display(Watcher, Protocol):
+    """A watcher that may hold the terminal from `with` to its end, whatever happens between."""
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Called again and again while text becomes tokens, before the run starts."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def choose(console: Console) -> Display:
+    """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines."""
+    if console.quiet:
+        return QuietDisplay()
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+        return LiveDisplay(console)
+    return PlainDisplay(console.file)
+
+
+class Chosen(Silent):
+    """Remembers the run folder, which may be chosen only when the run begins."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    def started(self, info: RunInfo) -> None:
+        """Take it over."""
+        self.run = info.plan.run
+
+
+class QuietDisplay(Silent):
+    """Shows nothing: for programs, who read the summary."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """While text becomes tokens."""
+
+
+class PlainDisplay:
+    """One line of fixed columns per logged step, for files, pipes and batch systems."""
+
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+        self._smooth = Smoothed()
+        self._tenth = -1
+        self._encoded = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._log.flush()
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Print a line every tenth of the way."""
+        line = f"encoding text: {done_bytes / MIB:.1f} of {all_bytes / MIB:.1f} MiB"
+        tenth = 10 * done_bytes // max(1, all_bytes)
+        if tenth != self._tenth and line != self._encoded:
+            self._tenth, self._encoded = tenth, line
+            self._print(line)
+
+    def started(self, info: RunInfo) -> None:
+        """Print what is trained on what, and the batch equation."""
+        self._pace = fields.Pace(info.steps)
+        self._digits = len(str(info.steps))
+        self._steps = info.steps
+        for loss in info.losses:
+            self._smooth.add(loss)
+        for label, sentence in fields.opening(info):
+            self._print(f"{label:<6} {sentence}")
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Print the step in columns that stay where they are."""
+        self._smooth.add(metrics.loss)
+        self._pace.seen(metrics.step, time.monotonic())
+        parts = [
+            f"{self._step(metrics.step)} {100 * metrics.step / self._steps:5.1f}%",
+            f"loss {self._smooth.value:7.4f} raw {metrics.loss:7.4f}",
+            f"grad {metrics.grad_norm:8.3f}",
+            f"rate {metrics.lr:.2e}",
+            f"{count(metrics.tokens_per_second):>5} tokens/s",
+            fields.utilization(metrics),
+            f"mem {fields.memory(metrics)}",
+            f"data wait {fields.data_wait(metrics):>5}",
+            *(f"{label} {value}" for label, value in fields.extras(metrics)),
+            f"eta {duration(self._pace.left_s(metrics.step_seconds))}",
+        ]
+        self._print(" | ".join(part for part in parts if part))
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """Print the evaluation."""
+        self._print(f"{self._step(metrics.step)} held out: {fields.held_out(metrics)} ({duration(metrics.seconds)})")
+
+    def saved(self, step: int, path: Path) -> None:
+        """Print where the checkpoint is."""
+        self._print(f"{self._step(step)} saved {path}")
+
+    def ended(self, summary: Summary) -> None:
+        """Print the last line."""
+        self._print(fields.closing(summary))
+
+    def _step(self, step: int) -> str:
+        return f"step {step:>{self._digits}}/{self._steps}"
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._log, flush=True)
+
+
+class LiveDisplay:
+    """A panel that stays in place: loss curve, figures, time left. Drawn from the run's own thread, between steps."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._bar: Progress | None = None
+        self._next_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for open_one in (self._live, self._bar):
+            if open_one is not None:
+                open_one.stop()
+        self._live = self._bar = None
+
+    def encoding(self, done_bytes: int, all_bytes: int) -> None:
+        """Show a bar until the text is encoded."""
+        if self._live is not None:
+            return
+        if self._bar is None:
+            self._bar = Progress("encoding text", BarColumn(), DownloadColumn(binary_units=True), console=self._console)
+            self._bar.add_task("", total=all_bytes)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done_bytes, total=all_bytes)
+        if done_bytes >= all_bytes:
+            self._bar.stop()
+            self._bar = None
+
+    def started(self, info: RunInfo) -> None:
+        """Print what is trained on what, and open the panel."""
+        self.__exit__(None, None, None)
+        for label, sentence in fields.opening(info):
+            self._console.print(f"[dim]{label:<6}[/dim] ", end="")
+            self._console.print(sentence, markup=False, highlight=False)
+        self._panel = Panel(info)
+        self._live = Live(self._panel, console=self._console, auto_refresh=False)
+        self._live.start()
+        self._draw()
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Take the step in, and draw if it is time."""
+        self._panel.step(metrics, time.monotonic())
+        if time.monotonic() >= self._next_s:
+            self._draw()
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """Show the evaluation from now on, and as a point of the curve."""
+        self._panel.evaluation = metrics
+        self._draw()
+
+    def saved(self, step: int, path: Path) -> None:
+        """Show the checkpoint from now on."""
+        self._panel.checkpoint = (step, path)
+        self._draw()
+
+    def ended(self, summary: Summary) -> None:
+        """Leave the last state on the screen, and the closing line below it."""
+        self._draw()
+        self.__exit__(None, None, None)
+        self._console.print(fields.closing(summary), markup=False, highlight=False)
+
+    def _draw(self) -> None:
+        began = time.monotonic()
+        if self._live is not None:
+            self._live.refresh()
+        took = time.monotonic() - began
+        self._next_s = began + max(REFRESH_S, took / SHARE)

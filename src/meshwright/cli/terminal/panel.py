@@ -1,0 +1,163 @@
+"""The live panel as a rich renderable: a loss curve that scales, a bar, and the figures of the last step."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich import box, panel
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.text import Text
+
+from meshwright.cli.terminal import fields
+from meshwright.cli.terminal.chart import BLANK, Curve, braille, span
+from meshwright.spec.units import count, duration
+from meshwright.train.smooth import Smoothed
+from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics
+
+CURVE = "cyan"
+POINT = "yellow"
+AXIS = 8
+"""Characters left of the curve: a number and the axis."""
+CELL = 26
+"""Narrowest column of figures."""
+
+
+class Panel:
+    """State of a run as a person sees it; rendering reads it and changes nothing."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
+        self.curve = Curve()
+        self.points: list[tuple[int, float]] = []
+        self.metrics: StepMetrics | None = None
+        self.checkpoint: tuple[int, Path] | None = None
+        self._evaluation: EvalMetrics | None = None
+        self._smooth = Smoothed()
+        for loss in info.losses:
+            self.curve.add(self._smooth.add(loss))
+        self._pace = fields.Pace(info.steps)
+
+    @property
+    def evaluation(self) -> EvalMetrics | None:
+        """The last one."""
+        return self._evaluation
+
+    @evaluation.setter
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self._evaluation = metrics
+        self.points.append((metrics.step, metrics.loss))
+
+    def step(self, metrics: StepMetrics, now_s: float) -> None:
+        """Take in a step that ended at `now_s`."""
+        self.metrics = metrics
+        self.curve.add(self._smooth.add(metrics.loss))
+        self._pace.seen(metrics.step, now_s)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.max_width - 4
+        below = [*self._figures(inner), *self._sentences()]
+        height = min(12, (console.height or 24) - len(below) - 6)
+        chart = list(self._chart(inner, height)) if height >= 3 and inner >= 30 else []
+        plan = self.info.plan
+        title = f"[bold]{plan.model.name}[/bold]  {count(self.info.parameters)} parameters  {self.info.device}"
+        yield panel.Panel(
+            Group(*chart, self._bar(inner), *below),
+            title=Text.from_markup(title),
+            subtitle=Text(plan.run, style="dim"),
+            title_align="left",
+            subtitle_align="right",
+            border_style="dim",
+            box=box.ROUNDED,
+        )
+
+    def _chart(self, inner: int, height: int) -> Iterator[Text]:
+        width = inner - AXIS
+        low, high = span([*self.curve.values, *(loss for _, loss in self.points)])
+        rows = [list(row) for row in braille(self.curve.values, width, height, low, high)]
+        marks = {self._place(step, loss, width, height, low, high) for step, loss in self.points}
+        for y, row in enumerate(rows):
+            share = (y + 0.5) / height
+            label = (
+                f"{high - share * (high - low):.3f}" if self.curve.values and y in (0, height // 2, height - 1) else ""
+            )
+            line = Text.assemble((f"{label:>{AXIS - 2}} \u2502", "dim"))
+            for x, cell in enumerate(row):
+                mark = (y, x) in marks
+                line.append("\u25c6" if mark else " " if ord(cell) == BLANK else cell, style=POINT if mark else CURVE)
+            yield line
+        yield self._ticks(width)
+
+    def _place(self, step: int, loss: float, width: int, height: int, low: float, high: float) -> tuple[int, int]:
+        """Row and column of an evaluation on the chart."""
+        first = self.info.first_step
+        done = max(1, (self.metrics.step if self.metrics else step) - first)
+        x = round((step - first) / done * (width - 1))
+        y = int((high - loss) / (high - low) * height)
+        return min(height - 1, max(0, y)), min(width - 1, max(0, x))
+
+    def _ticks(self, width: int) -> Text:
+        last = str(self.metrics.step) if self.metrics else ""
+        first = str(self.info.first_step + 1) if self.metrics else ""
+        middle = "loss (smoothed) over steps" + (", \u25c6 held out" if self.points else "")
+        room = max(0, width - len(first) - len(last))
+        return Text(" " * AXIS + first + middle[:room].center(room) + last, style="dim")
+
+    def _bar(self, inner: int) -> Text:
+        step = self.metrics.step if self.metrics else self.info.first_step
+        tail = f"  step {step}/{self.info.steps}  {100 * step / self.info.steps:.0f}%  {self._left()}"
+        room = max(0, inner - len(tail))
+        full = round(room * step / self.info.steps)
+        return Text.assemble(("\u2501" * full, "green"), ("\u2501" * (room - full), "bright_black"), tail)
+
+    def _left(self) -> str:
+        if self.metrics is None:
+            return "first step"
+        if self.metrics.step >= self.info.steps:
+            return "done"
+        return f"{duration(self._pace.left_s(self.metrics.step_seconds))} left"
+
+    def _figures(self, inner: int) -> list[Text]:
+        """(label, value) pairs in as many columns as fit."""
+        if self.metrics is None:
+            return []
+        pairs = self._pairs(self.metrics)
+        columns = max(1, min(3, inner // CELL))
+        wide = inner // columns
+        lines = []
+        for i in range(0, len(pairs), columns):
+            line = Text()
+            for label, value, style in pairs[i : i + columns]:
+                cell = Text.assemble((f"{label:<10} ", "dim"), (value, style))
+                cell.truncate(wide - 1)
+                cell.pad_right(wide - cell.cell_len)
+                line.append_text(cell)
+            lines.append(line)
+        return lines
+
+    def _pairs(self, metrics: StepMetrics) -> list[tuple[str, str, str]]:
+        pairs = [
+            ("loss", f"{self._smooth.value:.4f}", f"bold {CURVE}"),
+            ("this step", f"{metrics.loss:.4f}", ""),
+            ("grad norm", f"{metrics.grad_norm:.3f}", ""),
+            ("speed", fields.speed(metrics), "bold"),
+            ("rate", f"{metrics.lr:.2e}", ""),
+            ("data wait", fields.data_wait(metrics), ""),
+            ("tokens", count(metrics.tokens), ""),
+            ("memory", fields.memory(metrics), ""),
+            ("elapsed", duration(metrics.seconds), ""),
+        ]
+        return pairs + [(label, value, "") for label, value in fields.extras(metrics)]
+
+    def _sentences(self) -> list[Text]:
+        """Whole lines: utilization, the last evaluation, the last checkpoint."""
+        lines = []
+        if self.metrics is not None and (used := fields.utilization(self.metrics)):
+            lines.append(_line("MFU", used.removeprefix("MFU "), ""))
+        if self._evaluation is not None:
+            lines.append(_line("held out", f"{fields.held_out(self._evaluation)}, step {self._evaluation.step}", POINT))
+        if self.checkpoint is not None:
+            lines.append(_line("saved", f"{self.checkpoint[1]}", ""))
+        return lines
+
+
+def _line(label: str, sentence: str, style: str) -> Text:
+    return Text.assemble((f"{label:<10} ", "dim"), (sentence, style), no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,83 @@
+"""`meshwright calibrate`: this machine measured for the planner, as a cluster file."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.planner.machine.clusterfile import ClusterFile
+
+
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.toml", help="Where the file goes; without it to the screen.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few sizes in seconds, no training steps: to try it.")
+    ] = False,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Measure nothing: learn from this run's steps; may be repeated."),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="The file that --from adds to.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Measure this machine in about a minute: products, memory, attention, exchanges, real steps of small plans; write
+    a cluster file for `meshwright plan MODEL --cluster FILE.toml`. Measure while nothing else runs."""
+    from meshwright.cli.process.launch import processes
+    from meshwright.spec.errors import PlanError
+
+    if processes() > 1:
+        raise PlanError("calibrate starts its processes itself: run it without torchrun")
+    if out is not None and (out.suffix != ".toml" or out.is_dir()):
+        raise PlanError(f"--out {out}: name a file that ends in .toml, as --out {out.with_suffix('.toml')}")
+    if out is not None and not out.parent.is_dir():
+        raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if out is not None and not os.access(out.parent, os.W_OK):
+        raise PlanError(f"--out {out}: {out.parent} may not be written to; name a file elsewhere")
+    if bool(runs) != bool(cluster):
+        raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
+    from meshwright.planner.machine.clusterfile_writer import text
+    from meshwright.store.durable import replace_file
+
+    found = _learned(cluster, runs) if cluster and runs else _measured(quick)
+    if out is not None:
+        replace_file(out, text(found).encode())
+    if json:
+        import tomllib
+
+        from meshwright.cli.terminal.output import print_json
+
+        print_json(tomllib.loads(text(found)))
+    elif out is None:
+        print(text(found), end="")
+    else:
+        print(f"{out}: {found.device.name}; meshwright plan MODEL --cluster {out}x{found.devices_per_node} reads it")
+
+
+def _measured(quick: bool) -> "ClusterFile":
+    from meshwright.observe.calibrate.campaign import calibrate as measure
+
+    return measure(quick=quick, say=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _learned(cluster: Path, runs: list[Path]) -> "ClusterFile":
+    """Says of each run what was predicted for a step before and after."""
+    from meshwright.observe.calibrate.feedback import learned
+    from meshwright.planner.machine.clusterfile import load
+    from meshwright.spec.units import duration
+
+    before = load(cluster)
+    found, seen = learned(before, runs)
+    for run, (plan, seconds) in zip(runs, seen, strict=True):
+        first, then = (one.estimator(plan).predict(plan).step_s for one in (before, found))
+        print(
+            f"{run}: a step took {duration(seconds)}; predicted {duration(first)} before, {duration(then)} now",
+            file=sys.stderr,
+        )
+    return found

@@ -1,0 +1,109 @@
+"""`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.spec.units import MIB, count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from meshwright.data import Corpus
+    from meshwright.data.show import StreamFigures, Token, View
+    from meshwright.spec import Data
+
+_COLOURS = ("cyan", "yellow", "green", "magenta")
+_NAMES_SHOWN = 3
+
+
+def show(plan: Path | None, overrides: list[str], json: bool) -> None:
+    """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
+    from meshwright import planfile
+    from meshwright.cli.inputs.plan_words import shape_from_folder
+    from meshwright.cli.terminal.output import console, print_json
+    from meshwright.data.show import view
+
+    settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
+    found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)))
+    if json:
+        print_json(found)
+        return
+    out = console()
+    for part in (_figures(found), _legend(found), _sequence(found)):
+        out.print(part)
+
+
+def encode(data: "Data", console: "Console") -> "Corpus":
+    """The corpus, with a progress bar on a terminal while text is encoded."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from meshwright.data import prepare
+
+    columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("encoding", total=None, visible=False)
+
+        def advance(done_bytes: int, all_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=all_bytes, visible=True)
+
+        return prepare(data, progress=advance)
+
+
+def _figures(found: "View") -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("documents", "text", "tokens", f"windows of {found.sequence}", "share"):
+        table.add_column(heading, justify="right")
+    whole = found.train.bytes + found.validation.bytes
+    for name, side in (("trained on", found.train), ("held out", found.validation)):
+        table.add_row(name, *_row(side), f"{side.bytes / whole:.2%}")
+    return table
+
+
+def _row(side: "StreamFigures") -> tuple[str, ...]:
+    return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
+
+
+def _legend(found: "View") -> "Text":
+    from rich.text import Text
+
+    tokenizer = f"tokenizer {found.tokenizer}: {found.vocab:,} ids, {found.bytes_per_token:.2f} bytes per token"
+    lines = ["", f"{tokenizer}; {_marks(found)}", f"files {found.files:,}; fingerprint {found.fingerprint[:16]}"]
+    if found.passed_over:
+        names = ", ".join(Path(path).name for path in found.passed_over[:_NAMES_SHOWN])
+        more = ", ..." if len(found.passed_over) > _NAMES_SHOWN else ""
+        lines.append(f"passed over as binary: {len(found.passed_over)} ({names}{more})")
+    ignored = sum(token.target is None for token in found.tokens)
+    counts = f"{ignored} tokens whose target is ignored are struck through" if ignored else "every target counts"
+    lines.append(f"sample {found.sample}, one colour per document, a shade per token; {counts}:")
+    return Text("\n".join([*lines, ""]))
+
+
+def _marks(found: "View") -> str:
+    if found.bos is None:
+        return "nothing marks the borders of documents"
+    if found.bos == found.eos:
+        return f"{found.bos} begins each document and ends the one before"
+    return f"documents are {found.bos} ... {found.eos}"
+
+
+def _sequence(found: "View") -> "Text":
+    from rich.text import Text
+
+    text = Text()
+    for place, token in enumerate(found.tokens):
+        if place and token.document != found.tokens[place - 1].document:
+            text.append(f"\n--- document {token.document} ---\n", style="bold reverse")
+        text.append(token.text, style=_style(token, place))
+    return text
+
+
+def _style(token: "Token", place: int) -> str:
+    """Bright and dim in turn, so that the borders of tokens show."""
+    shade = " dim" if place % 2 else ""
+    return _COLOURS[token.document % len(_COLOURS)] + shade + (" strike" if token.target is None else "")

@@ -1,0 +1,53 @@
+"""`meshwright export`: a run as a Hugging Face directory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it must not hold anything.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
+) -> None:
+    """Write the newest weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config."""
+    from meshwright.cli.terminal.output import print_json
+
+    checkpoint = write_directory(run, out, dtype)
+    if json:
+        print_json({"out": out, "checkpoint": checkpoint, "files": sorted(path.name for path in out.iterdir())})
+    else:
+        print(f"{out}: {checkpoint.name} of {run}, for transformers (v4 and v5) and what reads its directories")
+
+
+def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
+    """Export a run (its newest checkpoint) or one of its checkpoints; returns the checkpoint that was taken.
+
+    `dtype` fp32, bf16 or fp16; None = as trained. Holds 256 MiB of weights in memory, or the largest tensor, whichever
+    ranks wrote the checkpoint. RunError, CheckpointError, HubError where the shape cannot be written or `out` holds
+    something, PlanError for an unknown dtype.
+    """
+    from meshwright.model.hub import export_folder
+    from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+    from meshwright.spec.errors import PlanError
+    from meshwright.store.model_weights import locate, weights
+    from meshwright.train.precision import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+    run, checkpoint = locate(source)
+    wanted = DTYPES[dtype or run.plan.recipe.precision]
+    template = run.path / TEMPLATE
+    export_folder(
+        out,
+        model_tensors=weights(checkpoint, wanted, verified=True),
+        shape=run.plan.model,
+        tokenizer=run.known_tokenizer(checkpoint),
+        dtype=wanted,
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        generation=read_json(run.path / GENERATION),
+        dropout=run.plan.recipe.dropout,
+    )
+    return checkpoint

@@ -1,0 +1,107 @@
+"""What plan and dry run say of a run before its first step."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.planner.step.predict import Prediction
+    from meshwright.spec import Plan
+    from meshwright.train.watch import Foreseen
+
+LIMIT_S = 60.0
+"""A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
+
+
+def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machines: int = 1) -> "Foreseen":
+    """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
+
+    DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
+    """
+    from meshwright.cli.verbs.dryrun import judged, unfit
+    from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_here
+    from meshwright.observe.dryrun.simulate import device_of, dry_run
+    from meshwright.observe.subprocesses import TooLong
+    from meshwright.planner.step.predict import estimator
+    from meshwright.spec.errors import DoesNotFit
+    from meshwright.spec.places import pipeline_ranks
+    from meshwright.spec.units import gib
+    from meshwright.train.watch import Foreseen
+
+    predicted = estimator(plan).predict(plan)
+    elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
+    said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
+    said += [("note", sentence) for sentence in _costs(predicted)]
+    rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
+    try:
+        found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
+    except TooLong:
+        said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
+        return Foreseen(sentences=tuple(said))
+    room = room_here(plan, target, machines)
+    of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
+    document = dry(found, room, of_places)
+    needed = needed_bytes(found, room, of_places)
+    said.append(
+        ("dryrun", f"peak {gib(found.peak_bytes)} (rank {rank}, {found.worst.when}){judged(found, room, needed)}")
+    )
+    if document["fits"] is False and not anyway:
+        raise DoesNotFit(f"{unfit(found, room, needed)}; --anyway tries all the same")
+    return Foreseen(sentences=tuple(said), dry_run=document)
+
+
+NAMED_FROM = 0.1
+"""Share of the speed from which on a default is named as what costs it."""
+
+
+def _costs(found: "Prediction") -> list[str]:
+    """What the planner says that the mask between documents costs, where it knows the device."""
+    from dataclasses import replace
+
+    from meshwright.planner.step.predict import estimator
+
+    plan = found.plan
+    if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
+        return []
+    other = replace(plan, recipe=replace(plan.recipe, document_mask=False))
+    share = 1 - estimator(other).predict(other).step_s / found.step_s
+    if share < NAMED_FROM:
+        return []
+    return [
+        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
+        "recipe.document_mask=false lets them attend to each other"
+    ]
+
+
+def hindsight(run: Path) -> list[str]:
+    """Plan, dry run and measurement of a run that has ended, row by row; no rows where it keeps no dry run."""
+    from meshwright.observe.compare.finished_run import open_run
+    from meshwright.observe.compare.judge import compare
+    from meshwright.observe.compare.sources_of_columns import columns
+    from meshwright.observe.compare.table import brief
+    from meshwright.spec.errors import MeshwrightError
+
+    if not (run / "dryrun.json").is_file():
+        return []
+    try:
+        finished = open_run(run)
+        return list(brief(compare(finished.plan_as_run, columns(finished)), str(run)))
+    except MeshwrightError as error:  # the run itself is well: say what its table lacks
+        return [f"no comparison with the plan: {error}"]
+
+
+def _planned(found: "Prediction") -> str:
+    """Memory, and time where the plan's device is known."""
+    from meshwright.spec.units import count, duration, gib
+
+    reserve = found.worst.kinds["reserve"]
+    memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
+    if found.plan.layout.pp > 1:
+        memory += f" (pipeline rank {found.worst.pp_rank})"
+    if not found.plan.cluster.device.bf16_flop_per_s:
+        return memory
+    return (
+        f"{memory}, {duration(found.step_s)} a step, {count(found.tokens_per_s_per_device)} tokens/s a device, "
+        f"MFU {found.mfu(causal=True):.1%} causal"
+    )

@@ -1,0 +1,132 @@
+"""`meshwright generate`: continues a prompt."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.cli.inputs.trained_model import Opened
+    from meshwright.data import Tokenizer
+    from meshwright.model import Generation, Sampling
+
+DEFAULT_TEMPERATURE = 0.8
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Or token ids to continue.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Above 1 bolder, below 1 safer.  [default: 0.8]")] = None,
+    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print ids, log-probabilities and text as one document.")
+    ] = False,
+) -> None:
+    """Continue a prompt with a trained model; on a terminal the text appears while it is made."""
+    given = _ids(prompt_ids) if prompt_ids is not None else None
+    _check(prompt, given, greedy, temperature, max_new_tokens)
+
+    from meshwright.cli.inputs.trained_model import open_model
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.model import Sampling
+
+    chosen = DEFAULT_TEMPERATURE if temperature is None else temperature
+    sampling = Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)
+    opened = open_model(model, dtype)
+    ids = given if given is not None else encode(_required(opened.tokenizer, model), prompt or "")
+    if json:
+        found = continued(opened, ids, max_new_tokens, sampling)
+        text = opened.tokenizer.decode(found.ids) if opened.tokenizer else None
+        print_json({"prompt_ids": ids, "ids": found.ids, "logprobs": found.logprobs, "text": text})
+    elif opened.tokenizer is None:
+        print(*continued(opened, ids, max_new_tokens, sampling).ids, sep=",")
+    else:
+        tell(opened, ids, max_new_tokens, sampling)
+
+
+def encode(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text."""
+    ids = tokenizer.encode(text, special=True).tolist()
+    opens = tokenizer.bos is not None and (not tokenizer.separator or not ids)
+    return [tokenizer.bos, *ids] if opens and ids[:1] != [tokenizer.bos] else ids
+
+
+def continued(
+    opened: "Opened",
+    ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: "Sampling",
+    on_token: Callable[[int], None] | None = None,
+) -> "Generation":
+    """New tokens after `ids`, until the model ends the text."""
+    from meshwright.model import generate
+
+    return generate(
+        opened.model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=opened.stop_ids,
+        on_token=on_token,
+    )
+
+
+def tell(opened: "Opened", ids: Sequence[int], max_new_tokens: int, sampling: "Sampling") -> None:
+    """Print the prompt, dimmed on a terminal, and what follows as it comes."""
+    from meshwright.cli.terminal.output import console
+    from meshwright.cli.terminal.streaming import TextStream, printable
+
+    assert opened.tokenizer is not None
+    spoken = [token for token in ids if token != opened.tokenizer.bos]
+    people = console()
+    safe = printable if people.is_terminal else str
+    people.print(safe(opened.tokenizer.decode(spoken)), style="dim", end="", markup=False, soft_wrap=True)
+    stream = TextStream(opened.tokenizer.decode, spoken)
+
+    def show(token: int) -> None:
+        if token not in opened.stop_ids:
+            print(safe(stream.push(token)), end="", flush=True)
+
+    continued(opened, ids, max_new_tokens, sampling, show)
+    print(safe(stream.rest()))
+
+
+def _ids(text: str) -> list[int]:
+    from meshwright.spec.errors import PlanError
+
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise PlanError(f"--prompt-ids {text!r} is not understood: give token ids as 1,2,3")
+    return found
+
+
+def _check(
+    prompt: str | None, ids: Sequence[int] | None, greedy: bool, temperature: float | None, max_new_tokens: int
+) -> None:
+    """What can be refused before torch is loaded."""
+    from meshwright.spec.errors import PlanError
+
+    if (prompt is None) == (ids is None):
+        raise PlanError("give a prompt: either --prompt TEXT or --prompt-ids 1,2,3")
+    if greedy and temperature:
+        raise PlanError(f"--greedy and --temperature {temperature} contradict each other: give one")
+    if max_new_tokens < 0:
+        raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")
+
+
+def _required(tokenizer: "Tokenizer | None", model: Path) -> "Tokenizer":
+    if tokenizer is None:
+        from meshwright.spec.errors import PlanError
+
+        raise PlanError(f"{model} has no tokenizer.json to read a text with: give --prompt-ids 1,2,3")
+    return tokenizer

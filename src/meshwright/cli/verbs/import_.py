@@ -1,0 +1,103 @@
+"""`meshwright import`: a Hugging Face directory as a run folder, to generate from, evaluate and train on."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.data import Tokenizer
+    from meshwright.model.hub import HubFolder
+    from meshwright.spec import Plan
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face directory.")],
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder to make.  [runs/NAME]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was made as one JSON document.")] = False,
+) -> None:
+    """Make a run folder from a Hugging Face directory: plan, tokenizer, and a checkpoint of step 0."""
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.spec import num_parameters
+    from meshwright.spec.units import count
+
+    target = run or Path("runs") / folder.resolve().name
+    plan = import_hf(folder, target)
+    if json:
+        print_json({"run": target, "family": plan.model.family, "parameters": num_parameters(plan.model)})
+    else:
+        print(f"{target}: {plan.model.family} of {count(num_parameters(plan.model))} parameters from {folder}")
+        print(f"train it on: meshwright train {target}/plan.yaml data.path=PATH resume=auto")
+
+
+def import_hf(folder: Path, run: Path) -> "Plan":
+    """Make a run folder with the shape, tokenizer and weights of a directory, and return its plan.
+
+    The recipe is the default one, in the precision of the weights. Holds the weights once in memory; everything is
+    read and checked before the run folder is made. HubError, DataError; RunError where `run` is taken.
+    """
+    from meshwright.data import Tokenizer
+    from meshwright.model.hub import import_folder
+    from meshwright.spec.errors import HubError, RunError
+
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise RunError(f"{run} is not empty: choose another run folder")
+    found = import_folder(folder)
+    if found.tokenizer is None:
+        raise HubError(f"{folder} has no tokenizer.json, which a run needs: save its tokenizer in that format first")
+    tokenizer = Tokenizer.load(found.tokenizer)
+    if tokenizer.vocab > found.shape.vocab:
+        raise HubError(f"{folder}: tokenizer.json has {tokenizer.vocab} tokens, config.json only {found.shape.vocab}")
+    plan = _plan(found, run)
+    _write(plan, tokenizer, found, _weights(found))
+    return plan
+
+
+def _plan(found: "HubFolder", run: Path) -> "Plan":
+    from meshwright.spec import Data, Plan, Recipe
+    from meshwright.train.precision import DTYPES
+
+    precision = next(name for name, dtype in DTYPES.items() if dtype == found.dtype)
+    sequence = min(Recipe().sequence, found.shape.max_positions)
+    return Plan(
+        model=found.shape,
+        data=Data(tokenizer=str(run / "tokenizer.json")),
+        run=str(run),
+        recipe=Recipe(precision=precision, sequence=sequence),  # type: ignore[arg-type]
+    )
+
+
+def _weights(found: "HubFolder") -> "dict[str, Tensor]":
+    """As a checkpoint names them; correction biases of routers stay fp32."""
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+
+    def put(name: str, tensor: "Tensor") -> None:
+        dtype = torch.float32 if name.endswith("correction_bias") else found.dtype
+        tensors["model." + name] = tensor.to(dtype).clone(memory_format=torch.contiguous_format)
+
+    found.load(put)
+    return tensors
+
+
+def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "dict[str, Tensor]") -> None:
+    """The run folder; what a directory knows beyond a run (chat template, generation config) is kept for its export."""
+    from meshwright.store import checkpoint
+    from meshwright.store.run_folder import RunFolder
+    from meshwright.train.pretrained import keep_extras
+
+    path = Path(plan.run)
+    begun = not path.exists()
+    try:
+        with RunFolder.create(path, plan, tokenizer) as folder:
+            keep_extras(found, path)
+            values = {"step": 0, "sequence": plan.recipe.sequence, "tokenizer": tokenizer.fingerprint}
+            checkpoint.save(folder.checkpoints, step=0, tensors=tensors, values=values, score=None, keep_last=1)
+    except BaseException:
+        if begun:
+            shutil.rmtree(path, ignore_errors=True)
+        raise

@@ -1,0 +1,213 @@
+"""`meshwright profile [PLAN.yaml] [KEY=VALUE ...]`: a few real steps, measured."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.inputs.plan_words import Words, sort_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshwright.observe.profile.measure import Profile
+    from meshwright.spec import Plan
+
+SHOWN, COLUMNS, WIDEST = 8, 5, 56
+"""Operations that are listed, ranks beside each other, characters of an operation's name."""
+LEAST = 0.01
+"""Share of the peak from which on a kind of memory is named."""
+
+
+def profile(
+    words: Words = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.")] = 4,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Make a few real steps of a plan and measure them: memory by kind and over time, traffic, time.
+
+    Alone on a machine it starts the processes itself: one for each GPU, or Gloo processes on a CPU; under torchrun it
+    takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev, and
+    RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
+    """
+    from meshwright import planfile
+    from meshwright.cli.inputs.plan_words import shape_from_folder
+    from meshwright.cli.process.determinism import set_environment
+    from meshwright.cli.process.launch import nodes, processes
+    from meshwright.spec.errors import IllegalLayout, PlanError
+    from meshwright.spec.worlds import world_violation
+
+    # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    path, overrides, _ = sort_words(words or ())
+    notes: list[str] = []
+    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    set_environment(plan)
+    if steps < 1:
+        raise PlanError(f"--steps {steps} must be at least 1")
+    violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
+    if violation:
+        raise IllegalLayout(violation)
+    plan.check()
+
+    from meshwright.observe.compare.finished_run import refuse_other
+    from meshwright.store import default_folders
+
+    if not default_folders.is_open(plan.run):
+        refuse_other(Path(plan.run), plan)
+    from meshwright.cli.terminal.output import console, print_json
+    from meshwright.observe.profile.perfetto import trace
+    from meshwright.observe.profile.profile_document import measured
+
+    people = console(json=json)
+    found = _measured(plan, steps, people)
+    if found is None:
+        return
+    plan = replace(plan, run=default_folders.settled(plan))  # by the first rank, which alone has found something
+    document = measured(found)
+    files = _written(plan, {"profile.json": document, "trace.json": trace(found)})
+    if json:
+        print_json(document)
+        return
+    for note in notes:
+        print(f"meshwright: note: {note}", file=sys.stderr)
+    for part in shown(found):
+        people.print(part)
+    people.print(f"written: {files[0]}, and {files[1]} for https://ui.perfetto.dev")
+
+
+def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
+    """On the first rank the profile, on others None."""
+    from meshwright.cli.process.launch import joined, processes, rank
+
+    if processes() == 1:
+        from meshwright.observe.profile.local_run import profile as alone
+
+        with people.status("profile") as status:
+            return alone(plan, steps=steps, said=lambda line: status.update(f"profile: {line}"))
+    from meshwright.observe.profile.measure import gathered, measure
+
+    with joined() as pulse:
+        said: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
+        return gathered(measure(plan, steps=steps, pulse=pulse, said=said), plan)
+
+
+def _written(plan: "Plan", documents: dict[str, object]) -> list[Path]:
+    """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
+    fed back. RunError where the folder cannot be written."""
+    from json import dumps
+
+    from meshwright import planfile
+    from meshwright.cli.terminal.output import plain
+    from meshwright.spec.errors import RunError
+    from meshwright.store.default_folders import point_latest
+    from meshwright.store.durable import replace_file
+
+    folder = Path(plan.run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "plan.yaml").exists():
+            planfile.write(plan, folder / "plan.yaml")
+        point_latest(folder)
+        for name, document in documents.items():
+            replace_file(folder / name, (dumps(plain(document), allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or folder}: {error.strerror or error}; mend that, or choose another run="
+        ) from None
+    return [folder / name for name in documents]
+
+
+def shown(found: "Profile") -> "Iterator[str | Table]":
+    """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
+    from meshwright.spec.units import count, gib, many
+
+    plan, world = found.plan, found.plan.layout.world
+    speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} a device"
+    used = found.utilization(causal=True)
+    full = found.utilization(causal=False)
+    mfu = f", MFU {used:.1%} causal, {full:.1%} full" if used is not None and full is not None else ""
+    yield f"{plan.model.name} on {many(world, 'rank')}, {found.ranks[0].device}"
+    lengths = found.step_seconds
+    timed = f"{many(len(lengths), 'step')} timed: {_ms(min(lengths))} to {_ms(max(lengths))}"
+    yield f"step {_ms(found.step_s)} ({timed}), {speed}{mfu}"
+    worst = found.worst
+    kinds = sorted(worst.seen.kinds.items(), key=lambda item: -item[1])
+    yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
+        f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
+    )
+    yield from found.notes
+    yield _first_steps(found)
+    yield _ranks(found)
+    yield _traffic(found)
+    yield _operations(found)
+    if world > 1:
+        yield f"bubble {found.bubble_fraction:.1%} of the busiest rank's work; clocks agree to {found.residual_s:.0e} s"
+
+
+def _first_steps(found: "Profile") -> str:
+    """The most that each of the first steps held."""
+    from meshwright.spec.units import gib
+
+    steps: dict[int, int] = {}
+    for moment in found.worst.memory:
+        steps[moment.step] = max(steps.get(moment.step, 0), moment.allocated_bytes)
+    return "peak by step: " + ", ".join(f"{step}: {gib(size)}" for step, size in steps.items() if step)
+
+
+def _ranks(found: "Profile") -> "Table":
+    """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place."""
+    from meshwright.observe.profile.step_record import PARTS
+    from meshwright.spec.units import gib
+
+    some = found.ranks
+    if len(some) > COLUMNS:
+        some = found.ranks[:: len(some) // found.plan.layout.pp][:COLUMNS]
+    table = _table("rank", *(str(one.rank) for one in some))
+    table.add_row("peak", *(gib(one.testimony.peak_bytes) for one in some))
+    table.add_row("reserved", *(gib(one.testimony.reserved_bytes) for one in some))
+    split = [one.testimony.inactive_split_bytes for one in some]
+    if any(size is not None for size in split):
+        table.add_row("free in pieces", *("-" if size is None else gib(size) for size in split))
+    steps = [one.steps[found.chosen] for one in some]
+    for part in PARTS:
+        table.add_row(part, *(_ms(step.parts[part]) for step in steps))
+    table.add_row("communication", *(_ms(step.streams["communication_s"]) for step in steps))
+    return table
+
+
+def _traffic(found: "Profile") -> "Table":
+    from meshwright.spec.units import MIB
+
+    table = _table("axis", "collective", "calls", "MiB sent")
+    for (axis, what), (calls, sent) in sorted(found.worst.traffic.items()):
+        table.add_row(axis, what, str(calls), f"{sent / MIB:.2f}")
+    return table
+
+
+def _operations(found: "Profile") -> "Table":
+    table = _table("operation", "calls", "its own time")
+    for operation in found.busiest.operations[:SHOWN]:
+        table.add_row(operation.name.removeprefix("aten::")[:WIDEST], str(operation.calls), _ms(operation.seconds))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    """Times that stand below each other have one unit."""
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _table(*columns: str) -> "Table":
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index and column != "collective" else "left", no_wrap=True)
+    return table

@@ -1,0 +1,110 @@
+"""`meshwright verify`: every pair of features in some layout of up to 8 processes, beside one device."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.observe.verify.feature_matrix import Trial
+
+
+def verify(
+    processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
+    only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: some minutes more.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
+    page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
+    random: Annotated[
+        int | None, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which random ones.")] = 0,
+    case: Annotated[
+        str | None, typer.Option(help="One case again, as --random prints it.", metavar="'KEY=VALUE ...'")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
+) -> None:
+    """Train a tiny model under every kind of layout on processes of this machine and compare it with one device:
+    loss, every gradient, gradient norm and weights after two steps. Exit code 4 where any differs."""
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.verbs.verify_random import verify_case, verify_random
+    from meshwright.observe.verify.feature_matrix import FEATURES, run, trials
+    from meshwright.observe.verify.support_page import support_page
+    from meshwright.spec.errors import OutsideTolerance, PlanError
+
+    wanted = {name.strip() for name in only.split(",") if name.strip()}
+    unknown = wanted - FEATURES.keys()
+    if unknown:
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
+    allowed = _devices(device)
+    processes = min(processes, allowed)
+    if random is not None or case is not None:
+        if (random is not None and case is not None) or wanted or compiled or page:
+            raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
+        if random is not None:
+            return verify_random(random, seed, processes=processes, device=device, json=json)
+        if not (case or "").strip():
+            raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
+        return verify_case(case or "", device=device, json=json, processes=processes)
+    chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
+    having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
+    chosen = having or [_made_for(wanted, processes, allowed)]
+    outcomes = []
+    for trial, difference in run(chosen, device):
+        outcomes.append((trial, difference))
+        if not json:
+            print(f"{trial.layout.world} ranks  {trial.title}: {difference or 'equal'}", flush=True)
+    failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
+    if page:
+        page.write_text(support_page(outcomes, refused))
+    if json:
+        print_json(
+            {
+                "layouts": len(outcomes),
+                "different": len(failed),
+                "refused_pairs": len(refused),
+                "results": [
+                    {"features": trial.title, "ranks": trial.layout.world, "difference": difference}
+                    for trial, difference in outcomes
+                ],
+            }
+        )
+    if failed:
+        raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
+    if not json:
+        print(f"{len(outcomes)} layouts equal one device; {len(refused)} pairs of features are refused")
+
+
+def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
+    """A layout that has features which no layout of the matrix has together, or not on so few processes."""
+    from meshwright.observe.verify.feature_matrix import FEATURES, LARGEST_WORLD, Trial, trial
+    from meshwright.spec.errors import PlanError
+    from meshwright.spec.units import many
+
+    names = [name for name in FEATURES if name in wanted]
+    found = trial(names)
+    if not isinstance(found, Trial):
+        why = found or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"
+        raise PlanError(f"--only {', '.join(names)}: no layout has all of these: {why}")
+    if found.layout.world > processes:
+        raise PlanError(
+            f"no layout of at most {many(processes, 'process', 'processes')} has {' and '.join(names) or 'anything'}: "
+            + (f"take --processes {found.layout.world}" if found.layout.world <= allowed else "there are no more GPUs")
+        )
+    return found
+
+
+def _devices(device: str) -> int:
+    """The largest world that a kind of device allows here."""
+    import torch
+
+    from meshwright.observe.verify.feature_matrix import LARGEST_WORLD
+    from meshwright.spec.errors import PlanError
+
+    if device not in ("cpu", "cuda"):
+        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+    if device == "cpu":
+        return LARGEST_WORLD
+    if not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no GPU here; take --device cpu")
+    return torch.cuda.device_count()

@@ -1,0 +1,1 @@
+"""This machine measured for the planner."""

@@ -1,0 +1,128 @@
+"""What the host takes for a layer, a micro-batch and a step: real steps of models with next to nothing to compute."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshwright.observe.calibrate.timed_steps import Timing, step_s, threads_of
+from meshwright.observe.ranks import on_ranks
+from meshwright.planner.cost.host_time import Host, Triple
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.machine.clusterfile import ClusterFile
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape, MoEShape
+
+SEQUENCE = 32
+FEW, MANY, MICRO_BATCHES = 1, 4, 2
+"""Layers of the two models of a kind, and micro-batches: they differ by so many layers and nothing else."""
+FEW_EXPERTS, MANY_EXPERTS = 2, 8
+SWIGLU = ModelShape(
+    name="floor-swiglu", vocab=64, layers=FEW, hidden=32, heads=2, kv_heads=2, ffn=64, max_positions=SEQUENCE
+)
+GELU = replace(
+    SWIGLU, name="floor-gelu", family="gpt2", norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True,
+    out_bias=True, mlp_bias=True, tied=True,
+)  # fmt: skip
+ROUTED = {
+    experts: replace(SWIGLU, name="floor-moe", family="mixtral", moe=MoEShape(experts=experts, top_k=2, ffn=32))
+    for experts in (FEW_EXPERTS, MANY_EXPERTS)
+}
+KINDS: dict[str, ModelShape] = {
+    "swiglu": SWIGLU, "gelu": GELU, "few": ROUTED[FEW_EXPERTS], "many": ROUTED[MANY_EXPERTS]
+}  # fmt: skip
+LIMIT_S = 300.0
+Key = tuple[str, int, int, str]
+"""(kind, layers, micro-batches, recomputation)."""
+LEAST_FORWARD, MOST_FORWARD = 0.25, 0.5
+"""Of a layer's calls, those of the forward pass."""
+ROUNDS = 3
+TIMING = Timing(seconds=0.06, least=2, most=8)
+
+
+Took = dict[Key, float]
+
+
+def floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, Took]:
+    """Threads of a process -> seconds of a step of each tiny plan with so many, for all that such numbers of processes
+    have. The least of three medians: what else the machine does only adds."""
+    plans = tiny(machine)
+    found = {}
+    for threads in sorted({threads_of(world) for world in worlds}):
+        (steps,) = on_ranks(1, _steps, list(plans.values()), threads, limit_s=LIMIT_S)
+        found[threads] = dict(zip(plans, steps, strict=True))
+    return found
+
+
+def _steps(plans: list[Plan], threads: int) -> list[float]:
+    torch.set_num_threads(threads)
+    rounds = [[step_s(plan, TIMING) for plan in plans] for _ in range(ROUNDS)]
+    return [min(several) for several in zip(*rounds, strict=True)]
+
+
+def with_floors(machine: ClusterFile, found: Mapping[int, Took]) -> ClusterFile:
+    """The machine with what its host takes beside kernels: measured steps less what the planner counts for them."""
+    plans = tiny(machine)
+    together = {}
+    stack = machine.stack
+    for ranks, one in sorted(machine.together.items()):
+        took = found[threads_of(ranks)]
+
+        def beside(*key: Any, took: Took = took) -> float:
+            """Seconds that the planner does not know of."""
+            plan = plans[key]
+            return took[key] - machine.estimator(plan).predict(plan).step_s
+
+        kinds = {kind: _layer(kind, beside) for kind in KINDS}
+        expert, routed = _line(kinds["few"], kinds["many"])
+        host = Host(swiglu=kinds["swiglu"], gelu=kinds["gelu"], routed=routed, expert=expert)
+        together[ranks] = replace(one, speeds=replace(one.speeds, host=host, launch_s=0.0))
+        stack = _step(machine.stack, beside, kinds["swiglu"])
+    return replace(machine, together=together, stack=stack)
+
+
+def tiny(machine: ClusterFile) -> dict[Key, Plan]:
+    """One process each."""
+    keys: list[Key] = [("swiglu", FEW, 1, "none")]
+    for kind in KINDS:
+        keys += [(kind, FEW, MICRO_BATCHES, "none")]
+        keys += [(kind, MANY, MICRO_BATCHES, recompute) for recompute in ("none", "selective", "full")]
+    return {
+        (kind, layers, micro, recompute): Plan(
+            model=replace(KINDS[kind], layers=layers),
+            recipe=Recipe(sequence=SEQUENCE, global_batch=micro),
+            layout=Layout(micro_batch=1, recompute=recompute, compile="off"),  # type: ignore[arg-type]
+            cluster=machine.cluster(1),
+        )
+        for kind, layers, micro, recompute in keys
+    }
+
+
+def _layer(kind: str, beside: Callable[..., float]) -> Triple:
+    """Full recomputation repeats the forward pass: the difference is that pass, within what a pass can be of both."""
+    plain = beside(kind, MANY, MICRO_BATCHES, "none")
+    both = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
+    selective, again = (
+        (beside(kind, MANY, MICRO_BATCHES, recompute) - plain) / MANY / MICRO_BATCHES
+        for recompute in ("selective", "full")
+    )
+    forward = min(max(again, LEAST_FORWARD * both), MOST_FORWARD * both)
+    return forward, both - forward, max(forward, selective)
+
+
+def _line(few: Triple, many: Triple) -> tuple[Triple, Triple]:
+    """(of each expert, of all else) from layers with few and with many."""
+    slopes = [max(0.0, b - a) / (MANY_EXPERTS - FEW_EXPERTS) for a, b in zip(few, many, strict=True)]
+    rests = [max(0.0, a - FEW_EXPERTS * slope) for a, slope in zip(few, slopes, strict=True)]
+    return (slopes[0], slopes[1], slopes[2]), (rests[0], rests[1], rests[2])
+
+
+def _step(stack: Stack, beside: Callable[..., float], layer: Triple) -> Stack:
+    layers = FEW * (layer[0] + layer[1])
+    once, several = beside("swiglu", FEW, 1, "none"), beside("swiglu", FEW, MICRO_BATCHES, "none")
+    micro_s = max(0.0, (several - once) / (MICRO_BATCHES - 1) - layers)
+    step_s = stack.step_s + max(0.0, once - micro_s - layers)
+    return replace(stack, micro_batch_s=stack.micro_batch_s + micro_s, step_s=step_s)

@@ -1,0 +1,210 @@
+"""What one rank's device reaches while the others of its world do the same: products, passes over memory, attention,
+the optimizer's pass. Every case is run for a window of time, all cases in turn, for some rounds; the lower quartile of
+the rounds counts, since whatever else a machine does only adds.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.kernels import fast
+from meshwright.kernels.attention import Mask
+from meshwright.planner.cost.curves import DeviceCurves, Grid
+from meshwright.planner.cost.work import Pass, Product
+
+Case = Callable[[], Any]
+DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}
+"""Bytes of an operand."""
+HEADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    dims: tuple[float, ...] = (16, 64, 256, 1024)
+    """Of products, along each of m, k, n."""
+    bytes_moved: tuple[float, ...] = (3e3, 3e4, 3e5, 3e6, 3e7, 1.5e8)
+    sequences: tuple[float, ...] = (128, 512, 1024)
+    head_dims: tuple[float, ...] = (32, 64)
+    tokens: int = 1024
+    """Of attention: as many sequences as make so many."""
+    messages: tuple[float, ...] = (4096, 65536, 2**20, 2**23)
+    """Bytes of exchanges."""
+    between_s: float = 1.5e-3
+    """Computation before each exchange, on a CPU."""
+    rounds: int = 5
+    window_s: float = 0.008
+
+
+ON_GPU = Effort(
+    dims=(128, 512, 2048, 8192), bytes_moved=(3e5, 3e6, 3e7, 3e8, 3e9), sequences=(512, 2048, 8192),
+    head_dims=(64, 128), tokens=16384, messages=(65536, 2**20, 2**24, 2**28),
+)  # fmt: skip
+QUICK = Effort(
+    dims=(16, 128), bytes_moved=(3e4, 3e6), sequences=(64, 256), head_dims=(32,), messages=(4096, 2**20), rounds=1,
+    window_s=0.002, between_s=0.0,
+)  # fmt: skip
+
+
+def seconds_of(cases: dict[Any, Case], effort: Effort, device: torch.device) -> dict[Any, float]:
+    """Seconds of each case: the lower quartile over the rounds of the mean over a window; ranks start together."""
+    found: dict[Any, list[float]] = {name: [] for name in cases}
+    for run in cases.values():  # the first run of a size allocates, plans, compiles
+        run()
+    for _ in range(effort.rounds):
+        for name, run in cases.items():
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.barrier()
+            found[name].append(_window(run, effort.window_s, device))
+    return {name: sorted(times)[len(times) // 4] for name, times in found.items()}
+
+
+def _window(run: Case, window_s: float, device: torch.device) -> float:
+    _settle(device)
+    count, start, now = 0, time.perf_counter(), 0.0
+    while not count or now < window_s:
+        for _ in range(1 if device.type == "cpu" else 10):
+            run()
+            count += 1
+        _settle(device)
+        now = time.perf_counter() - start
+    return now / count
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> DeviceCurves:
+    """All rates of this rank's device; `widths`: bytes of the operands of products, the first also attention's."""
+    products = {width: _products(effort, device, DTYPES[width]) for width in widths}
+    attention = _attention(effort, device, DTYPES[widths[0]])
+    return DeviceCurves(
+        products=products, passes=_passes(effort, device), attention=attention, update=_update(effort, device)
+    )
+
+
+def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> Grid:
+    def case(m: int, k: int, n: int) -> Case:
+        x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+        return lambda: functional.linear(x, weight)
+
+    sizes = list(product(effort.dims, repeat=3))
+    took = seconds_of({size: case(*map(int, size)) for size in sizes}, effort, device)
+    return Grid((effort.dims,) * 3, tuple(2 * m * k * n / took[m, k, n] for m, k, n in sizes))
+
+
+def _passes(effort: Effort, device: torch.device) -> Grid:
+    """A sum of two tensors into a third."""
+
+    def case(moved: float) -> Case:
+        one = torch.ones(int(moved // 12), device=device)
+        other = one.clone()
+        return lambda: one + other
+
+    took = seconds_of({moved: case(moved) for moved in effort.bytes_moved}, effort, device)
+    return Grid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
+
+
+def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tuple[Grid, Grid]:
+    """The kernel that training uses, causal; FLOP as the planner counts: half of all pairs, backward 2.5 times."""
+    kernels = fast()
+
+    def tensors(sequence: int, dim: int) -> list[Tensor]:
+        batch = max(1, effort.tokens // sequence)
+        return [
+            torch.randn(batch, sequence, HEADS, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        ]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernels.attend(q, k, v, Mask(), scale=0.1)
+
+    def backward(inputs: list[Tensor], out: Tensor, given: Tensor) -> Any:
+        return torch.autograd.grad(out, inputs, given, retain_graph=True)
+
+    cases: dict[Any, Case] = {}
+    for sequence, dim in product(effort.sequences, effort.head_dims):
+        made = tensors(int(sequence), int(dim))
+        out = forward(*made)
+        given = torch.randn_like(out)
+        cases["forward", sequence, dim] = lambda made=made: forward(*made)
+        cases["backward", sequence, dim] = lambda made=made, out=out, given=given: backward(made, out, given)
+    took = seconds_of(cases, effort, device)
+    rates: list[list[float]] = [[], []]
+    for sequence, dim in product(effort.sequences, effort.head_dims):
+        flop = 4 * max(1, effort.tokens // sequence) * sequence * (sequence / 2) * HEADS * dim
+        rates[0].append(flop / took["forward", sequence, dim])
+        rates[1].append(2.5 * flop / took["backward", sequence, dim])
+    axes = effort.sequences, effort.head_dims
+    return Grid(axes, tuple(rates[0])), Grid(axes, tuple(rates[1]))
+
+
+def _update(effort: Effort, device: torch.device) -> Grid:
+    """The optimizer's own pass, with the norm of the gradients, as bytes of the planner's count: 32 a parameter."""
+
+    def case(moved: float) -> Case:
+        weights = [torch.ones(max(1, int(moved // 32 // 4)), device=device, requires_grad=True) for _ in range(4)]
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        for one in weights:
+            one.grad = torch.full_like(one, 1e-3)
+
+        def run() -> None:
+            torch.nn.utils.get_total_norm([one.grad for one in weights if one.grad is not None])
+            optimizer.step()
+
+        return run
+
+    took = seconds_of({moved: case(moved) for moved in effort.bytes_moved}, effort, device)
+    return Grid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
+
+
+def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> dict[str, float]:
+    """How often the kernels of training move their data, or as long as that takes, over the planner's count: forward
+    and backward of activations, norms, a rotation, the loss. Fields of planner.cost.stack.Stack."""
+    kernels, tokens, width, vocab = fast(), 512, 256, 4096
+
+    def made(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, requires_grad=True)
+
+    gate, up, x, weight, table = (
+        made(tokens, width),
+        made(tokens, width),
+        made(tokens, width),
+        made(width),
+        made(vocab, width),
+    )
+    heads = made(1, tokens, 4, width // 4)
+    cos = sin = torch.rand(tokens, 1, width // 8, device=device)
+    targets = torch.randint(vocab, (tokens,), device=device)
+    cases: dict[str, tuple[Case, tuple[Tensor, ...]]] = {
+        "swiglu_passes": (lambda: kernels.swiglu(gate, up), (gate, up)),
+        "gelu_passes": (lambda: functional.gelu(up, approximate="tanh"), (up,)),
+        "norm_passes": (lambda: kernels.rms_norm(x, weight, 1e-6), (x, weight)),
+        "layer_norm_passes": (lambda: functional.layer_norm(x, (width,), weight, weight), (x, weight)),
+        "rope_passes": (lambda: kernels.rotate(heads, cos, sin), (heads,)),
+        "loss_passes": (lambda: kernels.linear_cross_entropy(x, table, targets), (x, table)),
+    }
+    counts = {
+        "swiglu_passes": 8.0, "gelu_passes": 5.0, "norm_passes": 6.0, "layer_norm_passes": 6.0, "rope_passes": 4.0,
+        "loss_passes": 3.0 * vocab / width,
+    }  # fmt: skip
+
+    def both(run: Case, inputs: tuple[Tensor, ...]) -> Case:
+        given = torch.ones_like(run())
+        return lambda: torch.autograd.grad(run(), inputs, given)
+
+    took = seconds_of({name: both(run, inputs) for name, (run, inputs) in cases.items()}, effort, device)
+    sizes = (tokens, width, vocab), (tokens, vocab, width), (width, tokens, vocab)
+    took["loss_passes"] -= sum(rates.product_s(Product(*size, 1.0, 4.0)) for size in sizes)
+    took["loss_passes"] -= rates.pass_s(Pass(8.0 * vocab * width))
+    moved = tokens * width * 4.0
+    return {name: max(0.5, took[name] / (count * moved) * rates.passes.at(2 * moved)) for name, count in counts.items()}

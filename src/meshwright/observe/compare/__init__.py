@@ -1,0 +1,1 @@
+"""Planned, dry run and measured, row by row."""

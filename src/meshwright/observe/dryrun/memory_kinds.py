@@ -1,0 +1,80 @@
+"""What each piece of memory was for, in the words of the planner (planner.memory.rank_memory.KINDS): told from who made
+it, when, and how long it lived.
+
+    parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
+    gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
+    buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
+    logits          made inside the loss over the vocabulary
+    activations     made in a forward pass and still there after it, or left by B for W
+    temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
+    tokens          the batch, and the next one that is read ahead
+    staging         on a CPU, the copy of the state from which a thread writes a checkpoint
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from meshwright.observe.dryrun.storage_tracker import Record, Watch
+from meshwright.parallel.data import local
+from meshwright.spec.layout import Layout
+from meshwright.train.kept_bytes import kept
+from meshwright.train.state import TrainState
+
+STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
+COLLECTIVES = (
+    "parallel/group.py",
+    "parallel/ring.py",
+    "parallel/p2p.py",
+    "parallel/expert.py",
+    "parallel/replicas.py",
+)
+FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
+"""First words of phases."""
+LOSSES = ("kernels/cross_entropy.py", "_SplitCrossEntropy", "VocabularyParallelLoss")
+
+
+def label_states(watch: Watch, state: TrainState) -> None:
+    """Name the storages that are kept from step to step, and gradients as they are now."""
+    for kind, tensors in kept(state.engine, state.optimizer).items():
+        for record in _records(watch, tensors):
+            record.kind = record.kind or kind
+
+
+def _records(watch: Watch, tensors: Iterable[Tensor]) -> list[Record]:
+    found = [watch.see(local(tensor.detach())) for tensor in tensors]
+    return [record for record in found if record is not None]
+
+
+def label_rest(watch: Watch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
+    """Name all others; `shapes` are those of parameters as this rank computes with them."""
+    stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
+    for record in watch.records:
+        if stays_whole and record.kind == "parameters":
+            record.kind = "shards"
+        if not record.kind:
+            record.kind = _kind(watch, record, shapes, stays_whole)
+
+
+def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
+    phase = watch.phases[record.phase].name.partition(" ")[0]
+    here = record.died >= 0 and record.death_phase == record.phase
+    if phase == "tokens":
+        return "tokens"
+    if phase == "copy":
+        return "staging" if record.died < 0 else "temporaries"
+    if record.outer == "fsdp":
+        whole = record.operation == "empty" and "sharding.py" not in record.line
+        return "parameters" if whole and stays_whole else "buffers"
+    if any(word in record.line for word in LOSSES):
+        return "logits"
+    if phase in FORWARD:
+        if not here:
+            return "activations"
+    elif phase in BACKWARD:
+        if record.shape in shapes and not here:
+            return "gradients"
+        if not here and not any(word in record.line for word in COLLECTIVES):
+            return "activations"
+    return "buffers" if any(word in record.line for word in COLLECTIVES) else "temporaries"

@@ -1,0 +1,213 @@
+"""One rank's program under a Watch: what it held when it held most, by kind and one by one, and what it sent."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwright.observe.dryrun.memory_kinds import KINDS, label_rest, label_states
+from meshwright.observe.dryrun.storage_tracker import Record, Watch
+from meshwright.observe.program import Program
+from meshwright.observe.spans import Span, replaced, told
+from meshwright.parallel.data import local
+from meshwright.parallel.traffic import Counts
+
+LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Large:
+    """One of the largest tensors alive at the peak."""
+
+    size_bytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: str
+    """What made it: `meshwright/model/mlp.py:40 forward`."""
+    operation: str
+    module: str
+    phase: str
+    """When it was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stretch of the program at the moment when it held most."""
+
+    name: str
+    peak_bytes: int
+    kinds: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank's program did."""
+
+    rank: int
+    peak_bytes: int
+    when: str
+    """`step 2, BW 0 3`: part of the program, and the pass in it."""
+    kinds: dict[str, int]
+    """Bytes at the peak."""
+    where: dict[str, int]
+    """Bytes of activations at the peak by module and operation."""
+    largest: tuple[Large, ...]
+    sent: tuple[Counts, ...]
+    """Of each step."""
+    parts: tuple[Part, ...]
+    """Of the program: build, tokens, step 1, update 1 ..."""
+    passes: tuple[Part, ...]
+    """Every pass and what lies between them, in order: the memory timeline."""
+    staging_bytes: int = 0
+    """Host memory of the copy from which a thread writes checkpoints: of a CPU's peak a part, of a GPU's none."""
+
+
+class Watched:
+    """A program that is watched; `run` does it all."""
+
+    def __init__(self, program: Program, watch: Watch) -> None:
+        self.program, self.watch = program, watch
+        self.parts: list[tuple[str, int]] = []
+        self.sent: list[Counts] = []
+
+    def run(self, counts: Sequence[int]) -> Seen:
+        """Build, steps of so many micro-batches, evaluation, state."""
+        program, watch = self.program, self.watch
+        program.told = self._part
+        resized = watch.resized
+
+        def noticed(inner: object) -> object:
+            def resize_(storage: torch.UntypedStorage, size: int) -> object:
+                found = inner(storage, size)  # type: ignore[operator]
+                resized(storage)
+                return found
+
+            return resize_
+
+        with ExitStack() as stack:
+            stack.enter_context(watch)
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", noticed))
+            stack.enter_context(told(self._pass))
+            program.build()
+            label_states(watch, program.state)
+            self._name_modules(stack)
+            for number, count in enumerate(counts, start=1):
+                before = program.mesh.traffic.snapshot()
+                program.step(number, count)
+                self.sent.append(program.mesh.traffic.since(before))
+                if number == 1:
+                    program.copy()
+            program.rest()
+            label_states(watch, program.state)
+        label_rest(watch, self._shapes(), program.plan.layout)
+        return self._seen()
+
+    def _part(self, name: str) -> None:
+        if name.startswith("update"):
+            label_states(self.watch, self.program.state)
+        self.parts.append((name, self.watch.now))
+        self.watch.enter(name)
+
+    def _pass(self, span: Span | None) -> None:
+        self.watch.enter(str(span) if span else self.parts[-1][0])
+
+    def _name_modules(self, stack: ExitStack) -> None:
+        """Have the watch know inside which module of the model it is. Hooks on all modules: one on a linear layer would
+        have it computed apart from those that read the same."""
+        watch, outer = self.watch, [""]
+        names = {module: name for model in self.program.state.engine.stages for name, module in model.named_modules()}
+
+        def enter(module: Module, given: object) -> None:
+            outer.append(watch.module)
+            watch.module = names.get(module) or watch.module
+
+        def leave(module: Module, given: object, out: object) -> None:
+            watch.module = outer.pop()
+
+        for handle in (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
+
+    def _shapes(self) -> set[tuple[int, ...]]:
+        """Of parameters as this rank computes with them."""
+        engine = self.program.state.engine
+        found = {tuple(local(p).shape) for p in engine.parameters.values()}
+        return found | {tuple(box.sizes) for box in engine.boxes.values()}
+
+    def _seen(self) -> Seen:
+        watch = self.watch
+        phases = [(phase.name, phase.start) for phase in watch.phases]
+        totals = list(accumulate(size for _, size in watch.events()))
+        of_parts, of_phases = _highest(totals, self.parts), _highest(totals, phases)
+        peak_at = max(range(len(totals)), key=totals.__getitem__)
+        wanted = {*of_parts, *of_phases, peak_at}
+        kinds, alive, found = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
+        at_peak: dict[int, int] = {}
+        for at, (number, size) in enumerate(watch.events()):
+            kinds[watch.records[number].kind] += size
+            alive[number] = alive.get(number, 0) + size
+            if at in wanted:
+                found[at] = {kind: held for kind, held in kinds.items() if held}
+            if at == peak_at:
+                at_peak = {one: held for one, held in alive.items() if held}
+        largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
+        names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
+        return Seen(
+            rank=self.program.mesh.rank,
+            peak_bytes=totals[peak_at],
+            when=", ".join(dict.fromkeys(names)),
+            kinds=found[peak_at],
+            where=self._where(at_peak),
+            staging_bytes=self.program.staging_bytes,
+            largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
+            sent=tuple(self.sent),
+            parts=tuple(
+                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                for (name, _), at in zip(self.parts, of_parts, strict=True)
+                if at >= 0
+            ),
+            passes=tuple(
+                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                for (name, _), at in zip(phases, of_phases, strict=True)
+                if at >= 0
+            ),
+        )
+
+    def _where(self, alive: dict[int, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number, size in alive.items():
+            record = self.watch.records[number]
+            if record.kind == "activations" and size:
+                key = f"{generic(record.module)} {record.operation}"
+                found[key] = found.get(key, 0) + size
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _large(self, record: Record, size: int) -> Large:
+        return Large(
+            size_bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
+            operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
+        )  # fmt: skip
+
+
+def _highest(totals: Sequence[int], starts: Sequence[tuple[str, int]]) -> list[int]:
+    """For each of some stretches, where the sum is highest; -1 for those in which nothing happens."""
+    ends = [*(start for _, start in starts[1:]), len(totals)]
+    stretches = [range(start, end) for (_, start), end in zip(starts, ends, strict=True)]
+    return [max(stretch, key=totals.__getitem__) if stretch else -1 for stretch in stretches]
+
+
+def _name_at(starts: Sequence[tuple[str, int]], event: int) -> str:
+    return next((name for name, start in reversed(starts) if start <= event), "")
+
+
+def generic(module: str) -> str:
+    """`layers.3.mlp.up` -> `layers.*.mlp.up`."""
+    return ".".join("*" if word.isdigit() else word for word in module.split("."))

@@ -1,0 +1,165 @@
+"""The real training program on tensors without values, in a world that is not there: what it holds and what it sends.
+
+Every rank that differs is run in a process of its own (one of each pipeline place: the others hold as much), as rank R
+of N in a process group whose collectives do nothing. Time grows with what one rank computes, not with N.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from meshwright import compat
+from meshwright.kernels.target import acting_as
+from meshwright.observe.dryrun.op_cache import Remembered
+from meshwright.observe.dryrun.rank_run import Seen, Watched
+from meshwright.observe.dryrun.staged_copy import assigned_of
+from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
+from meshwright.observe.dryrun.workspaces import workspace_bytes
+from meshwright.observe.program import Program, at_whole, shortened
+from meshwright.observe.subprocesses import apart
+from meshwright.parallel import make_mesh
+from meshwright.parallel.traffic import Counts
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.places import pipeline_ranks
+from meshwright.train.device import resident_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the dry run of one rank itself took: time of a core, and memory of its process."""
+
+    seconds: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a plan's program would hold and send."""
+
+    plan: Plan
+    """With the largest step of its batch ramp as every step."""
+    device: str
+    """Whose kernels and allocator are stood in for: cuda or cpu."""
+    ranks: tuple[Seen, ...]
+    run: dict[int, tuple[int, int]]
+    """Micro-batches of the two steps that were made, by rank."""
+    costs: dict[int, Cost]
+    notes: tuple[str, ...]
+
+    @property
+    def worst(self) -> Seen:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda seen: seen.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the worst rank."""
+        return self.worst.peak_bytes
+
+    def traffic(self, rank: int) -> Counts:
+        """(axis, collective) -> calls and bytes that a rank sends in a whole step."""
+        seen = next(one for one in self.ranks if one.rank == rank)
+        layout, batch = self.plan.layout, self.plan.recipe.global_batch
+        first, second = seen.sent
+        counts, whole = self.run[rank], layout.micro_batches(batch)
+        found = {}
+        for key in second:
+            calls = [at_whole(first.get(key, (0, 0))[n], second[key][n], counts, whole) for n in (0, 1)]
+            found[key] = calls[0], calls[1]
+        return found
+
+
+def dry_run(
+    plan: Plan,
+    *,
+    ranks: Sequence[int] = (),
+    device: str = "",
+    load: float = 1.0,
+    whole: bool = False,
+    processes: int = 0,
+    limit_s: float | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> DryRun:
+    """Run the program of some ranks of a plan (default: one of each pipeline place) on tensors without values.
+
+    `load`: rows that a rank's experts get over an even share. `whole`: every micro-batch of a step, instead of as many
+    as it takes until nothing new comes. `told` of ranks done and of all. PlanError: a plan that cannot run; a model
+    whose sizes depend on values. apart.TooLong after `limit_s`.
+    """
+    plan = replace(plan, layout=replace(plan.layout, compile="off"))
+    plan.check()
+    ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
+    ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
+    for rank in ranks:
+        if not 0 <= rank < plan.layout.world:
+            raise PlanError(
+                f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
+            )
+    device = device or device_of(plan)
+    counts = {rank: _counts(plan, rank, whole) for rank in ranks}
+    longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
+    tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
+    found: dict[int, Seen] = {}
+    costs: dict[int, Cost] = {}
+    for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
+        found[longest_first[number]], costs[longest_first[number]] = seen, cost
+        if told is not None:
+            told(len(found), len(counts))
+    return DryRun(
+        plan=plan,
+        device=device,
+        ranks=tuple(found[rank] for rank in counts),
+        run=counts,
+        costs=costs,
+        notes=tuple(_notes(plan, ramped=bool(ramp))),
+    )
+
+
+def device_of(plan: Plan) -> str:
+    """cuda for a plan on a GPU that it describes or on a machine that has one, else cpu."""
+    return "cuda" if plan.cluster.device.is_gpu or torch.cuda.is_available() else "cpu"
+
+
+def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
+    """One rank, in this process; a process can do this once (torch keeps groups by name)."""
+    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
+        program = Program(
+            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
+            documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
+            assigned=partial(assigned_of, plan, rank),
+        )  # fmt: skip
+        try:
+            maker = compat.fake_maker(fake)
+            call = Remembered(maker).call if maker is not None else None
+            within = workspace_bytes if device == "cuda" else None
+            return Watched(program, FakeWatch(ROUNDING_BYTES[device], call, within)).run(counts)
+        except compat.data_dependent() as error:
+            raise PlanError(
+                f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
+            ) from None
+
+
+def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
+    every = plan.layout.micro_batches(plan.recipe.global_batch)
+    return (every, every) if whole else shortened(plan, rank)
+
+
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, Cost]:
+    torch.set_num_threads(1)
+    found = see(plan, rank, device, load, counts)
+    return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
+
+
+def _notes(plan: Plan, *, ramped: bool) -> list[str]:
+    found = []
+    if ramped:
+        found.append(f"of the batch ramp the largest step is run: {plan.recipe.global_batch} sequences")
+    if plan.recipe.document_mask and plan.layout.cp > 1:
+        found.append("document masks over context-parallel ranks depend on the text and are not counted")
+    if plan.model.moe is not None:
+        found.append("tokens are taken to go to experts evenly, or as --load says")
+    return found

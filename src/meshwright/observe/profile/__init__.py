@@ -1,0 +1,1 @@
+"""A few real steps, measured: memory, traffic, time."""

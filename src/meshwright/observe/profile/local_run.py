@@ -1,0 +1,78 @@
+"""Profile a plan on this machine alone: is it one that can run here, and the processes that run it."""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from meshwright.observe.profile.measure import STEPS, Profile, RankProfile, measure
+from meshwright.observe.ranks import RankError, on_ranks
+from meshwright.spec import Plan
+from meshwright.spec.errors import DoesNotFit, PlanError, RunError
+from meshwright.spec.presets import device, device_names
+from meshwright.spec.units import many
+from meshwright.train.device import pick_device
+from meshwright.train.fits import check_fits
+
+PER_CORE = 8
+"""Processes of a CPU that still make steps; more would only wait for each other."""
+LIMIT_S = 3600.0
+
+
+def profile(plan: Plan, *, steps: int = STEPS, said: Callable[[str], None] | None = None) -> Profile:
+    """Measure a plan on processes of this machine, on its GPUs where it has some (one each), else on its cores.
+
+    PlanError, IllegalLayout: it cannot run, or not here. DoesNotFit. RunError: a process failed.
+    """
+    plan.check()
+    refuse_elsewhere(plan)
+    check_fits(plan, pick_device())
+    if plan.layout.world == 1:
+        return Profile(plan=plan, ranks=(measure(plan, steps=steps, said=said),))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if said is not None:
+        said(f"{plan.layout.world} processes of this machine, each three times over")
+    try:
+        found = on_ranks(plan.layout.world, _rank, plan, steps, limit_s=LIMIT_S, device=kind)
+    except RankError as error:
+        raise _one_line(error) from None
+    return Profile(plan=plan, ranks=tuple(found))
+
+
+def _rank(plan: Plan, steps: int) -> RankProfile:
+    return measure(plan, steps=steps)
+
+
+def refuse_elsewhere(plan: Plan) -> None:
+    """PlanError for a plan made for hardware that is not there, or for more ranks than this machine can run."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, world = plan.cluster.device.name, plan.layout.world
+    meant = plan.cluster.device.memory_bytes and any(
+        name == device(known).name for known in device_names() if known != "local"
+    )
+    if meant and not gpus:
+        raise PlanError(
+            f"the plan is for {many(plan.cluster.devices, 'device')} of the kind {name} and this machine has no GPU: "
+            "start it there with torchrun, or take meshwright dryrun, which needs none"
+        )
+    if gpus and world > gpus:
+        raise PlanError(
+            f"the layout has {many(world, 'rank')} and this machine {many(gpus, 'GPU')}: start it on as many GPUs with "
+            "torchrun, or take meshwright dryrun, which needs none"
+        )
+    cores = len(os.sched_getaffinity(0))
+    if not gpus and world > PER_CORE * cores:
+        raise PlanError(
+            f"the layout has {many(world, 'rank')} and this machine {many(cores, 'core')}, too few for more than "
+            f"{PER_CORE * cores} processes: start it on more machines with torchrun, or take meshwright dryrun"
+        )
+
+
+def _one_line(error: RankError) -> Exception:
+    """What a rank raised, from its traceback."""
+    head, _, rest = str(error).partition(":\n")
+    last = next((line for line in reversed(rest.splitlines()) if line.strip()), head).strip()
+    kind, _, words = last.partition(": ")
+    if kind.endswith("DoesNotFit") or "out of memory" in last.lower() or "can't allocate memory" in last:
+        return DoesNotFit(f"{head}: {words or last}")
+    return RunError(f"{head} failed: {words if '.errors.' in kind else last}")

@@ -1,0 +1,85 @@
+"""The timed steps of all ranks as a trace for https://ui.perfetto.dev (Chrome's JSON trace format), on one clock.
+
+A rank is a process of the trace. Its tracks: the schedule (steps, and in them the passes under their names: stage and
+micro-batch), what it waited for, and for each axis the collectives from their call until they were waited for. Below
+them memory by kind: that of the same pass in the last watched step.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.observe.profile.measure import Profile, RankProfile
+from meshwright.observe.profile.step_record import TimedCall, TimedSpan, TimedStep
+
+SCHEDULE, WAITING, AXES = 0, 1, 2
+Event = dict[str, Any]
+
+
+def trace(found: Profile) -> dict[str, Any]:
+    """The document; microseconds since the first rank's first timed step."""
+    zero = min(one.steps[0].start_s for one in found.ranks)
+    events = [event for one in found.ranks for event in _rank(one, zero)]
+    told = {"clock_residual_us": found.residual_s * 1e6, "clock": "that of rank 0"}
+    return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": events}
+
+
+def _rank(one: RankProfile, zero: float) -> Iterator[Event]:
+    axes = sorted({call.axis for step in one.steps for call in step.calls})
+    tracks = {SCHEDULE: "schedule", WAITING: "waiting", **{AXES + n: axis for n, axis in enumerate(axes)}}
+    yield _named(one.rank, "process_name", 0, f"rank {one.rank}, {one.device}")
+    yield {"ph": "M", "pid": one.rank, "name": "process_sort_index", "args": {"sort_index": one.rank}}
+    for track, name in tracks.items():
+        yield _named(one.rank, "thread_name", track, name)
+    number = 0
+    for index, step in enumerate(one.steps, start=1):
+        yield _slice(one.rank, SCHEDULE, f"step {index}", step, zero, {})
+        for span in step.spans:
+            yield _slice(one.rank, SCHEDULE, title(span), span, zero, _arguments(span))
+        for wait in step.waits:
+            yield _slice(one.rank, WAITING, f"{wait.part}: {wait.collective} on {wait.axis}", wait, zero, {})
+        for call in step.calls:
+            number += 1
+            yield from _call(one.rank, AXES + axes.index(call.axis), call, zero, number)
+        yield from _memory(one, step, zero)
+
+
+def title(span: TimedSpan) -> str:
+    """`F 0 3`: pass, stage, micro-batch; or the name of a part without them."""
+    return f"{span.name} {span.stage} {span.micro_batch}" if span.stage >= 0 else span.name
+
+
+def _arguments(span: TimedSpan) -> dict[str, int]:
+    return {"stage": span.stage, "micro_batch": span.micro_batch} if span.stage >= 0 else {}
+
+
+def _named(rank: int, what: str, track: int, name: str) -> Event:
+    return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": {"name": name}}
+
+
+def _slice(
+    rank: int, track: int, name: str, what: TimedStep | TimedSpan | TimedCall, zero: float, arguments: dict[str, Any]
+) -> Event:
+    return {
+        "ph": "X", "pid": rank, "tid": track, "name": name, "args": arguments,
+        "ts": (what.start_s - zero) * 1e6, "dur": (what.end_s - what.start_s) * 1e6,
+    }  # fmt: skip
+
+
+def _call(rank: int, track: int, call: TimedCall, zero: float, number: int) -> Iterator[Event]:
+    """Begin and end: calls of one axis may overlap, which slices of one track may not."""
+    both = {"cat": call.axis, "name": call.collective, "id": f"{rank}.{number}", "pid": rank, "tid": track}
+    yield {**both, "ph": "b", "ts": (call.start_s - zero) * 1e6, "args": {"sent_bytes": call.sent_bytes}}
+    yield {**both, "ph": "e", "ts": (call.end_s - zero) * 1e6}
+
+
+def _memory(one: RankProfile, step: TimedStep, zero: float) -> Iterator[Event]:
+    last = max((moment.step for moment in one.memory), default=0)
+    held = {moment.name: moment for moment in one.memory if moment.step == last}
+    every = dict.fromkeys((kind for moment in held.values() for kind in moment.kinds), 0)
+    for span in step.spans:
+        moment = held.get(title(span))
+        if moment is not None:
+            yield {
+                "ph": "C", "pid": one.rank, "name": "memory", "ts": (span.start_s - zero) * 1e6,
+                "args": {**every, **moment.kinds},
+            }  # fmt: skip

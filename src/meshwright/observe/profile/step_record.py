@@ -1,0 +1,187 @@
+"""One optimizer step as a rank lived it: its passes under the schedule's names, its collectives, what it waited for;
+and the same in the planner's words (planner.time.timeline.StepTime).
+
+    compute     passes (F, B, W, BW) less what they waited
+    exchange    waiting for tensor, context and expert parallelism
+    bubble      waiting for the pipeline's messages, and for the other pipeline ranks when all is done
+    weights     waiting for gathers of parameters
+    gradients   waiting for reductions of gradients, and what is done to put them in place
+    optimizer   norm and update, with what they wait for
+    other       the rest
+
+On a CPU, and for whoever comes first to a collective, waiting for it is also waiting for slower ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.observe.profile.clock import Clock, Mark
+from meshwright.observe.profile.collective_times import Call, Calls, Wait
+from meshwright.observe.spans import Span, told
+
+PARTS = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
+PASSES = ("F", "B", "W", "BW")
+OF_SPAN = {**dict.fromkeys(PASSES, "compute"), "gradients": "gradients", "norm": "optimizer", "optimizer": "optimizer"}
+"""Where the time of a span belongs that nothing waited in."""
+EXCHANGES = ("tp", "cp", "ep")
+REDUCED = ("replicate", "expert_data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSpan:
+    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
+
+    name: str
+    stage: int = -1
+    micro_batch: int = -1
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedCall:
+    """A collective from its call until it was waited for; or a wait, with the part of the step it counts to."""
+
+    axis: str
+    collective: str
+    sent_bytes: int
+    start_s: float
+    end_s: float
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One step of one rank. Seconds are of the first rank's clock."""
+
+    start_s: float
+    end_s: float
+    spans: tuple[TimedSpan, ...]
+    calls: tuple[TimedCall, ...]
+    waits: tuple[TimedCall, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end."""
+        return self.end_s - self.start_s
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by PARTS; they add up to `seconds`."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for wait in self.waits:
+            found[wait.part] += wait.end_s - wait.start_s
+        for span in self.spans:
+            found[OF_SPAN[span.name]] += span.end_s - span.start_s
+        for span, wait in _inside(self.spans, self.waits):
+            found[OF_SPAN[span.name]] -= wait.end_s - wait.start_s
+        found["other"] += self.seconds - sum(found.values())
+        return found
+
+    @property
+    def streams(self) -> dict[str, float]:
+        """Seconds in which the rank worked, waited for collectives, waited in the pipeline (these three are the step);
+        and in which any collective but the pipeline's was under way."""
+        bubble = self.parts["bubble"]
+        exposed = sum(wait.end_s - wait.start_s for wait in self.waits) - bubble
+        under_way = [(call.start_s, call.end_s) for call in self.calls if call.axis != "pp"]
+        return {
+            "compute_s": self.seconds - exposed - bubble,
+            "communication_s": covered_s(under_way),
+            "exposed_s": exposed,
+            "idle_s": bubble,
+        }
+
+
+def _inside(spans: Iterable[TimedSpan], waits: Iterable[TimedCall]) -> Iterator[tuple[TimedSpan, TimedCall]]:
+    """The waits that lie in a span, with it; both come in order and neither overlaps itself."""
+    rest = iter(sorted(spans, key=lambda span: span.start_s))
+    span = next(rest, None)
+    for wait in sorted(waits, key=lambda one: one.start_s):
+        while span is not None and span.end_s <= wait.start_s:
+            span = next(rest, None)
+        if span is not None and span.start_s <= wait.start_s:
+            yield span, wait
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total
+
+
+def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
+    """What a wait counts to, by the span it is in (empty = none) and what it waited for."""
+    if span in OF_SPAN and span not in PASSES:
+        return OF_SPAN[span]
+    if axis == "pp" or (axis == "losses" and pipeline):
+        return "bubble"
+    if axis in EXCHANGES:
+        return "exchange"
+    if axis in ("shard", "expert_shard"):
+        return "weights" if collective == "all_gather" else "gradients"
+    if axis in REDUCED or (axis == "data" and span):
+        return "gradients"
+    return "other"
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Keeps the moments of one step; `pipeline`: whether other ranks have other stages."""
+
+    clock: Clock
+    pipeline: bool
+    spans: list[tuple[Span, Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Wait, str]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    start: Mark = None
+    end: Mark = None
+    _open: tuple[Span, Mark] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The step is what happens inside."""
+        calls = Calls(self.clock, self._waited)
+        with calls.heard(), told(self._part):
+            self.start = self.clock.mark()
+            yield
+            self.end = self.clock.mark()
+        self.calls = calls.calls
+
+    def _part(self, span: Span | None) -> None:
+        now = self.clock.mark()
+        if self._open is not None:
+            self.spans.append((*self._open, now))
+        self._open = None if span is None else (span, now)
+
+    def _waited(self, wait: Wait) -> None:
+        span = self._open[0].name if self._open else ""
+        call = wait.call
+        self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
+
+    def timed(self, common: Callable[[float], float]) -> TimedStep:
+        """What was recorded; `common` makes seconds of the first rank's clock of this one's, which has settled."""
+
+        def at(mark: Mark) -> float:
+            return common(self.clock.seconds(mark))
+
+        def told_of(call: Call, start: Mark, end: Mark, part: str = "") -> TimedCall:
+            found: dict[str, Any] = {"axis": call.axis, "collective": call.collective, "sent_bytes": call.sent_bytes}
+            return TimedCall(**found, start_s=at(start), end_s=at(end), part=part)
+
+        return TimedStep(
+            start_s=at(self.start),
+            end_s=at(self.end),
+            spans=tuple(
+                TimedSpan(name=one.name, stage=one.stage, micro_batch=one.micro_batch, start_s=at(start), end_s=at(end))
+                for one, start, end in self.spans
+            ),
+            calls=tuple(told_of(c, c.begun, c.ended if c.ended is not None else self.end) for c in self.calls),
+            waits=tuple(told_of(wait.call, wait.start, wait.end, part) for wait, part in self.waits),
+        )

@@ -1,0 +1,1 @@
+"""Runs as one HTML page for offline use."""

@@ -1,0 +1,108 @@
+"""The pipeline of one step as boxes: as the planner plays it, and as a profile saw it run."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshwright.observe.shared_document import Document, Ran, Rank
+from meshwright.planner.cost.stage_costs import ranks_of
+from meshwright.planner.step.predict import Estimator
+from meshwright.spec import Plan
+from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.replay import Times, replay
+from meshwright.spec.schedule import Action, schedule
+
+MOST_BOXES = 20_000
+"""Of all ranks; a longer step is shown from its beginning."""
+Box = tuple[str, int, int, float, float]
+"""kind, stage, micro-batch, start, length."""
+PASSES = ("F", "B", "W", "BW")
+
+
+def planned_timeline(of: Estimator, plan: Plan, *, seconds: bool) -> dict[str, Any]:
+    """The schedule with the planner's seconds, reductions and optimizer behind it; not `seconds`: every F, B and W as
+    long as the others, since the device is not known."""
+    layout, recipe = plan.layout, plan.recipe
+    m = layout.micro_batches(recipe.global_batch)
+    times: list[Times] | None = None
+    if seconds:
+        send_s = 0.0
+        if layout.pp > 1:
+            parts, _ = of.parts(layout)
+            send_s = of.links.send_seconds(parts.between_bytes, ranks_of(layout, "pp")[1])
+        times = [
+            Times(forward_s=cost.forward_s, input_s=cost.input_s, weight_s=cost.weight_s, send_s=send_s)
+            for cost in of.stages(layout)
+        ]
+    played = replay(_actions(plan, m), times)
+    boxes: list[list[Box]] = [
+        [(s.action.kind, s.action.stage, s.action.micro_batch, s.start_s, s.end_s - s.start_s) for s in own]
+        for own in played.spans
+    ]
+    if seconds:
+        time, _ = of.measure(layout)
+        for own in boxes:
+            own.extend(_behind(played.total_s, (("gradients", time.gradients_s), ("optimizer", time.optimizer_s))))
+    return _document(pipeline_ranks(layout), boxes, "seconds" if seconds else "passes", played.bubble)
+
+
+def _actions(plan: Plan, m: int) -> tuple[tuple[Action, ...], ...]:
+    layout = plan.layout
+    if layout.pp > 1:
+        return schedule(layout.schedule, layout.pp, m, layout.vp)
+    return (tuple(Action(kind, 0, i) for i in range(m) for kind in ("F", "BW")),)
+
+
+def _behind(start: float, parts: Iterable[tuple[str, float]]) -> Iterable[Box]:
+    for name, length in parts:
+        if length > 0:
+            yield (name, -1, -1, start, length)
+            start += length
+
+
+def executed_timeline(plan: Plan, found: Document) -> dict[str, Any] | None:
+    """The last whole step that all pipeline places have spans of, from its first pass on; None without spans."""
+    ranks = [next((one for one in found.ranks if one.rank == rank), None) for rank in pipeline_ranks(plan.layout)]
+    told = [one for one in ranks if one is not None and one.spans]
+    if not told or len(told) < len(ranks):
+        return None
+    steps = [_steps(one) for one in told]
+    last = min(len(of_rank) for of_rank in steps) - 1
+    chosen = [of_rank[last] for of_rank in steps]
+    first = min(span.start_s for own in chosen for span in own)
+    boxes = [[(s.name, s.stage, s.micro_batch, s.start_s - first, s.seconds) for s in own] for own in chosen]
+    return _document([one.rank for one in told], boxes, "seconds", found.bubble_fraction)
+
+
+def _steps(rank: Rank) -> list[list[Ran]]:
+    """A rank's spans by step: in each step a pass of a micro-batch comes once, what stands behind goes with it."""
+    found: list[list[Ran]] = [[]]
+    seen: Counter[tuple[str, int, int]] = Counter()
+    for span in sorted(rank.spans, key=lambda one: one.start_s):
+        if span.name in PASSES:
+            key = span.name, span.stage, span.micro_batch
+            if seen[key] == len(found):
+                found.append([])
+            seen[key] += 1
+        found[-1].append(span)
+    return found
+
+
+def _document(ranks: Sequence[int], boxes: Sequence[Sequence[Box]], unit: str, bubble: float | None) -> dict[str, Any]:
+    most = MOST_BOXES // max(1, len(boxes))
+    total = max((start + length for own in boxes for *_, start, length in own), default=0.0)
+    return {
+        "unit": unit,
+        "total": total,
+        "bubble": bubble,
+        "cut": any(len(own) > most for own in boxes),
+        "ranks": list(ranks),
+        "spans": [
+            [[kind, stage, i, _short(start), _short(length)] for kind, stage, i, start, length in own[:most]]
+            for own in boxes
+        ],
+    }
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.6g}")

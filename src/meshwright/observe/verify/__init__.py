@@ -1,0 +1,1 @@
+"""Layouts beside one device: fixed ones, and random ones."""

@@ -1,0 +1,203 @@
+"""Which features are tried with which: every pair in some legal layout of at most 8 ranks, or refused with a reason."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.parallel.mesh import Made
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.layout import Layout
+from meshwright.spec.legal import layout_violations
+from meshwright.spec.recipe import Recipe
+
+LARGEST_WORLD = 8
+BATCH = 8
+"""Layouts that one set of processes runs."""
+LIMIT_S = 600.0
+CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), layers=5))
+"""Grouped-query attention with norms of queries and keys, dense and routed parts, an odd number of layers and
+tokens."""
+DENSE = Case(shape=replace(shrink("llama-3.1-8b"), layers=5))
+EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and replace(CASE.shape.moe, top_k=8)))
+"""In bf16: a token that two experts want almost equally would go to the other, and take a whole gradient with it."""
+
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "replicas": {"dp_replicate": 2},
+    "zero 0": {"dp_shard": 2, "zero": 0},
+    "zero 1": {"dp_shard": 2, "zero": 1},
+    "zero 2": {"dp_shard": 2, "zero": 2},
+    "zero 3": {"dp_shard": 2, "zero": 3},
+    "tp": {"tp": 2, "sp": False},
+    "tp 4": {"tp": 4, "sp": False},
+    "tp + sp": {"tp": 2, "sp": True},
+    "cp ring": {"cp": 2, "context": "ring", "zigzag": True},
+    "cp gather": {"cp": 2, "context": "all-gather", "zigzag": True},
+    "cp plain": {"cp": 2, "zigzag": False},
+    "pp afab": {"pp": 2, "vp": 1, "schedule": "afab"},
+    "pp 1f1b": {"pp": 2, "vp": 1, "schedule": "1f1b"},
+    "pp interleaved": {"pp": 2, "vp": 2, "schedule": "interleaved"},
+    "pp zb-h1": {"pp": 2, "vp": 1, "schedule": "zb-h1"},
+    "pp zb-v": {"pp": 2, "vp": 2, "schedule": "zb-v"},
+    "pp dualpipe-v": {"pp": 2, "vp": 2, "schedule": "dualpipe-v"},
+    "ep": {"ep": 2},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "micro-batches of 1": {"micro_batch": 1},
+    "packed": {"packed": True},
+    "bf16": {"precision": "bf16"},
+    "compiled": {"compile": "on"},
+}
+"""What a layout (and the packed case) must say to use each feature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One layout that is run beside one device, and the features that it has."""
+
+    layout: Layout
+    packed: bool
+    precision: str = "fp32"
+    features: frozenset[str]
+
+    @property
+    def case(self) -> Case:
+        """What is trained."""
+        routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
+        base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
+        return replace(base, packed=self.packed, precision=self.precision)
+
+    @property
+    def title(self) -> str:
+        """The features in the order of the table."""
+        return ", ".join(name for name in FEATURES if name in self.features) or "one device"
+
+
+def merged(names: Sequence[str]) -> dict[str, Any] | None:
+    """All settings together; None where two features are alternatives."""
+    found: dict[str, Any] = {}
+    for name in names:
+        for key, value in FEATURES[name].items():
+            if found.setdefault(key, value) != value:
+                return None
+    return found
+
+
+def trial(names: Sequence[str]) -> Trial | str | None:
+    """A layout with all these features, why it is refused, or None where they are alternatives or need more ranks."""
+    settings = merged(names)
+    if settings is None:
+        return None
+    packed, precision = bool(settings.pop("packed", False)), str(settings.pop("precision", "fp32"))
+    if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
+        settings["dp_shard"] = 2
+    if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
+        settings.setdefault("zero", 0)
+    if settings.get("pp", 1) > 1:
+        settings.setdefault("micro_batch", 1)
+    settings.setdefault("compile", "off")
+    layout = Layout(**settings)
+    if layout.world > LARGEST_WORLD:
+        return None
+    case = {"packed": packed, "precision": precision}
+    has = frozenset(name for name in FEATURES if _has(layout, case, FEATURES[name]))
+    found = Trial(layout=layout, packed=packed, precision=precision, features=has)
+    recipe = Recipe(sequence=found.case.sequence, global_batch=found.case.global_batch)
+    refusals = layout_violations(found.case.shape, recipe, layout)
+    try:
+        layout.micro_batches(found.case.global_batch)
+    except IllegalLayout as error:
+        refusals.append(str(error))
+    return refusals[0] if refusals else found
+
+
+def _has(layout: Layout, case: Mapping[str, Any], feature: Mapping[str, Any]) -> bool:
+    return all((case[key] if key in case else getattr(layout, key)) == value for key, value in feature.items())
+
+
+def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[frozenset[str], str]]:
+    """Layouts that have every legal pair of the named features (greedily few of them, three features and more at a
+    time), and the pairs that are refused with the reason. Those in bf16 come on top: their band is wider."""
+    refused: dict[frozenset[str], str] = {}
+    exact = [name for name in names if name != "bf16"]
+    wanted: dict[frozenset[str], Trial] = {}
+    for pair in combinations(names, 2):
+        found = trial(pair)
+        if isinstance(found, str):
+            refused[frozenset(pair)] = found
+        elif found is not None:
+            wanted[frozenset(pair)] = found
+    chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
+    covered = {pair for found in chosen.values() for pair in _pairs(found)}
+    for pair, found in sorted(wanted.items(), key=lambda item: "bf16" in item[0]):
+        if pair not in covered:
+            richer = _enriched(found, covered, exact)
+            chosen[richer.title] = richer
+            covered |= set(_pairs(richer))
+    return list(chosen.values()), refused
+
+
+def _enriched(found: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
+    """More features on top, as long as the layout stays legal and each adds a pair that was not tried yet."""
+    for name in names:
+        more = trial([*(n for n in FEATURES if n in found.features and n != "zero 0"), name])
+        if (
+            isinstance(more, Trial)
+            and found.features < more.features
+            and set(_pairs(more)) - set(_pairs(found)) - covered
+        ):
+            found = more
+    return found
+
+
+def _pairs(found: Trial) -> Iterator[frozenset[str]]:
+    return (frozenset(pair) for pair in combinations(sorted(found.features), 2))
+
+
+def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
+    """Each trial with its first difference from one device (None = equal), by world size.
+
+    `device` cuda = a GPU for each rank, NCCL between them.
+    """
+    for found, alone, ranks in outcomes(chosen, device):
+        yield found, first_difference(alone, ranks, BANDS[found.precision])
+
+
+def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Outcome, list[Outcome]]]:
+    """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
+    expected: dict[Case, Outcome] = {}
+    for world in sorted({found.layout.world for found in chosen}):
+        some = [found for found in chosen if found.layout.world == world]
+        for start in range(0, len(some), BATCH):
+            part = some[start : start + BATCH]
+            ranks = [
+                list(map(received, rank))
+                for rank in on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
+            ]
+            for index, found in enumerate(part):
+                if found.case not in expected:
+                    expected[found.case] = outcome(found.case, Layout(compile="off"), device=device)
+                here = [rank[index] for rank in ranks]
+                yield found, expected[found.case], here
+
+
+def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:
+    """On one rank: all trials of one world size, over the same process groups."""
+    made: Made = {}
+    return [sent(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
+
+
+def sent(found: Outcome) -> Outcome:
+    """As it goes to another process, with arrays for tensors: a tensor travels as an open file, and thousands are too
+    many."""
+    return replace(found, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in found.tensors.items()})
+
+
+def received(found: Outcome) -> Outcome:
+    """As it was before `sent`."""
+    return replace(found, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in found.tensors.items()})

@@ -1,0 +1,100 @@
+"""Who is to blame when a world stands still: from the beats of all ranks to one of them and a sentence."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.parallel.health.heartbeat import COMPILE, Beat
+
+HANG_S, TIMES_LONGEST, SLOW_S = 300.0, 10.0, 1800.0
+"""Limits in a step, in longest steps, and elsewhere. A healthy rank that is ended costs all ranks the work since the
+last checkpoint; a rank that hangs costs the limit."""
+SILENT_S = 120.0
+LOST_S = 5.0
+"""A rank that is silent is gone after so long, where another one has lost a connection already."""
+ADVICE = "every rank was ended; resume=auto goes on from the last checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a rank may stand still. `hang_s`: None = by itself, 0 = for ever."""
+
+    hang_s: float | None = None
+
+    def still_s(self, beat: Beat) -> float:
+        """In a step 5 minutes or 10 times the longest step so far, elsewhere half an hour."""
+        if self.hang_s == 0:
+            return math.inf
+        quick = self.hang_s or max(HANG_S, TIMES_LONGEST * beat.longest_s)
+        return max(SLOW_S, quick) if beat.slow else quick
+
+    @property
+    def silent_s(self) -> float:
+        """Without a beat: the process was stopped, or the machine is gone."""
+        return math.inf if self.hang_s == 0 else min(SILENT_S, self.hang_s or SILENT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A rank and what is said of it."""
+
+    rank: int
+    sentence: str
+
+
+def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> Verdict | None:
+    """The culprit, or None where all is well. `silent_s`: for how long each rank's beats have not changed."""
+    going = [rank for rank, beat in enumerate(beats) if not beat.done]
+    if not going:
+        return None
+    lost = any(beats[rank].lost for rank in going)
+    quietest = max(going, key=lambda rank: silent_s[rank])
+    if silent_s[quietest] > (min(LOST_S, limits.silent_s) if lost else limits.silent_s):
+        return silent(quietest, beats, silent_s)
+    # Who stands in a collective waits for somebody; of several that do not, the one that has stood longest. Where all
+    # wait for each other, the one that is behind: it did not enter what the others wait in.
+    blamed = min(going, key=lambda rank: _order(beats[rank]))
+    # While one compiles, which takes minutes, those that wait for it are as slow as it is.
+    slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
+    limit_s = limits.still_s(replace(beats[blamed], slow=slow))
+    return still(blamed, beats[blamed]) if beats[blamed].still_s > limit_s else None
+
+
+def _order(beat: Beat) -> tuple[float, ...]:
+    if beat.waits:
+        return True, beat.step, beat.calls, -beat.still_s
+    return False, -beat.still_s
+
+
+def silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Verdict:
+    """A rank whose beats have ended; its step is that of those who wait for it."""
+    others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
+    more = f" (and {others} more)" if others else ""
+    step, seconds = max(beat.step for beat in beats), silent_s[rank]
+    return Verdict(
+        rank,
+        f"{who(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut off; "
+        f"its last beat was at {beats[rank].place}; {ADVICE}",
+    )
+
+
+def still(rank: int, beat: Beat) -> Verdict:
+    """A rank that beats, but does not move."""
+    how = f"has stood still for {beat.still_s:.0f} s"
+    if beat.waits:
+        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
+    return Verdict(rank, f"{who(rank, beat)} {how} at {beat.place} ({beat.where}); {ADVICE}")
+
+
+def died(rank: int, beat: Beat, witness: int, own: Beat) -> Verdict:
+    """A rank whose process is gone and left no word: its last beat, and where one stood that saw it."""
+    return Verdict(
+        rank,
+        f"{who(rank, beat)} died without a word (killed?) in {own.place} of rank {witness}; "
+        f"its own last beat was at {beat.place}; {ADVICE}",
+    )
+
+
+def who(rank: int, beat: Beat) -> str:
+    """`rank 3`, with its machine where there are several."""
+    return f"rank {rank} on {beat.host}" if beat.host else f"rank {rank}"

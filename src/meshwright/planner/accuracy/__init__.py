@@ -1,0 +1,1 @@
+"""The planner scored on published runs, and calibrated to them."""

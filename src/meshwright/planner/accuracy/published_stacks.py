@@ -1,0 +1,198 @@
+"""The software with which published measurements were made. `plan` uses none of these but Meshwright's own."""
+
+import re
+from dataclasses import replace
+
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.spec.layout import Layout
+
+MEGATRON_2022 = Stack(
+    name="megatron-2022",
+    attention="fused-softmax",
+    dropout=True,
+    gradient_bytes=4.0,
+    sharded_gradient_bytes=0.0,
+    hides_sends=0.5,
+    source="Korthikanti et al. 2022, arXiv:2205.05198, section 4 and 6",
+)
+MEGATRON_DEEPSPEED = Stack(
+    name="megatron-deepspeed",
+    attention="fused-softmax",
+    dropout=True,
+    passes=1.5,
+    host_s=7e-5,
+    stalls=0.5,
+    hides_gradients=0.0,
+    hides_sends=0.0,
+    source="VIA-Research/vTrain: src/model (fused softmax up to 2048 keys, bias-GELU, bias-dropout-add), src/predictor",
+)
+ALEPH = Stack(
+    name="aleph-alpha-scaling",
+    passes=1.75,
+    norm_passes=10.0,
+    rope_passes=5.0,
+    turns=4.0,
+    column_inputs=(1, 2),
+    skew=1.0,
+    send_s=0.01,
+    accumulates=True,
+    host_s=1e-5,
+    norm_kept=10.0,
+    tensor_kept=4.0,
+    regather=False,
+    activation_kept=4.0,
+    rope_kept=0.0,
+    score_kept=5.0,
+    logit_kept=12.0,
+    logit_peak=20.0,
+    logit_held=12.0,
+    tensor_logit=6.0,
+    vocab_parallel=False,
+    gradient_bytes=2.0,
+    outputs_kept=True,
+    hides_gradients=0.0,
+    hides_sends=0.0,
+    source="Hagemann et al. 2023, arXiv:2311.05610; Aleph-Alpha/scaling core/nn, core/optimizer",
+)
+NANOTRON = Stack(
+    name="nanotron",
+    shares_sequence=True,
+    passes=1.75,
+    rope_passes=5.0,
+    activation_kept=4.0,
+    logit_kept=4.0,
+    logit_peak=8.0,
+    gradient_bytes=6.0,
+    gradient_exchange_bytes=4.0,
+    slack=1.18,
+    reserve_bytes=0.28 * 2**30,
+    reports="first",
+    split="cost",
+    host_s=7e-5,
+    accumulates=True,
+    hides_sends=0.0,
+    send_s=0.002,
+    hides_gradients=0.5,
+    source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
+    "sums beside the 16-bit gradients), parallel/tensor_parallel/functional.py (the loss writes fp32 logits beside "
+    "those it is given, keeps one), models/base.py (stages), helpers.py (rank 0 writes its peak); slack and reserve "
+    "fitted to public rows, those of the second run",
+)
+NANOTRON_GATHERED = replace(
+    NANOTRON,
+    regather=False,
+    logit_peak=12.0,
+    slack=1.0,
+    source="functional.py without tp_recompute_allgather: both column-split products keep their gathered input; a part "
+    "of logit_peak fitted to public rows",
+)
+NANOTRON_GATHERED_PIPELINE = replace(
+    NANOTRON,
+    tensor_kept=2.0,
+    source="the same with a pipeline, of which the public rows leave one gathered input of a layer, not two",
+)
+RUN_TWICE = {NANOTRON_GATHERED: NANOTRON, NANOTRON_GATHERED_PIPELINE: NANOTRON}
+"""What a layout ran out of memory with -> what it was run with again."""
+FSDP1 = Stack(
+    name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
+)  # fmt: skip
+TORCHTITAN = Stack(
+    name="torchtitan",
+    shares_sequence=True,
+    regather=False,
+    selective="alternate",
+    selective_repeats=0.5,
+    activation_kept=4.0,
+    logit_kept=8.0,
+    logit_peak=14.0,
+    tensor_logit=8.0,
+    gradient_bytes=4.0,
+    sharding="fully_shard",
+    shard_bytes=4.0,
+    outputs_kept=True,
+    step_buffers=True,
+    source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024; "
+    "torch/distributed/pipelining/stage.py",
+)
+TORCHTITAN_2025 = replace(
+    TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"
+)
+MEGATRON_CORE = Stack(
+    name="megatron-core",
+    flash=3,
+    hides_tensor=0.7,
+    gradient_exchange_bytes=2.0,
+    activation_kept=0.0,
+    gradient_bytes=4.0,
+    logit_kept=4.0,
+    logit_peak=8.0,
+    routes_once=True,
+    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap",
+)
+MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
+"""Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
+
+BY_FRAMEWORK = (
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("aleph", ALEPH),
+    ("nanotron", NANOTRON),
+    ("llm-foundry", FSDP1),
+    ("fms-fsdp", FSDP1),
+    ("torchtitan", TORCHTITAN),
+    ("megatron-lm 202", MEGATRON_2022),
+    ("megatron-bridge", MEGATRON_CORE),
+    ("megatron", MEGATRON_CORE_2024),
+    ("meta in-house", MEGATRON_CORE_2024),
+    ("nemo", MEGATRON_CORE_2024),
+    ("meshwright", MESHWRIGHT),
+)
+"""A word of a row's framework -> its software; the first that is found."""
+
+
+def run_of_sweep(layout: Layout, billions: float) -> Stack:
+    """nanotron as it ran a layout of the Ultra-Scale sweep, which was run twice, with code or settings that keep other
+    things; no row says in which run it was made. The sweep's script runs pipelines of two stages again and leaves alone
+    what has none; of the rest, public rows show that what takes many devices is of the second run."""
+    wide = layout.world >= 512
+    if billions >= 70 or layout.pp == 2:
+        return NANOTRON
+    if layout.pp == 1:
+        return NANOTRON if wide and layout.tp <= 16 else NANOTRON_GATHERED
+    return NANOTRON if wide or layout.tp > 16 else NANOTRON_GATHERED_PIPELINE
+
+
+def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
+    """(the software of a published row, fields of the layout that follow from it)."""
+    framework = (columns.get("framework") or "").lower()
+    found = next((stack for word, stack in BY_FRAMEWORK if word in framework), None)
+    if found is None:
+        raise ValueError(f"framework={columns.get('framework')!r} is not known")
+    year = re.search(r"_(20\d\d)\d\d_", columns.get("source") or "")
+    if found is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
+        found = TORCHTITAN_2025
+    kernel = (columns.get("attn_kernel") or "").lower()
+    if "megatron" in framework and "unfused" in kernel:
+        found = replace(found, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
+    elif "unfused" in kernel or kernel == "torch":
+        found = replace(found, attention="unfused")
+    elif "fused softmax" in kernel or kernel == "fused":
+        found = replace(found, attention="fused-softmax")
+    elif "flash" in kernel:
+        found = replace(found, attention="flash")
+    if "flash_attentionv1" in kernel:
+        found = replace(found, core_kept=4.0)
+    if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
+        found = replace(found, flash=1)
+    precision = (columns.get("precision") or "").lower()
+    if not precision:
+        raise ValueError("precision is not given")
+    if "fp8" in precision or "float8" in precision:
+        found = replace(found, product_bytes=1.0)
+    elif "fp4" in precision:
+        found = replace(found, product_bytes=0.5)
+    if "rms" in kernel:
+        found = replace(found, norm_passes=1.0, norm_kept=2.0)
+    if columns.get("compile") == "0" and found.name == "torchtitan":
+        found = replace(found, passes=1.75, norm_passes=10.0, rope_passes=5.0)
+    shared = found.shares_sequence and not (columns.get("sp") or "").strip()
+    return found, {"sp": True} if shared and (columns.get("tp") or "1").strip() not in ("0", "1") else {}

@@ -1,0 +1,248 @@
+"""What a layer, the embedding and the head keep from a micro-batch's forward pass to its backward pass, on one rank.
+
+Sources: Korthikanti et al. 2022 (arXiv:2205.05198) section 4 for the plain transformer (34 S B D + 5 H S^2 B, exact in
+the tests); the model of this package for its own stack (tests count the tensors that stay alive); the source code of
+the others, as the fields of `Stack` say.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.planner.cost.work import Kept
+
+if TYPE_CHECKING:
+    from meshwright.planner.cost.local_shape import Local
+
+INDEX_BYTES = 8
+"""An int64."""
+MASK_BYTES = 1
+"""Of a dropped element."""
+STREAMS = 3
+"""Whole hidden states alive at once in a layer's backward pass beside its widest place: gradients of the stream, of a
+branch and of its normed input; where sequence parallelism shares the stream, what is gathered and to be scattered."""
+
+
+class Widths(NamedTuple):
+    """Dims of the attention of a rank: of all query heads, of keys and values together, of what the core makes."""
+
+    queries: float
+    keys_values: float
+    out: float
+
+
+class Routed(NamedTuple):
+    """Tokens that a rank routes, copies of tokens that its experts see, inner width of one of them."""
+
+    tokens: float
+    copies: float
+    ffn: float
+
+
+def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept, ...]:
+    """Of one layer."""
+    found = [*_norm_kept(of, "attention"), *_attention_kept(of, widths), *_mask_kept(of, "attention")]
+    found += [*_mlp_norm_kept(of, routed), *(_experts_kept(of, routed) if routed else _mlp_kept(of))]
+    found += _mask_kept(of, "mlp")
+    if of.tp > 1 and of.stack.tensor_kept:
+        copies = of.hidden_bytes * of.stack.tensor_kept / 2
+        found.append(Kept("inputs of column-split products", copies, copies))
+    return tuple(found)
+
+
+class Logits(NamedTuple):
+    """Bytes that head, loss and the norm in front of them keep until their backward pass, those of them that stay until
+    the last layer's, and bytes more at the worst moments of the head: in a chunk of logits, and where the matrix's
+    gradient is made. A dropout mask of the embedding stays too."""
+
+    kept: float
+    held: float
+    chunk: float
+    matrix: float = 0.0
+
+    @property
+    def transient(self) -> float:
+        """The worse of the two."""
+        return max(self.chunk, self.matrix)
+
+    def plus(self, other: "Logits", times: float) -> "Logits":
+        """Both kept, one moment at a time."""
+        if not times:
+            return self
+        kept, held = self.kept + times * other.kept, self.held + times * other.held
+        return Logits(kept, held, max(self.chunk, other.chunk), max(self.matrix, other.matrix))
+
+
+NONE = Logits(0.0, 0.0, 0.0)
+"""Of all but the head."""
+
+
+def embedding_mask(of: "Local") -> Logits:
+    """What the embedding keeps: its dropout mask."""
+    mask = of.between * of.shape.hidden * MASK_BYTES if of.dropout else 0.0
+    return Logits(mask, mask, 0.0)
+
+
+def logits(of: "Local") -> Logits:
+    """Of one micro-batch."""
+    stack, shape = of.stack, of.shape
+    ranks = of.tp if stack.vocab_parallel else 1
+    vocab = shape.vocab / ranks
+    stream, normed = (kept.none for kept in _norm_kept(of, "head"))
+    if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
+        matrix = shape.vocab / of.tp * shape.hidden
+        made = of.tokens * shape.hidden * of.width + matrix * 4
+        return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
+    count = of.tokens * vocab
+    peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
+    kept = stream + normed + count * stack.logit_kept
+    return Logits(kept, count * stack.logit_held, count * (peak - stack.logit_kept))
+
+
+def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
+    """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
+    that is not added inside the product (fp32 on one tp rank)."""
+    if not of.stack.own:
+        return logits * (of.width + 4), 0.0
+    if of.width == 4:
+        return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
+    return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
+
+
+def head_rows(of: "Local") -> float:
+    """Tokens of a chunk of the head."""
+    vocab = of.shape.vocab / of.tp
+    return max(1.0, min(of.tokens, max(256.0, of.stack.head_chunk_bytes / (4 * vocab))))
+
+
+def layer_transient(of: "Local", routed: Routed | None) -> float:
+    """Gradients alive at once inside a layer's backward pass: those of its widest place, and of the stream.
+
+    Where the activation was kept, its place is free by the time those of its inputs are made. Written-out scores have a
+    gradient before and one after the softmax, in fp32 too where it runs in fp32.
+    """
+    gates = 2 if of.shape.mlp == "swiglu" else 1
+    again = gates == 2 and not routed and not of.stack.activation_kept
+    tokens, ffn = (routed.copies, routed.ffn) if routed else (of.tokens, of.shape.ffn / of.tp)
+    widest = (gates + again) * tokens * ffn * of.width
+    if of.stack.attention != "flash":
+        word = 2 * of.width + (8 if of.stack.score_kept else 0)
+        widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
+    return widest + STREAMS * of.hidden_bytes
+
+
+def _norm_kept(of: "Local", name: str) -> tuple[Kept, Kept]:
+    """The residual stream at this point, and the normed input of the matrices behind."""
+    stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
+    normed = of.between_bytes if of.stack.regather and of.sp else of.hidden_bytes
+    core = of.stack.selective == "core"
+    first = of.between_bytes if name == "attention" else 0.0
+    return (
+        Kept(f"{name} norm input", stream, stream if core else first),
+        Kept(f"{name} norm output", normed, normed if core else 0.0),
+    )
+
+
+def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[Kept, ...]:
+    """A router keeps an fp32 copy of its input, and what is dispatched is a copy too: nobody keeps the input itself."""
+    stream, normed = _norm_kept(of, "mlp")
+    copied = of.stack.own and of.width < 4 and routed and not (of.shape.moe and of.shape.moe.shared_experts)
+    return (stream,) if copied else (stream, normed)
+
+
+def _attention_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+    word, core = of.tokens * of.width, of.stack.selective == "core"
+    if of.shape.mla:
+        yield from _latent_kept(of, widths)
+    else:
+        yield from _heads_kept(of, widths)
+    packed = word * widths.queries * of.stack.core_kept / 2
+    if packed:
+        yield Kept("packed", packed, 0.0)
+    rotated = of.tokens * (widths.queries + widths.keys_values / 2) * of.stack.rope_kept * of.width / 2
+    yield Kept("rotation", rotated, rotated if core else 0.0)
+    if of.stack.attention == "flash":
+        sums = 4 * of.tokens * of.shape.heads / of.tp
+        yield Kept("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)
+    else:
+        scores = of.tokens * of.sequence * of.shape.heads / of.tp
+        yield Kept("softmax", scores * (of.width + of.stack.score_kept), 0.0)
+        if of.dropout:
+            yield Kept("softmax mask and dropout", scores * (MASK_BYTES + of.width), 0.0)
+    made = {"core": widths.out, "products": of.shape.hidden, "alternate": widths.out}[of.stack.selective]
+    yield Kept("attention output", word * widths.out, word * made)
+
+
+def _heads_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+    """Queries, keys and values as the core takes them. torchtitan's policy keeps every other product: q and v."""
+    word = of.tokens * of.width
+    whole = word * (widths.queries + widths.keys_values)
+    if of.repeats:
+        repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
+        yield Kept("queries, keys and values of all heads", repeated, whole)
+        if of.masked:  # made anew for each layer
+            yield Kept("mask", of.batch * of.sequence**2 * of.width, 0.0)
+        return
+    half = word * (widths.queries + widths.keys_values / 2)
+    yield Kept("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)
+    if of.shape.qk_norm:
+        plain = word * (widths.queries + widths.keys_values / 2)
+        yield Kept("queries, keys before their norms", plain, 0.0)
+
+
+def _latent_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+    """Both low-rank vectors and their norms, queries and keys put together, values as a view of their product."""
+    mla = of.shape.mla
+    assert mla is not None
+    word = of.tokens * of.width
+    low = mla.q_rank + mla.kv_rank + mla.rope_dim
+    yield Kept("low ranks", word * low, word * low)
+    yield Kept("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0)
+    up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
+    yield Kept("queries", word * widths.queries, word * widths.queries)
+    yield Kept("keys", word * widths.queries, 0.0)
+    yield Kept("keys and values", word * up, word * up)
+
+
+def _mlp_kept(of: "Local") -> Iterator[Kept]:
+    yield from _inner_kept(of, "mlp", of.tokens, of.shape.ffn / of.tp, of.stack.activation_kept)
+    if of.stack.selective != "core":
+        yield Kept("mlp output", 0.0, of.hidden_bytes)
+
+
+def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[Kept]:
+    """`activation_kept`: bytes of a 16-bit run beyond what goes into the activation."""
+    gates = 2 if of.shape.mlp == "swiglu" else 1
+    inner = tokens * ffn * of.width
+    policy = of.stack.selective
+    yield Kept(f"{name} up", gates * inner, inner if policy == "alternate" else gates * inner)
+    extra = inner * activation_kept / 2 if gates == 2 else inner
+    yield Kept(f"{name} activation", extra, extra if policy == "core" else 0.0)
+
+
+def _experts_kept(of: "Local", routed: Routed) -> Iterator[Kept]:
+    """Scores, the order of the copies, the copies, what experts make of them, and their results before they are
+    weighed. Grouped products keep the activation: only a plain MLP has a kernel that makes it again."""
+    shape, moe = of.shape, of.shape.moe
+    assert moe is not None
+    core = of.stack.selective == "core"
+    scores = routed.tokens * moe.experts * 4
+    yield Kept("router", 2 * scores, 2 * scores if core else scores)
+    if of.stack.own:
+        wide = routed.tokens * shape.hidden * 4 if of.width < 4 else 0.0
+        yield Kept("router input in fp32", wide, 0.0)
+    order = routed.copies * (2 * INDEX_BYTES + 4)
+    yield Kept("order", order, order if core else 0.0)
+    sent = routed.copies * shape.hidden * of.width
+    yield Kept("dispatched", sent, sent if core else 0.0)
+    yield from _inner_kept(of, "experts", routed.copies, routed.ffn, max(2.0, of.stack.activation_kept))
+    yield Kept("returned", sent, sent)
+    if moe.shared_experts:
+        width = moe.shared_experts * moe.ffn / of.tp
+        yield from _inner_kept(of, "shared", of.tokens, width, of.stack.activation_kept)
+        yield Kept("shared output", 0.0, 0.0 if core else of.hidden_bytes)
+
+
+def _mask_kept(of: "Local", name: str) -> Iterator[Kept]:
+    if of.dropout:
+        mask = of.between * of.shape.hidden * MASK_BYTES
+        yield Kept(f"{name} dropout mask", mask, mask)

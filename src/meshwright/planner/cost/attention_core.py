@@ -1,0 +1,89 @@
+"""The attention core of Meshwright's own engine: which kernel its masks and its context parallelism leave, and what
+they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py). Letters as in block.py."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.planner.cost.work import Attention, Pass, Product, Work
+
+if TYPE_CHECKING:
+    from meshwright.planner.cost.local_shape import Local
+
+BACKWARD = 2.5
+"""FLOP of the backward pass of a fused kernel over those of the forward pass: five products for two."""
+ROWS, COLUMNS = 64, 2048
+"""Of a tile of the plain form (kernels/partial.py, parallel/context.py)."""
+MERGED_BYTES = 18
+"""Of an element of a part's result as it is merged: the fp32 sum read and written twice, the part read."""
+ADDED_BYTES = 10
+"""Of an element of a gradient that is added to an fp32 sum."""
+
+
+class Core(NamedTuple):
+    """Work of both passes."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+
+
+def core(of: "Local", queries: float, keys_values: float, value: float) -> Core:
+    """queries, keys and values together, values: dims of a rank's heads."""
+    if of.cp > 1:
+        return _plain(of, queries, keys_values, value) if of.masked else _parts(of, queries, keys_values, value)
+    return _masked(of, queries, value) if of.masked else _fused(of, queries, value, 1)
+
+
+def _seen(of: "Local") -> float:
+    """Keys that a query sees, on average."""
+    span = min(of.window or of.sequence, of.sequence)
+    return span - span * span / (2 * of.sequence)
+
+
+def _dim(of: "Local", value: float) -> float:
+    return value / (of.shape.heads / of.tp)
+
+
+def _fused(of: "Local", queries: float, value: float, parts: int) -> Core:
+    """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
+    keys, dim = _seen(of), _dim(of, value)
+    flop, rows = 2 * of.tokens * keys * (queries + value), 2 * keys / parts
+    return Core(
+        (Attention(flop, sequence=rows, dim=dim, width=of.width),),
+        (Attention(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width),),
+    )
+
+
+def _masked(of: "Local", queries: float, value: float) -> Core:
+    """A mask that is a tensor: all S x S pairs, keys and values once for each head, and the mask as numbers."""
+    flop, dim = 2 * of.tokens * of.sequence * (queries + value), _dim(of, value)
+    mask = Pass(of.batch * of.sequence**2 * (2 * of.width + 1), 3)
+    repeated = Pass(2 * of.tokens * (queries + value) * of.width, 2)
+    back = Attention(BACKWARD * flop, backward=True, sequence=of.sequence, dim=dim, masked=True, width=of.width)
+    return Core((Attention(flop, sequence=of.sequence, dim=dim, masked=True, width=of.width), mask, repeated),
+                (back, repeated))  # fmt: skip
+
+
+def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Core:
+    """One part for each rank's keys (ring), or one of all (all-gather): results are merged in fp32; gradients are added
+    up in fp32, and in a ring once more with those that arrive."""
+    parts = of.cp if of.ring else 1
+    kernels = _fused(of, queries, value, of.cp)
+    tiles = 2 * parts
+    keys = of.tokens * keys_values * (1 if of.ring else of.cp)
+    pack = Pass(2 * keys * of.width * (1 if of.ring else 3), 4)
+    merge = Pass(parts * of.tokens * value * MERGED_BYTES, 4 * tiles)
+    travel = 12 if of.ring else 8
+    added = Pass(parts * (of.tokens * queries * ADDED_BYTES + keys * (4 + ADDED_BYTES + travel)), 6 * tiles)
+    return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
+
+
+def _plain(of: "Local", queries: float, keys_values: float, value: float) -> Core:
+    """Under masks, tile by tile: products and softmax in fp32, each an operation of its own."""
+    heads = of.shape.heads / of.tp * of.batch
+    rows, keys, dim = of.sequence / of.cp, _seen(of), queries / (of.shape.heads / of.tp)
+    scores = heads * rows * keys * 4
+    tiles = max(1.0, rows / ROWS) * max(float(of.cp), keys / COLUMNS)
+    weigh, mix = Product(rows, dim, keys, heads, 4.0), Product(rows, keys, _dim(of, value), heads, 4.0)
+    return Core(
+        (weigh, Pass(7 * scores, 12 * tiles), mix),
+        (weigh, mix, mix, weigh, weigh, Pass(9 * scores, 16 * tiles)),
+    )

@@ -1,0 +1,111 @@
+"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split
+backward pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.planner.cost.activations import Routed, Widths
+from meshwright.planner.cost.states import largest_weight
+
+if TYPE_CHECKING:
+    from meshwright.planner.cost.local_shape import Local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Bytes of one layer and micro-batch."""
+
+    mlp: float = 0.0
+    """At its worst place in the MLP."""
+    attention: float = 0.0
+    """In the attention core."""
+    weights: float = 0.0
+    """Elements of its largest weight (experts: all of a rank's), whose gradient is made at once."""
+    queued: float = 0.0
+    """From a split pass to the gradients of weights."""
+
+
+NONE = Backward()
+
+
+def backward(of: "Local", widths: Widths, routed: Routed | None) -> Backward:
+    """Of a layer."""
+    mlp = _experts(of, routed) if routed else _mlp(of)
+    weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
+    attention = _attention(of, widths) - _mlp_kept(of, routed)
+    stream = of.hidden_bytes + 2 * of.between_bytes
+    return Backward(
+        mlp=mlp + weights * of.width + stream,
+        attention=attention + stream,
+        weights=weights,
+        queued=queued(of, widths, routed),
+    )
+
+
+def _gates(of: "Local") -> int:
+    return 2 if of.shape.mlp == "swiglu" else 1
+
+
+def _mlp(of: "Local") -> float:
+    """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
+    together (kernels/swiglu.py)."""
+    return (4 if _gates(of) == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
+
+
+def _experts(of: "Local", routed: Routed) -> float:
+    """Over copies of tokens, whose product is kept and gone by then."""
+    return (2 * routed.ffn + of.shape.hidden) * routed.copies * of.width
+
+
+def _mlp_kept(of: "Local", routed: Routed | None) -> float:
+    """What is gone when the pass comes to the attention core."""
+    if routed:
+        return (3 * routed.copies * routed.ffn + 2 * routed.copies * of.shape.hidden) * of.width
+    return _gates(of) * of.tokens * of.shape.ffn / of.tp * of.width
+
+
+def _attention(of: "Local", widths: Widths) -> float:
+    """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
+    and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
+    those of all ranks three times, their fp32 gradients, and these cut and put together again (all-gather)."""
+    queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
+    if of.cp == 1:
+        copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
+        bias = 2.0 * of.batch * of.sequence**2 * of.width / 2 if of.masked else 0.0
+        return of.width * (3 * queries + keys_values + 2 * copies) + bias
+    around = queries * (4 * of.width + 4)
+    if of.ring:
+        return around + keys_values * (3 * of.width + 4 * 4)
+    return around + of.cp * keys_values * (3 * of.width + 3 * 4)
+
+
+def queued(of: "Local", widths: Widths, routed: Routed | None) -> float:
+    """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
+    products made. Of compiled code only what the compiler leaves alone: experts."""
+    if of.compiled:
+        return _queued_experts(of, routed) if routed else 0.0
+    word, hidden, mla = of.width, of.hidden_bytes, of.shape.mla
+    found = hidden + of.tokens * widths.out * word
+    if mla is None:
+        found += hidden + of.tokens * (widths.queries + widths.keys_values) * word
+    else:
+        low = mla.q_rank + mla.kv_rank
+        up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
+        found += hidden + of.tokens * (low + mla.rope_dim) * word
+        found += of.tokens * (low + widths.queries + up) * word
+    return found + (_queued_experts(of, routed) if routed else _queued_mlp(of, of.shape.ffn / of.tp))
+
+
+def _queued_mlp(of: "Local", ffn: float) -> float:
+    return 2 * of.hidden_bytes + (_gates(of) + 1) * of.tokens * ffn * of.width
+
+
+def _queued_experts(of: "Local", routed: Routed) -> float:
+    """The router's product is no product of the kernels': it stays in the pass."""
+    moe = of.shape.moe
+    assert moe is not None
+    inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
+    found = 2 * sent + (_gates(of) + 1) * inner
+    if moe.shared_experts and not of.compiled:
+        found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp)
+    return found

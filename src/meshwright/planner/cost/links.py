@@ -1,0 +1,122 @@
+"""Seconds of an exchange between ranks: latency by steps, bandwidth by span.
+
+A group's ring runs over the fast links inside a node and, where it spans nodes, over as many network cards as the group
+has ranks in a node: the other groups of the node use the others. An all-reduce takes the fastest of ring, tree (few
+steps) and, in one node since Hopper, the switch that adds by itself (NVLS).
+
+Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-tests of A100, H200 and B200 nodes
+(stas00/ml-engineering network/README.md; VIA-Research/vTrain trace/a100), found again within 25 % from 4 MiB on.
+"""
+
+from dataclasses import dataclass
+from math import log2
+
+from meshwright.planner.cost.curves import LinkCurves
+from meshwright.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What the links of a cluster reach."""
+
+    per_node: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    link_share: float = 0.78
+    """Bus bandwidth a ring reaches with large messages, of the datasheet's one-direction figure."""
+    network_share: float = 0.75
+    base_s: float = 3.0e-5
+    """Of any collective."""
+    network_base_s: float = 1.0e-4
+    """Beyond it, of one that leaves the node."""
+    link_step_s: float = 4.0e-6
+    """Of a step of the ring inside a node."""
+    network_step_s: float = 1.4e-5
+    """Of a step between nodes."""
+    switch_from: int = 0
+    """Ranks in one node from which on all-reduces are summed in the switch; 0 = never."""
+    switch_share: float = 0.59
+    """Bytes of the tensor a second that such an all-reduce takes, of the datasheet's one-direction figure."""
+    crowding: float = 0.0
+    """Loss of bandwidth for each doubling of nodes beyond one."""
+    curves: LinkCurves | None = None
+    """Measured inside this very node: they stand in place of latency and bandwidth there, divided by curve_share."""
+    curve_share: float = 1.0
+
+    def seconds(self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0) -> float:
+        """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange.
+        `routes`: of so many equal rows each node gets one at most, and hands it on (all-to-all)."""
+        if ranks <= 1 or not size_bytes:
+            return 0.0
+        inside, nodes = self.span(ranks, stride)
+        if nodes == 1 and self.curves:
+            measured = self.curves.exchange_s(collective, size_bytes, ranks)
+            if measured is not None:
+                return measured / self.curve_share
+        bandwidth = self.bandwidth(inside, nodes)
+        if collective == "all-to-all" and nodes > 1:
+            once = min(1.0, nodes / routes) if routes else 1.0
+            away = once * size_bytes * (nodes - 1) / nodes / (self.network_bytes_per_s * self.network_share)
+            near = size_bytes * (inside - 1) / inside / (self.link_bytes_per_s * self.link_share)
+            return self.base_s + self.network_base_s + (nodes - 1) * self.network_step_s + max(away, near)
+        moved = size_bytes * (ranks - 1) / ranks
+        ring_s = (ranks - nodes) * self.link_step_s + (nodes - 1) * self.network_step_s + moved / bandwidth
+        base_s = self.base_s + (self.network_base_s if nodes > 1 else 0.0)
+        if collective != "all-reduce":
+            return base_s + ring_s
+        best = min(2 * ring_s, self._tree_s(size_bytes, inside, nodes))
+        if self.switch_from and ranks >= self.switch_from and nodes == 1:
+            best = min(best, self.base_s + size_bytes / (self.link_bytes_per_s * self.switch_share))
+        return base_s + best
+
+    def _tree_s(self, size_bytes: float, inside: int, nodes: int) -> float:
+        """Sums inside nodes while they are summed between them: 2 (K - 1) / K of the tensor leaves each of K nodes."""
+        hops_s = 2 * ((inside - 1) * self.link_step_s + log2(nodes) * self.network_step_s)
+        near_s = 2 * size_bytes / (self.link_bytes_per_s * self.link_share)
+        away_s = 2 * (nodes - 1) / nodes * size_bytes / self.bandwidth(inside, nodes) if nodes > 1 else 0.0
+        return hops_s + max(near_s, away_s)
+
+    def span(self, ranks: int, stride: int) -> tuple[int, int]:
+        """(ranks of a group in one node, nodes)."""
+        inside = max(1, min(ranks, self.per_node // stride)) if stride < self.per_node else 1
+        return inside, -(-ranks // inside)
+
+    def bandwidth(self, inside: int, nodes: int) -> float:
+        """Bytes a second of a rank's ring: the network's cards together, at most the links."""
+        link = self.link_bytes_per_s * self.link_share
+        if nodes == 1:
+            return link
+        network = inside * self.network_bytes_per_s * self.network_share
+        return min(link, network) / (1 + self.crowding * log2(nodes))
+
+    def send_seconds(self, size_bytes: float, stride: int, ranks: int = 2) -> float:
+        """Of one transfer to the next of `ranks` that lie `stride` apart: of the slowest of them, where any border lies
+        between nodes."""
+        near = stride * ranks <= self.per_node
+        measured = self.curves.exchange_s("send", size_bytes, 2) if near and self.curves else None
+        if measured is not None:
+            return measured / self.curve_share
+        rate = self.link_bytes_per_s * self.link_share if near else self.network_bytes_per_s * self.network_share
+        return self.base_s / 2 + size_bytes / rate
+
+
+SWITCHES: dict[str, dict[str, float]] = {
+    "H": {"link_share": 0.81, "switch_from": 5, "switch_share": 0.59},
+    "GH": {"link_share": 0.81, "switch_from": 5, "switch_share": 0.59},
+    "B": {"link_share": 0.75, "switch_from": 6, "switch_share": 0.53},
+    "GB": {"link_share": 0.75, "switch_from": 6, "switch_share": 0.53},
+}
+"""Beginning of a device's name -> what nccl-tests found on such nodes."""
+
+
+def links_of(cluster: Cluster, **changes: float) -> Links:
+    """From a cluster's figures."""
+    device = cluster.device
+    link = device.link_bytes_per_s or device.memory_bytes_per_s / 10 or 1e10
+    known = next((v for start, v in SWITCHES.items() if device.name.upper().startswith(start)), {})
+    return Links(
+        per_node=cluster.devices_per_node,
+        link_bytes_per_s=link,
+        network_bytes_per_s=device.network_bytes_per_s or link / 10,
+        **(known | changes),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,98 @@
+"""What one micro-batch is on one rank: all that counting its operations and what they keep needs of a layout."""
+
+from dataclasses import dataclass
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+SPLIT = ("zb-h1", "zb-v")
+"""Schedules that split every backward pass; dualpipe-v splits those at both ends only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """One micro-batch on one rank."""
+
+    shape: ModelShape
+    stack: Stack
+    batch: int
+    """Sequences."""
+    sequence: int
+    """Positions of the whole sequence."""
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ep: int = 1
+    ring: bool = True
+    width: int = 2
+    """Bytes of an activation."""
+    product_width: float = 2.0
+    """Bytes of an operand of the layers' products."""
+    dropout: bool = False
+    documents: bool = False
+    """Attention has a mask of documents."""
+    window: int = 0
+    """Sliding window of the layer that is counted."""
+    splits: bool = False
+    """The schedule splits backward passes: gradients of weights come later."""
+    compiled: bool = False
+    """Blocks are compiled: a split backward pass leaves what the compiler leaves alone, and nothing else."""
+
+    gpu: bool = False
+    """Of a device whose kernels are those of a GPU."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether keys and values are kept once for each head: for masks, and on a GPU in fp32."""
+        return self.cp == 1 and (self.masked or (self.stack.own and self.gpu and self.width >= 4))
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention reads a mask that is a tensor: for documents, or for a window where heads are whole."""
+        return self.stack.own and (self.documents or 0 < self.window < self.sequence)
+
+    @property
+    def tokens(self) -> float:
+        """N: tokens of the rank."""
+        return self.batch * self.sequence / self.cp
+
+    @property
+    def between(self) -> float:
+        """Tokens of the rank between tensor-parallel regions."""
+        return self.tokens / self.tp if self.sp else self.tokens
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of (N, D)."""
+        return self.tokens * self.shape.hidden * self.width
+
+    @property
+    def between_bytes(self) -> float:
+        """Of (N, D) where sequence parallelism shares it."""
+        return self.between * self.shape.hidden * self.width
+
+
+def local(
+    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
+    documents: bool = False, gpu: bool = False,
+) -> Local:  # fmt: skip
+    """What the counting needs to know of a layout."""
+    return Local(
+        shape=shape,
+        stack=stack,
+        batch=batch,
+        sequence=sequence,
+        tp=layout.tp,
+        sp=layout.sp and layout.tp > 1,
+        cp=layout.cp,
+        ep=layout.ep,
+        ring=layout.context == "ring",
+        width=width,
+        product_width=min(width, stack.product_bytes) if width == 2 else width,
+        dropout=stack.dropout or dropout > 0,
+        documents=documents and stack.own,
+        splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
+        compiled=stack.own and layout.compile != "off",
+        gpu=gpu,
+    )

@@ -1,0 +1,213 @@
+"""Seconds of an operation on a device: matrix products by shape, attention cores, passes over memory.
+
+A product runs in tiles, one a processor and wave: the last wave is as long as the others, a short inner dim leaves the
+pipeline of a tile half empty, and small products are bound by memory. The ceiling is the best product anybody measured.
+"""
+
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+from meshwright.planner.cost.curves import DeviceCurves
+from meshwright.planner.cost.host_time import Host
+from meshwright.planner.cost.work import Attention, Pass, Product, Work
+from meshwright.spec.cluster import Device
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+"""(rows, columns, share of the ceiling a full wave reaches): the shapes cuBLAS chooses from."""
+WIDE = 16
+"""Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
+SPLITS = (1, 2, 4)
+"""Parts of the inner dim that processors share (split-K), where tiles are few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What a device reaches. Calibration replaces these figures; `speeds_of` has them from data sheets."""
+
+    matmul_flop_per_s: float
+    """Best matrix product."""
+    peak_flop_per_s: float
+    """Data sheet: attention's shares are of it."""
+    memory_bytes_per_s: float
+    processors: int = 132
+    """Streaming multiprocessors, or cores."""
+    low_flop_per_s: float = 0.0
+    """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
+    lowest_flop_per_s: float = 0.0
+    """Best fp4 matrix product; 0 = as fp8."""
+    wide_flop_per_s: float = 0.0
+    """fp32 products as torch makes them unless told otherwise: not in TF32; 0 = a WIDE-th of the data sheet's peak."""
+    product_share: float = 0.95
+    """Of the best product, in a training run: clocks, power, layouts."""
+    inner_half: float = 256.0
+    """A tile with inner dim k reaches k / (k + inner_half) of what a long one does: filling its pipeline, storing."""
+    wave_share: float = 0.5
+    """1 = a started wave costs a whole one; 0 = tiles are spread without a rest (stream-K)."""
+    unaligned_share: float = 0.35
+    """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
+    attention_forward: float = 0.64
+    """Of the data sheet's peak that the attention kernel reaches with long sequences and heads of 128."""
+    attention_backward: float = 0.58
+    attention_masked: tuple[float, float] = (0.35, 0.32)
+    """Forward and backward under a mask that is a tensor: the memory-efficient kernel, which is as fast as the first
+    generation of the other."""
+    attention_half: tuple[float, float] = (400.0, 900.0)
+    """Sequence length at which it reaches half of that, forward and backward."""
+    memory_share: float = 0.80
+    launch_s: float = 2.0e-6
+    """Of a kernel on the device, however little it does."""
+    ranks_per_core: float = 1.0
+    """Above 1: ranks take turns on the cores of a CPU; one that waits leaves its turns to the others."""
+    host: Host | None = None
+    """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
+    host_share: float = 1.0
+    """Of that, in a training run."""
+    curves: DeviceCurves | None = None
+    """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
+    _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def reached_flop_per_s(self) -> float:
+        """Of a measured machine, the best rate that it is taken to reach in training; 0 = not measured."""
+        if self.curves is None:
+            return 0.0
+        return self.product_share * max(max(grid.values) for grid in self.curves.products.values())
+
+    def seconds(self, work: Work) -> float:
+        """Of one operation, alone on the device."""
+        if self.curves:
+            return self._measured(self.curves, work)
+        if isinstance(work, Product):
+            return self._product(work)
+        if isinstance(work, Attention):
+            peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
+            return work.flop / (peak * self._attention(work)) + self.launch_s
+        return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
+
+    def update_seconds(self, moved_bytes: float) -> float:
+        """Of the optimizer, which moves so many bytes."""
+        if self.curves:
+            return moved_bytes / self.curves.update.at(moved_bytes)
+        return self.seconds(Pass(moved_bytes, 4))
+
+    def _measured(self, curves: DeviceCurves, work: Work) -> float:
+        if isinstance(work, Product):
+            return curves.product_s(work) / self.product_share + work.batch * self.launch_s
+        if isinstance(work, Attention):
+            share = self.attention_backward if work.backward else self.attention_forward
+            return curves.attention_s(work) / share + self.launch_s
+        return curves.pass_s(work) / self.memory_share + work.launches * self.launch_s
+
+    def in_tf32(self) -> "Speeds":
+        """The same with fp32 products in TF32, at half the rate of bf16 (data sheets: A100 156 of 312 TFLOP/s, H100 495
+        of 990)."""
+        return replace(self, wide_flop_per_s=self.matmul_flop_per_s / 2)
+
+    def rate(self, width: float) -> float:
+        """FLOP a second of the best product with operands of so many bytes."""
+        if width >= 4:
+            return self.wide_flop_per_s or self.peak_flop_per_s / WIDE
+        if width >= 2 or not self.low_flop_per_s:
+            return self.matmul_flop_per_s
+        return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
+
+    def _attention(self, work: Attention) -> float:
+        share, half = self.attention_forward, self.attention_half[0]
+        if work.backward:
+            share, half = self.attention_backward, self.attention_half[1]
+        if work.masked or work.width >= 4:
+            share = self.attention_masked[work.backward]
+        return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
+
+    def _product(self, work: Product) -> float:
+        found = self._known.get(work)
+        if found is None:
+            found = self._known[work] = self._product_s(work)
+        return found
+
+    def _product_s(self, work: Product) -> float:
+        m, k, n, batch, width = work
+        rate = self.rate(width) * self.product_share
+        row = 16 / max(width, 1)
+        if (k == int(k) and k % row) or (n == int(n) and n % row):
+            rate *= self.unaligned_share
+        best = min(self._tiled(m, k, n, batch, tile) for tile in TILES)
+        moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
+        memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
+        return max(best / rate, memory_s) + self.launch_s
+
+    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float]) -> float:
+        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed. Where
+        tiles are few, processors share the inner dim of one (split-K)."""
+        rows, columns, share = tile
+        tiles, processors = ceil(m / rows) * ceil(n / columns) * batch, self.processors
+        best = inf
+        for split in SPLITS:
+            if split > 1 and (k < 1024 * split or tiles * split > 2 * processors):
+                break
+            waves = tiles * split / processors
+            waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
+            inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
+            best = min(best, inner * waves)
+        return 2.0 * rows * columns * processors * best / share
+
+
+ARCHITECTURES: dict[str, dict[str, float]] = {
+    "A100": {"processors": 108, "wide_flop_per_s": 19.5e12},
+    "H100": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H200": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H800": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
+    "GH200": {"processors": 132, "product_share": 0.86, "wide_flop_per_s": 67e12},
+    "B200": {"processors": 148, "product_share": 0.85, "wide_flop_per_s": 75e12},
+    "GB200": {"processors": 152, "product_share": 0.85, "wide_flop_per_s": 80e12},
+    "B300": {"processors": 148, "product_share": 0.85},
+    "GB300": {"processors": 152, "product_share": 0.85},
+}
+"""Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets,
+CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
+HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
+BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
+FLASH: dict[str, dict[int, tuple[float, float]]] = {
+    "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
+    "H": HOPPER,
+    "GH": HOPPER,
+    "B": BLACKWELL,
+    "GB": BLACKWELL,
+}
+"""Beginning of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
+
+Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches half of it).
+Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
+products: 0.85 of what a kernel alone reaches.
+"""
+
+
+FP4_OVER_FP8 = 2.0
+"""The data sheets' ratio (3 for Blackwell Ultra, which nobody measured)."""
+REACHED = {"H": 0.803}
+"""Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
+
+
+def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
+    """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
+    kernel."""
+    peak = device.bf16_flop_per_s or 1e12
+    name = device.name.upper()
+    known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
+    shares = next((v for start, v in FLASH.items() if name.startswith(start)), FLASH["A100"])
+    forward, backward = shares[flash]
+    matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
+    slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
+    low = device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s
+    base = Speeds(
+        matmul_flop_per_s=matmul,
+        peak_flop_per_s=peak,
+        low_flop_per_s=low,
+        lowest_flop_per_s=FP4_OVER_FP8 * low if name.lstrip("G").startswith("B") else 0.0,
+        memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
+        attention_forward=forward * slow,
+        attention_backward=backward * slow,
+        attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
+        **known,  # type: ignore[arg-type]
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]

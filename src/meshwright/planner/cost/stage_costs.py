@@ -1,0 +1,285 @@
+"""The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from meshwright.planner.cost.activations import NONE, Logits
+from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.host_time import NOTHING, Triple
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.work import Exchange, Operation, Pass, Work
+from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.shape import ModelShape
+
+
+class Cost(NamedTuple):
+    """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    exchange_s: float = 0.0
+    again_s: float = 0.0
+    """Of input_s: repeated forward passes."""
+    kept_bytes: float = 0.0
+    mlp_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
+    attention_bytes: float = 0.0
+    """The same of this package's engine in attention."""
+    queued_bytes: float = 0.0
+    """Kept from a split backward pass to the gradients of weights."""
+    split_bytes: float = 0.0
+    """Largest moment of a split pass in its last layer, beyond what it leaves."""
+    weights: float = 0.0
+    """Elements of the largest weight."""
+    new_bytes: float = 0.0
+    """Its gradient as it is made, part of mlp_bytes."""
+    left_bytes: float = 0.0
+    """Of new_bytes, what a split pass leaves for later."""
+    logits: Logits = NONE
+
+    @property
+    def transient_bytes(self) -> float:
+        """Largest moment of a layer's backward pass."""
+        return max(self.mlp_bytes, self.attention_bytes)
+
+    @property
+    def inputs_bytes(self) -> float:
+        """The same of one that leaves gradients of weights."""
+        return max(self.mlp_bytes - self.left_bytes, self.attention_bytes)
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_s + self.weight_s
+
+    def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
+        """One after the other, the other several times."""
+        if not times:
+            return self
+        return Cost(
+            forward_s=self.forward_s + times * other.forward_s,
+            input_s=self.input_s + times * other.input_s,
+            weight_s=self.weight_s + times * other.weight_s,
+            exchange_s=self.exchange_s + times * other.exchange_s,
+            again_s=self.again_s + times * other.again_s,
+            kept_bytes=self.kept_bytes + times * other.kept_bytes,
+            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes),
+            attention_bytes=max(self.attention_bytes, other.attention_bytes),
+            queued_bytes=self.queued_bytes + times * other.queued_bytes,
+            split_bytes=max(self.split_bytes, other.split_bytes),
+            weights=max(self.weights, other.weights),
+            new_bytes=max(self.new_bytes, other.new_bytes),
+            left_bytes=max(self.left_bytes, other.left_bytes),
+            logits=self.logits.plus(other.logits, times),
+        )
+
+
+NO_COST = Cost()
+
+
+def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
+    steps = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp * layout.cp}
+    steps["dp_replicate"] = steps["dp_shard"] * layout.dp_shard
+    steps["pp"] = steps["dp_replicate"] * layout.dp_replicate
+    if axis == "ep":
+        return layout.ep, 1
+    return int(getattr(layout, axis)), steps[axis]
+
+
+Side = Literal["forward", "inputs", "weights"]
+EXCHANGES = {"forward": "forward_exchanges", "inputs": "backward_exchanges", "weights": ""}
+"""Of an operation, by side."""
+
+
+class BlockTime(NamedTuple):
+    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
+    stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
+
+    forward: tuple[float, float]
+    inputs: tuple[float, float]
+    weights_s: float
+    again: tuple[float, float]
+    within_s: float = 0.0
+    """Of weights_s: what no split pass leaves for later."""
+
+
+def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
+    """Time every operation of a block."""
+    passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    called = _host(block, of, speeds)
+    if of.stack.selective_repeats:
+        rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
+        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
+    forward, inputs = (passes.of_pass(block.operations, side) for side in ("forward", "inputs"))
+    within = 0.0
+    if of.compiled:
+        inside = tuple(op for op in block.operations if not op.uncompiled)
+        within = passes.of_pass(inside, "weights")[0] if block.boundary_bytes else 0.0
+    return BlockTime(
+        within_s=within,
+        forward=(forward[0] + called[0], forward[1]),
+        inputs=(inputs[0] + called[1], inputs[1]),
+        weights_s=passes.of_pass(block.operations, "weights")[0],
+        again=(again[0] + called[2], again[1]),
+    )
+
+
+def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
+    """What a layer takes beside its kernels; ranks that share a core take turns with it."""
+    if not speeds.host or not block.boundary_bytes:
+        return NOTHING
+    routed = any(op.name == "dispatch" for op in block.operations)
+    experts = of.shape.moe.experts / of.ep if of.shape.moe else 0.0
+    times = speeds.host_share * speeds.ranks_per_core
+    a, b, c = (times * one for one in speeds.host.layer(of.shape, routed=routed, experts=experts))
+    return a, b, c
+
+
+def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
+    """A block's passes and kept bytes, with what recomputation repeats."""
+    again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
+    kept = block.kept_bytes(recompute)
+    own = of.stack.own
+    repeated = max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0
+    if own:
+        repeated = block.made_again_bytes(recompute)
+    mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
+    attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
+    new = block.backward.weights * of.width
+    left = 0.0 if of.compiled else new
+    return Cost(
+        forward_s=time.forward[0],
+        input_s=time.inputs[0] + again[0] + time.within_s,
+        weight_s=time.weights_s - time.within_s,
+        exchange_s=time.forward[1] + time.inputs[1] + again[1],
+        again_s=again[0],
+        kept_bytes=kept,
+        mlp_bytes=mlp,
+        attention_bytes=attention,
+        queued_bytes=block.backward.queued,
+        split_bytes=max(0.0, kept + max(mlp - left, attention) - block.backward.queued),
+        weights=block.backward.weights,
+        new_bytes=new,
+        left_bytes=left,
+        logits=block.logits,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
+
+    of: Local
+    layout: Layout
+    speeds: Speeds
+    links: Links
+
+    def of_pass(self, operations: tuple[Operation, ...], side: Side) -> tuple[float, float]:
+        """(seconds, those of them in which an exchange stands beside no computation)."""
+        stack = self.of.stack
+        device = host = each = exchanged = 0.0
+        exchanges_of = EXCHANGES[side]
+        for op in operations:
+            works: tuple[Work, ...] = getattr(op, side)
+            for work in works:
+                took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
+                device, host, each = device + took, host + launch, each + max(took, launch)
+            exchanges: tuple[Exchange, ...] = getattr(op, exchanges_of) if exchanges_of else ()
+            for exchange in exchanges:
+                took = self._exposed(exchange, works)
+                exchanged += took
+                host, each = host + stack.host_s, each + max(took, stack.host_s)
+        device += exchanged
+        longer = max(device, host)
+        return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
+        ranks, stride = ranks_of(self.layout, exchange.axis)
+        beside = self.of.stack.hides_beside
+        if exchange.collective == "ring":
+            hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
+            return (ranks - 1) * max(0.0, hop - beside * sum(map(self.speeds.seconds, works)) / ranks)
+        moe = self.of.shape.moe
+        routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
+        took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
+        took = max(0.0, took - beside * sum(map(self.speeds.seconds, exchange.beside)))
+        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+
+
+def _launches(work: Work) -> float:
+    return work.launches if isinstance(work, Pass) else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the stages of a layout are made of."""
+
+    embedding: Cost
+    head: Cost
+    dense: Cost = NO_COST
+    windowed: Cost = NO_COST
+    routed: Cost = NO_COST
+
+    def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> Cost:
+        """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
+        that the first layer has not."""
+        total = NO_COST.plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
+        if first:
+            total = total.plus(self.embedding)
+        return total.plus(self.head) if last else total
+
+
+Policies = dict[str, Cost]
+"""By recompute policy."""
+
+
+def costs(
+    of: Local, layout: Layout, speeds: Speeds, links: Links, known: dict[tuple[object, ...], Policies]
+) -> dict[str, Costs]:
+    """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
+    of this one are added."""
+    shape = of.shape
+    inside = of.tp, of.sp, of.splits, of.compiled
+    keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
+    if shape.routed_layers < shape.layers:
+        keys["dense"] = of.batch, of.cp, *inside
+    if shape.window and shape.window_from_layer:
+        keys["windowed"] = of.batch, of.cp, *inside
+    if shape.routed_layers:
+        keys["routed"] = of.batch, of.cp, of.ep, *inside
+    found: dict[str, Policies] = {}
+    for part, key in keys.items():
+        if (part, key) not in known:
+            known[part, key] = _policies(part, of, layout, speeds, links)
+        found[part] = known[part, key]
+    return {policy: Costs(**{part: one[policy] for part, one in found.items()}) for policy in RECOMPUTE}
+
+
+def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Policies:
+    """Of one part; the ends are never recomputed."""
+    if part in ("embedding", "head"):
+        block = embedding(of) if part == "embedding" else head(of)
+        return dict.fromkeys(RECOMPUTE, block_cost(block, block_time(block, of, layout, speeds, links), of, "none"))
+    window = of.shape.window_of(0) if part == "dense" else of.shape.window
+    block = layer(of, window=window, routed=part == "routed")
+    time = block_time(block, of, layout, speeds, links)
+    return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}
+
+
+def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
+    """Blocks in turn, the head weighing as its product: the next stage begins with the block after a threshold was
+    reached (nanotron, src/nanotron/models/base.py). A stage can be left with the head alone, not with nothing."""
+    layer = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
+    whole = shape.layers * layer + shape.vocab * shape.hidden
+    sizes, filled = [0] * stages, 0
+    for n in range(shape.layers):
+        sizes[filled] += 1
+        if (n + 1) * layer >= whole * (filled + 1) / stages and filled + 1 < stages:
+            filled += 1
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,146 @@
+"""Parameters, gradients and optimizer states of a pipeline rank, in bytes: the counting of spec/held.py without walking
+every layer, since all layers of a kind are alike. Equal to it to the byte (tests)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.boxes import boxes, sharded_dim
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes
+from meshwright.spec.inventory import parameters
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+Size = tuple[tuple[int, ...], bool]
+"""(sizes of a parameter, whether it is an expert's)."""
+Sizes = tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What tensor and expert parallelism leave of each part of a model on a rank (the first, which has the most)."""
+
+    embedding: Sizes
+    dense: Sizes
+    routed: Sizes
+    norm: Sizes
+    head: Sizes
+
+
+@cache
+def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
+    """The parts of a shape; layers by their kind."""
+    first = shape.moe.first_dense if shape.moe else 0
+    small = replace(shape, layers=min(shape.layers, first + 1)) if first < shape.layers else replace(shape, layers=1)
+    found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
+    groups: dict[str, list[Size]] = {}
+    for parameter in parameters(small):
+        sizes = found[parameter.name].sizes
+        kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
+        if kind == "dense" and parameter.layer > 0:
+            continue
+        groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
+    head = groups.get("head", []) or [groups["embedding"][0]]
+    return Pieces(
+        embedding=tuple(groups["embedding"]),
+        dense=tuple(groups.get("dense", ())),
+        routed=tuple(groups.get("routed", ())),
+        norm=tuple(groups["norm"]),
+        head=tuple(head),
+    )
+
+
+@cache
+def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
+    """Elements of the largest tensor of a layer on a rank."""
+    found = pieces(shape, tp, ep)
+    return max(prod(sizes) for sizes, _ in (found.routed if routed else found.dense))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`."""
+
+    whole: int
+    shard: int
+    own: int
+    gathered: int
+    tensors: int
+
+
+def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool) -> Counts:
+    """Of the layers (and ends) that a pipeline rank holds."""
+    found = pieces(shape, layout.tp, layout.ep)
+    routed = sum(shape.is_moe_layer(layer) for layer in layers)
+    parts: Counter[Size] = Counter()
+    for sizes, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
+        for size in sizes:
+            parts[size] += times
+    ends = [*(found.embedding if first else ()), *(found.norm if last else ())]
+    if last and not (shape.tied and first):
+        ends += found.head
+    for size in ends:
+        parts[size] += 1
+    return _count(parts, layout)
+
+
+def _count(parts: Counter[Size], layout: Layout) -> Counts:
+    ranks = layout.dp_shard * layout.cp if layout.zero else 1
+    same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
+    whole = shard = gathered = tensors = 0
+    for (sizes, expert), times in parts.items():
+        n = same if expert else ranks
+        dim = sharded_dim(sizes, n)
+        numel = prod(sizes)
+        each = -(-sizes[dim] // n) * (numel // sizes[dim])
+        whole += times * numel
+        shard += times * each
+        gathered += times * each * n
+        tensors += times
+    return Counts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes by kind inside the step and while the optimizer runs."""
+
+    step: dict[str, float]
+    update: dict[str, float]
+    parameter_bytes: float
+    """Of an element."""
+    gradient_bytes: float
+
+
+def states(
+    stack: Stack, layout: Layout, precision: str, count: Counts, micro_batches: int = 1, reduce_dtype: str = "fp32"
+) -> States:
+    """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank."""
+    width = WIDTHS[precision]
+    sixteen = precision != "fp32"
+    gradient = stack.gradient_bytes if sixteen else width.gradient
+    if stack.own:
+        gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
+    master = stack.master_bytes if sixteen else width.master
+    shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0
+    zero, late = layout.zero, layout.pp > 1
+    beside = stack.sharding == "fully_shard"
+    shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
+    if shard > width.parameter:
+        master = 0.0
+    kinds = {}
+    for inside in (True, False):
+        whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
+        whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2
+        parameters = count.gathered if whole else count.shard
+        kinds[inside] = {
+            "parameters": (parameters if beside or zero == 3 else count.whole) * (width.parameter if whole else shard),
+            "shards": count.shard * shard if beside and whole and zero else 0.0,
+            "gradients": (count.whole if whole_gradients else count.shard) * gradient + count.shard * shard_gradient,
+            "masters": count.own * master,
+            "moments": count.own * width.moments,
+            "counters": count.tensors * COUNTER_BYTES,
+        }
+    return States(step=kinds[True], update=kinds[False], parameter_bytes=width.parameter, gradient_bytes=gradient)

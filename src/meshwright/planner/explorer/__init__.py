@@ -1,0 +1,1 @@
+"""The layout explorer: one HTML page for offline use."""

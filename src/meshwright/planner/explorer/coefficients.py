@@ -1,0 +1,134 @@
+"""What the explorer's page needs to count memory by itself: what is linear in tokens or in elements, as numbers.
+
+Bytes that a part of the model keeps are linear in the tokens of a rank, masks of documents also in the positions of a
+sequence; those of the head are the lower of two lines, since it runs chunk by chunk. Bytes of states are linear in a
+rank's elements. All else (padding of shards, micro-batches in flight, gathered layers, the worst moment) the page
+counts by itself: explorer/memory.js and explorer/peaks.js.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from math import isclose
+from typing import Any
+
+from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.cost.states import Counts, pieces, states
+from meshwright.planner.search.regions import divisors
+from meshwright.planner.step.predict import Estimator
+from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.legal import layout_violations
+
+FEW, MANY = 64, 2**26
+"""Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
+SIZES: dict[str, Callable[[Cost], float]] = {
+    "kept": lambda cost: cost.kept_bytes,
+    "queued": lambda cost: cost.queued_bytes,
+    "mlp": lambda cost: cost.mlp_bytes - cost.new_bytes,
+    "attention": lambda cost: cost.attention_bytes,
+    "logits_kept": lambda cost: cost.logits.kept,
+    "logits_held": lambda cost: cost.logits.held,
+    "logits_chunk": lambda cost: cost.logits.chunk,
+    "logits_matrix": lambda cost: cost.logits.matrix,
+}
+"""Bytes of a part."""
+PARTS = ("embedding", "dense", "routed", "head")
+ELEMENTS = tuple(field.name for field in fields(Counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """What decides how a layer is cut."""
+
+    tp: int
+    sp: bool
+    ep: int
+    cp: int = 1
+
+    @property
+    def key(self) -> str:
+        """As the page writes it; of ep and cp it matters to a layer's tensors only whether there is any."""
+        return f"{self.tp}{'s' if self.sp else ''}{'e' if self.ep > 1 else ''}{'c' if self.cp > 1 else ''}"
+
+
+def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
+    """For every degree that so many devices and the shape allow."""
+    degrees = list(_degrees(of, devices))
+    return {
+        "sizes": list(SIZES),
+        "kept": {one.key: _parts(of, one) for each in degrees for one in (each, replace(each, cp=2))},
+        "elements": ELEMENTS,
+        "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
+        "states": [[[_states(of, zero, pp, sums) for sums in (False, True)] for pp in (1, 2)] for zero in range(4)],
+    }
+
+
+def _degrees(of: Estimator, devices: int) -> list[Degrees]:
+    shape = of.shape
+    experts = divisors(shape.moe.experts) if shape.moe else (1,)
+    found = []
+    for tp in divisors(devices):
+        if layout_violations(shape, replace(of.recipe, dropout=0.0), Layout(tp=tp)):
+            continue
+        found += [Degrees(tp, False, 1)] + ([Degrees(tp, True, 1)] if tp > 1 else [])
+        found += [Degrees(tp, tp > 1, ep) for ep in experts if ep > 1]
+    return found
+
+
+def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]]]:
+    """recompute -> part -> for each of SIZES (bytes, bytes a token, bytes a token and position of its sequence), or two
+    lines (bytes, bytes a token) of which the lower holds."""
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for recompute in RECOMPUTE:
+        at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, 3 * FEW, MANY, 2 * MANY)}
+        found[recompute] = {
+            part: [_lines([(tokens, size(getattr(costs, part))) for tokens, costs in at.items()])
+                   for size in SIZES.values()]
+            for part in PARTS
+        }  # fmt: skip
+    return found
+
+
+def _costs(of: Estimator, one: Degrees, recompute: str, tokens: int) -> Any:
+    layout = Layout(
+        dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1, recompute=recompute,  # type: ignore[arg-type]
+    )  # fmt: skip
+    recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
+    alone = replace(of, recipe=recipe)
+    return alone.parts(layout)[1]
+
+
+def _lines(points: list[tuple[int, float]]) -> list[float]:
+    """The first three lie FEW apart."""
+    (n0, y0), (n1, y1), (_, y), (n2, y2), (n3, y3) = points
+    bend = (y - 2 * y1 + y0) / (2 * FEW**2)
+    slope = (y1 - y0) / FEW - bend * (n0 + n1)
+    first = [y0 - slope * n0 - bend * n0**2, slope, bend]
+    if isclose(first[0] + slope * n3 + bend * n3**2, y3, rel_tol=1e-9, abs_tol=1e-6):
+        return first if any((y0, y1)) else [0.0, 0.0, 0.0]
+    slope, far = (y1 - y0) / (n1 - n0), (y3 - y2) / (n3 - n2)
+    return [y0 - slope * n0, slope, y2 - far * n2, far]
+
+
+def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
+    """part -> (sizes, 1 for an expert's, how many such tensors)."""
+    found = pieces(of.shape, tp, ep)
+    return {
+        field.name: [[sizes, int(expert), times] for (sizes, expert), times in
+                     Counter(getattr(found, field.name)).items()]
+        for field in fields(found)
+    }  # fmt: skip
+
+
+def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:
+    """phase -> kind -> bytes of an element of each of ELEMENTS. `sums`: gradients are sums of several."""
+    layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]
+    units = [Counts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
+    precision, reduce_dtype = of.recipe.precision, of.recipe.reduce_dtype
+    made = [states(of.stack, layout, precision, unit, reduce_dtype=reduce_dtype) for unit in units]
+    return {
+        "step": {kind: [one.step[kind] for one in made] for kind in made[0].step},
+        "update": {kind: [one.update[kind] for one in made] for kind in made[0].update},
+        "parameter_bytes": made[0].parameter_bytes,
+        "gradient_bytes": made[0].gradient_bytes,
+    }

@@ -1,0 +1,1 @@
+"""Cluster files: a machine as it was measured, read and written."""

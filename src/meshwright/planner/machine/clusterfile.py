@@ -1,0 +1,293 @@
+"""Cluster files: a machine as `meshwright calibrate` measured it, in TOML.
+
+    devices_per_node = 2
+    [device]            as spec/presets/devices/*.toml
+    [provenance]        machine, date, versions, command: for people
+    [stack]             what Meshwright's own software costs there: fields of planner.cost.stack.Stack
+    [speeds.2]          where 2 ranks work at once: scalars of planner.cost.speeds.Speeds, and grids of measured rates
+    [speeds.2.host]     seconds of a layer beside its kernels, where the host is the device: planner.cost.host_time.Host
+    [links.2.ranks_2]   seconds of an exchange between 2 of them
+
+A grid is a table of increasing axes and, last, the values at all their combinations, the last axis running fastest.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import isfinite, log
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.cost.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.cost.host_time import KINDS, Host
+from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.step.predict import Estimator
+from meshwright.spec import presets
+from meshwright.spec.cluster import Cluster, Device
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import Plan
+
+MENDING = "`meshwright calibrate --out FILE.toml` writes a whole one"
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
+WIDTHS = {"products_fp32": 4.0, "products_bf16": 2.0}
+"""Grid of products -> bytes of an operand."""
+AXES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(WIDTHS, ("m", "k", "n", "flop_per_s")),
+    "passes": ("bytes", "bytes_per_s"),
+    "update": ("bytes", "bytes_per_s"),
+    "attention_forward_curve": ("sequence", "dim", "flop_per_s"),
+    "attention_backward_curve": ("sequence", "dim", "flop_per_s"),
+    **dict.fromkeys(COLLECTIVES, ("bytes", "seconds")),
+}
+"""Grid -> its axes, and its values."""
+SPEED_SCALARS = (
+    "ranks_per_core", "launch_s", "product_share", "memory_share", "attention_forward", "attention_backward",
+    "host_share",
+)  # fmt: skip
+LINK_SCALARS = ("curve_share", "base_s")
+SHARES = ("hides_gradients", "hides_weights", "hides_tensor", "hides_beside", "hides_sends", "stalls")
+"""Fields of a stack that are parts of a whole."""
+STACK_SCALARS = (
+    *(one.name for one in fields(Stack) if one.name.endswith(("_s", "passes"))), *SHARES, "contention", "skew",
+    "head_chunk_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """What a machine does while so many ranks work at once."""
+
+    speeds: Speeds
+    links: Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    """A measured machine."""
+
+    device: Device
+    devices_per_node: int = 1
+    together: Mapping[int, Together]
+    """By the number of ranks."""
+    stack: Stack = MESHWRIGHT
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def cluster(self, devices_per_node: int = 0, nodes: int = 1) -> Cluster:
+        """So many of its devices in a node (0 = as the file says) on so many nodes. Ranks of one core share memory."""
+        ranks = devices_per_node or self.devices_per_node
+        memory = int(self.device.memory_bytes / self._near(ranks).speeds.ranks_per_core)
+        return Cluster(device=replace(self.device, memory_bytes=memory), devices_per_node=ranks, nodes=nodes)
+
+    def estimator(self, plan: Plan) -> Estimator:
+        """For a plan's model and recipe on as many devices as its cluster has: measured with that many ranks in a node,
+        or the nearest number that was."""
+        ranks = plan.cluster.devices_per_node
+        near = self._near(ranks)
+        return Estimator(
+            shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=self.stack, speeds=near.speeds,
+            links=replace(near.links, per_node=ranks),
+        )  # fmt: skip
+
+    def _near(self, ranks: int) -> Together:
+        return self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]
+
+
+def is_file(name: str) -> bool:
+    """Whether --cluster names a file: FILE.toml, or FILE.tomlxN with N devices in a node."""
+    return _split(name)[0].endswith(".toml")
+
+
+def asked(name: str, nodes: int = 1) -> tuple[ClusterFile, Cluster]:
+    """The file and the cluster that `--cluster FILE.toml[xN]` names; PlanError as `load`."""
+    path, per_node = _split(name)
+    found = load(Path(path))
+    return found, found.cluster(per_node, nodes)
+
+
+def _split(name: str) -> tuple[str, int]:
+    path, x, number = name.rpartition("x")
+    if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
+        return path, int(number)
+    if x and path.endswith(".toml"):
+        raise PlanError(f"--cluster {name}: {number or 'nothing'} devices in a node cannot be; as {path}x8")
+    return name, 0
+
+
+def load(path: Path) -> ClusterFile:
+    """A cluster file; PlanError in one line where it is none."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cluster file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"cluster file {path} is no TOML ({' '.join(str(error).split())}): {MENDING}") from None
+    try:
+        return _read(document)
+    except ValueError as error:
+        raise PlanError(f"cluster file {path}: {error}") from None
+
+
+def _read(document: dict[str, Any]) -> ClusterFile:
+    _known("", document, ("devices_per_node", "device", "provenance", "stack", "speeds", "links"))
+    device = _device(_table("device", document))
+    per_node = document.get("devices_per_node", 1)
+    if type(per_node) is not int or not 1 <= per_node < 10**6:
+        raise ValueError(f"devices_per_node={per_node!r} must be a whole number of 1 or more")
+    speeds = {_ranks("speeds", key): value for key, value in _table("speeds", document).items()}
+    if not speeds:
+        raise ValueError(f"[speeds] has no table [speeds.N] for N ranks: {MENDING}")
+    links = {_ranks("links", key): value for key, value in _table("links", document, {}).items()}
+    if unknown := links.keys() - speeds.keys():
+        raise ValueError(f"[links.{min(unknown)}] has no [speeds.{min(unknown)}] beside it: {MENDING}")
+    together = {
+        ranks: Together(speeds=_speeds(f"speeds.{ranks}", device, table), links=_links(device, ranks, links.get(ranks)))
+        for ranks, table in speeds.items()
+    }
+    provenance = {str(key): str(value) for key, value in _table("provenance", document, {}).items()}
+    return ClusterFile(
+        device=device, devices_per_node=per_node, together=together, stack=_stack(_table("stack", document, {})),
+        provenance=provenance,
+    )  # fmt: skip
+
+
+def _device(table: dict[str, Any]) -> Device:
+    keys = {one.name: one.type for one in fields(Device)}
+    endings = {unit: ending for ending, (unit, _) in presets.UNITS.items()}
+    short = [next((key.removesuffix(u) + e for u, e in endings.items() if key.endswith(u)), key) for key in keys]
+    _known("device", table, short)
+    if not isinstance(table.get("name"), str) or not table["name"].strip():
+        raise ValueError("device.name is missing: what reports call it")
+    words = {key: value for key, value in table.items() if key in ("name", "source", "certainty")}
+    for key, value in words.items():
+        if not isinstance(value, str):
+            raise ValueError(f"device.{key}={value!r} must be text")
+    numbers = {key: _number(f"device.{key}", value, zero=True) for key, value in table.items() if key not in words}
+    converted = dict(presets.converted(key, value) for key, value in numbers.items())
+    if "memory_bytes" in converted:
+        converted["memory_bytes"] = int(converted["memory_bytes"])
+    return Device(**words, **converted)
+
+
+def _speeds(where: str, device: Device, table: Any) -> Speeds:
+    needed = [name for name in AXES if name not in (*WIDTHS, *COLLECTIVES)]
+    _known(where, table, (*needed, *WIDTHS, *SPEED_SCALARS, "host"))
+    grids = {name: _grid(f"{where}.{name}", name, table[name]) for name in table if name in AXES}
+    for name in (*needed, *(["products_fp32"] if not grids.keys() & WIDTHS.keys() else [])):
+        if name not in grids:
+            raise ValueError(f"{where}.{name} is missing: {MENDING}")
+    curves = DeviceCurves(
+        products={width: grids[name] for name, width in WIDTHS.items() if name in grids},
+        passes=grids["passes"],
+        attention=(grids["attention_forward_curve"], grids["attention_backward_curve"]),
+        update=grids["update"],
+    )
+    scalars = {
+        name: _number(f"{where}.{name}", table[name], zero=name in ("launch_s", "host_share"))
+        for name in SPEED_SCALARS
+        if name in table
+    }
+    plain = {
+        "launch_s": 0.0,
+        "product_share": 1.0,
+        "memory_share": 1.0,
+        "attention_forward": 1.0,
+        "attention_backward": 1.0,
+    }
+    best = max(max(grid.values) for grid in curves.products.values())
+    return replace(
+        speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.bf16_flop_per_s or best,
+        curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None,
+        **(plain | scalars),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _host(where: str, table: Any) -> Host:
+    _known(where, table, KINDS)
+    found = {}
+    for name, values in table.items():
+        if not isinstance(values, list) or len(values) != 3:
+            raise ValueError(f"{where}.{name} must be three numbers, forward, backward, selective: {MENDING}")
+        found[name] = tuple(_number(f"{where}.{name}", value, zero=True) for value in values)
+    return Host(**found)  # type: ignore[arg-type]
+
+
+def _links(device: Device, ranks: int, table: Any) -> Links:
+    base = links_of(Cluster(device=device, devices_per_node=ranks))
+    if table is None:
+        return base
+    where, found, scalars = f"links.{ranks}", {}, {}
+    if not isinstance(table, dict):
+        raise ValueError(f"[{where}] must be a table")
+    for key, value in table.items():
+        if key in LINK_SCALARS:
+            scalars[key] = _number(f"{where}.{key}", value)
+            continue
+        if not key.startswith("ranks_"):
+            _known(where, {key: value}, (*LINK_SCALARS, f"ranks_{ranks}"))
+        size = _ranks(f"{where}.ranks", key.removeprefix("ranks_"))
+        if not 2 <= size <= ranks:
+            raise ValueError(f"[{where}.{key}]: a group has 2 to {ranks} ranks")
+        _known(f"{where}.{key}", value, COLLECTIVES)
+        found.update({(name, size): _grid(f"{where}.{key}.{name}", name, one) for name, one in value.items()})
+    return replace(base, curves=LinkCurves(seconds=found), **scalars)  # type: ignore[arg-type]
+
+
+def _stack(table: dict[str, Any]) -> Stack:
+    _known("stack", table, STACK_SCALARS)
+    found = {name: _number(f"stack.{name}", value, zero=True) for name, value in table.items()}
+    for name, value in found.items():
+        if name in SHARES and value > 1:
+            raise ValueError(f"stack.{name}={value:g} is a share: 0 to 1")
+    return replace(MESHWRIGHT, **found)  # type: ignore[arg-type]
+
+
+def _grid(where: str, name: str, table: Any) -> Grid:
+    *names, values = AXES[name]
+    _known(where, table, AXES[name])
+    for key in AXES[name]:
+        if not isinstance(table.get(key), list) or not table[key]:
+            raise ValueError(f"{where}.{key} is missing or no list of numbers: {MENDING}")
+    lists = {key: tuple(_number(f"{where}.{key}", one) for one in table[key]) for key in AXES[name]}
+    count = 1
+    for key in names:
+        count *= len(lists[key])
+        if any(b <= a for a, b in zip(lists[key], lists[key][1:], strict=False)):
+            raise ValueError(f"{where}.{key} must increase from one to the next")
+    if len(lists[values]) != count:
+        raise ValueError(f"{where}.{values} has {len(lists[values])} numbers; its axes make {count}")
+    return Grid(tuple(lists[key] for key in names), lists[values])
+
+
+def _table(name: str, document: Mapping[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
+    found = document.get(name, default)
+    if found is None:
+        raise ValueError(f"[{name}] is missing: {MENDING}")
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={found!r} must be a table")
+    return found
+
+
+def _known(where: str, table: Any, names: Iterable[str]) -> None:
+    names = list(names)
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}={table!r} must be a table")
+    for key in table:
+        if key not in names:
+            place = f"{where}.{key}" if where else key
+            raise ValueError(f"{place} is not known; nearest: {', '.join(presets.nearest(key, names))}")
+
+
+def _number(where: str, value: Any, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+        raise ValueError(f"{where}={value!r} must be a finite number {'of 0 or more' if zero else 'above 0'}")
+    if value == 0 and not zero:
+        raise ValueError(f"{where}=0 must be above 0")
+    return float(value)
+
+
+def _ranks(where: str, key: str) -> int:
+    if not key.isdecimal() or not 1 <= int(key) < 10**6:
+        raise ValueError(f"[{where}.{key}]: {key!r} is no number of ranks")
+    return int(key)

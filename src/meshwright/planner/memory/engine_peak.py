@@ -1,0 +1,266 @@
+"""The peak of a pipeline rank of Meshwright's own engine: every moment of its schedule at which it may hold most, with
+what head, layers, embedding, gathers and reductions need beside the states then. Held against a dry run of the engine.
+
+What FSDP keeps (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a gather of a forward pass leaves its buffer
+until the next one's is there; a reduction copies a unit's gradients into one, which lives until the next reduction.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.memory.instants import Moment, What, moments_of
+from meshwright.spec.layout import Layout
+
+Kinds = dict[str, float]
+WORDS = {
+    "loss": "head and loss", "pass": "backward pass", "inputs": "backward pass", "sums": "last backward pass",
+    "split": "split backward pass",
+    "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
+    "reduce": "sum of gradients",
+}  # fmt: skip
+CHANGING = ("gradients", "logits", "temporaries", "buffers", "parameters", "activations")
+"""Kinds of memory that a moment decides."""
+Sizes = tuple[float, float, float, float, float, float]
+"""Bytes of each."""
+Place = tuple[float, float, float, float, float]
+"""Of a place inside a pass: bytes of gradients, logits, temporaries, buffers, and of parameters that are gone."""
+ROUNDS = 3
+"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
+
+    first: Unit
+    block: Unit
+    last: Unit
+    summed: bool
+    """Whether any other rank has gradients to be summed with these."""
+    tied: bool = False
+    """Both ends are one unit."""
+
+
+def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
+    """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
+    width = micro_batches // max(1, micro_batches // ranks)
+    if name == "afab" or micro_batches <= (ROUNDS + 1) * width:
+        return micro_batches
+    return ROUNDS * width + (micro_batches % ranks if virtual == 1 else 0)
+
+
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+    """Of a pipeline rank, or of a step without a pipeline."""
+    if layout.pp > 1:
+        few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
+        return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
+    found = [Moment("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
+    passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
+    if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
+        passes.append(((int(micro_batches > 1),), True))
+    for graded, final in passes:
+        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
+        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
+    return tuple(found)
+
+
+class Standing(NamedTuple):
+    """What all stages of a rank hold at a moment, that no other moment of its kind holds more of."""
+
+    what: What
+    place: int
+    again: bool
+    """Whether the stage under way has gradients of earlier micro-batches."""
+    waits: bool
+    """Whether gradients of its weights wait to be made."""
+    share: float
+    """Of the rank's gradients that are there, and not reduced yet."""
+    reduced: float
+    """Of those that are reduced."""
+    own: float
+    """Of those of the stage under way, whether there or not."""
+    kept_bytes: float
+    logits_bytes: float
+
+
+def standing(found: tuple[Moment, ...], costs: list[Cost], shares: tuple[float, ...]) -> tuple[Standing, ...]:
+    """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
+    which of the stages before the last is under way. `shares`: of the rank's parameters, each stage's."""
+    alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
+    kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
+    leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
+    kinds: dict[tuple[object, ...], list[Standing]] = {}
+    for what, place, alive, waiting, graded, done in found:
+        kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
+        reduced = sum(map(mul, done, shares))
+        share, again, waits = sum(map(mul, graded, shares)) - reduced, bool(graded[place]), bool(waiting[place])
+        one = Standing(what, place, again, waits, share, reduced, shares[place], kept_bytes, alive[-1] * logits)
+        kind = what, place == end if alike and what != "reduce" else place, again, waits, reduced, shares[place]
+        kinds.setdefault(kind, []).append(one)
+    return tuple(one for some in kinds.values() for one in _front(some))
+
+
+def _front(some: list[Standing]) -> Iterator[Standing]:
+    """Those below no other, in what is kept and in gradients."""
+    most = -1.0
+    for one in sorted(some, key=lambda one: (one.kept_bytes + one.logits_bytes, one.share), reverse=True):
+        if one.share > most:
+            most = one.share
+            yield one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
+    reduced together. `last`: its last stage is the model's."""
+
+    layout: Layout
+    costs: list[Cost]
+    state: Kinds
+    units: Units
+    last: bool
+    first: bool
+    """Its first stage is."""
+    made: float
+    """Bytes of an element of a gradient as it is made."""
+    summed: float
+    """As it is kept."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each micro-batch's gradients are reduced at once."""
+        return self.layout.pp == 1 and self.layout.zero >= 2
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are gathered for each pass."""
+        return self.layout.pp == 1 and self.layout.zero == 3
+
+    def peak(self, found: tuple[Standing, ...]) -> tuple[str, Kinds]:
+        """(when, bytes by kind) of the worst of these moments."""
+        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
+        return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether parameters that were whole are gone when a stage's last backward pass has come by."""
+        return self.units.summed and bool(self.layout.zero) and not self.frees
+
+    def at(self, moment: Standing) -> Iterator[Sizes]:
+        """What is held at the worst places of the pass under way, instead of the state's gradients and parameters."""
+        what, place, again, waits, share, reduced, own, kept, logits = moment
+        cost, units, whole = self.costs[place], self.units, self.state["gradients"]
+        ends, early = self.last and place == len(self.costs) - 1, waits and not again
+        before = whole * share + self._left(whole * reduced) + (units.last.gradients if ends and early else 0.0)
+        parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
+        final = units.summed and what == "sums"
+
+        def kinds(gradients: float, logits: float, temporaries: float, buffers: float, gone: float = 0.0) -> Sizes:
+            return gradients, logits, temporaries, buffers, parameters - gone, kept
+
+        if what == "loss":
+            gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
+            buffers = units.last.parameters * (bool(gathered) + self.frees)
+            yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
+        elif what == "weights":
+            wider = self.summed if self.made < self.summed and not again else 0.0
+            yield kinds(before, logits, cost.weights * (self.made + wider), 0.0)
+        elif what == "reduce":
+            if units.summed:
+                yield kinds(before, logits, 0.0, *self._reduction(self.first and place == 0, ends))
+        elif what == "split":
+            yield kinds(before, logits, cost.split_bytes, 0.0)
+        elif what in ("embedding", "end"):
+            last = what == "end" and units.summed
+            after = before if again else before + (units.first.gradients if early else whole * own)
+            found = self._embedding(after, logits, again, own if last and self.layout.zero else 0.0)
+            if last and not self.layout.zero:  # put together in one buffer for their sum
+                found = *found[:2], max(found[2], units.first.gradients), *found[3:]
+            yield kinds(*found)
+        else:
+            if ends:
+                yield from (kinds(*one) for one in self._head(before, logits, cost, again, final))
+            left = what == "inputs" and cost.left_bytes > 0
+            temporaries = cost.inputs_bytes if left else cost.transient_bytes
+            if again and not self.apart and not left:
+                temporaries = max(temporaries, cost.weights * (self.made + self.summed))
+            yield kinds(*self._layer(before, logits, temporaries, cost, again, final, ends))
+
+    def _head(self, before: float, logits: float, cost: Cost, again: bool, final: bool) -> Iterator[Place]:
+        """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
+        last, gone = self.units.last, cost.logits.kept - cost.logits.held
+        gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
+        yield before, logits, last.made, gathers, 0.0
+        if self.apart:
+            gradients = before + (0.0 if again else self._shard(last))
+            yield gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final)
+            return
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0, 0.0
+        if final:
+            yield gradients, logits - gone, 0.0, last.gradients, self._gone(final)
+
+    def _layer(
+        self, before: float, logits: float, temporaries: float, cost: Cost, again: bool, final: bool, ends: bool
+    ) -> Place:
+        """The first layer of the pass. The head's gradients may still be under way."""
+        last, block = self.units.last if ends else Unit(), self.units.block
+        gone = cost.logits.kept - cost.logits.held if ends else 0.0
+        freed = self._gone(final and ends)
+        if self.apart:
+            gathers = 2 * block.parameters if self.frees else 0.0
+            gradients = before + (0.0 if again else self._shard(last))
+            made = max(0.0, block.made - cost.weights * self.made)
+            copies = max(last.gradients, block.gradients) * self.units.summed
+            return gradients, logits - gone, temporaries + made, gathers + copies, freed
+        gradients = before if again else min(self.state["gradients"], before + last.gradients)
+        return gradients, logits - gone, temporaries, 0.0, freed
+
+    def _reduction(self, first: bool, ends: bool) -> tuple[float, float]:
+        """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
+        what was reduced stays."""
+        units = [*([self.units.first] if first else []), self.units.block]
+        if not self.layout.zero:
+            return max(unit.gradients for unit in (*units, *([self.units.last] if ends else []))), 0.0
+        unit = max(units, key=lambda unit: unit.gradients - unit.parameters)
+        return unit.gradients, unit.parameters
+
+    def _gone(self, final: bool) -> float:
+        """Parameters of the head, when its last backward pass has come by."""
+        return self.units.last.parameters if final and self.lets_go and not self.units.tied else 0.0
+
+    def _left(self, gradients: float) -> float:
+        """Of a stage's gradients, when they are reduced."""
+        return self._shard(Unit(gradients=gradients)) if self.lets_go else gradients
+
+    def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
+        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the
+        stage's layers are shards already, and their parameters are gone. `final`: the stage's share of the rank where
+        they are reduced."""
+        first, block = self.units.first, self.units.block
+        gone = max(0.0, self.state["parameters"] * final - first.parameters) if self.lets_go else 0.0
+        if self.apart:
+            gathers = first.parameters if self.frees else 0.0
+            buffers = gathers + max(first.gradients, block.gradients)
+            return self.state["gradients"], logits, first.made, buffers, gone
+        more = first.gradients if again and self.made < self.summed else 0.0
+        if final:
+            own = self.state["gradients"] * final
+            left = first.gradients + block.gradients + self._shard(Unit(gradients=own))
+            gradients -= max(0.0, own - left)
+        return gradients, logits, first.made + more, 0.0, gone
+
+    def _shard(self, unit: Unit) -> float:
+        """Of gradients after their reduction."""
+        return unit.gradients / (self.layout.dp_shard * self.layout.cp)

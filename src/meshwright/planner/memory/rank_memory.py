@@ -1,0 +1,212 @@
+"""Peak memory of a pipeline rank: what it always holds, and the worst moment of the schedule it runs."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.planner.cost.local_shape import SPLIT
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.cost.states import States
+from meshwright.planner.memory.engine_peak import Rank, Standing, Units, enough
+from meshwright.planner.memory.instants import Moment, What
+from meshwright.planner.time.timeline import actions_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import own_stages
+from meshwright.spec.schedule import V_PLACED
+
+DRIVER_BYTES = 1.7e9
+"""Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
+80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
+KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
+         "temporaries", "tokens", "staging", "reserve")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes by kind at the worst moment of one pipeline rank."""
+
+    pp_rank: int
+    when: str
+    kinds: dict[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        """The peak."""
+        return sum(self.kinds.values())
+
+
+@cache
+def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another."""
+    if ranks == 1:
+        return ((1,),)
+    actions = actions_of(name, ranks, micro_batches, virtual)[rank]
+    places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
+    alive = [0] * len(places)
+    found: set[tuple[int, ...]] = set()
+    more = False
+    for action in actions:
+        if action.kind == "F":
+            alive[places[action.stage]] += 1
+            more = True
+        elif action.kind in ("W", "BW"):
+            if more:
+                found.add(tuple(alive))
+            alive[places[action.stage]] -= 1
+            more = False
+    return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
+
+
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """`in_flight` for a step of so many micro-batches."""
+    few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
+    return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
+
+
+def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
+    """Micro-batches alive in each stage of a rank when its first backward pass begins, by closed form: one of the
+    moments of the schedule, so that no peak is below it. Mostly it is the fullest."""
+    p, v, m = ranks, virtual, micro_batches
+    if p == 1:
+        return (1,)
+    if name in V_PLACED:
+        return min(m, 2 * p - rank - 1), min(m, rank + 1)
+    if name == "afab":
+        return (m,)
+    width, hop = m // max(1, m // p), 2 if name == "interleaved" else 1
+    ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
+    rounds, rest = divmod(ahead, v * width)
+    return tuple(rounds * width + min(width, max(0, rest - chunk * width)) for chunk in range(v))
+
+
+def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
+    """Whether all gradients are there when as much is in flight again as before a rank's first backward pass; not known
+    of schedules laid out in a V."""
+    p, v, m = ranks, virtual, micro_batches
+    if p == 1:
+        return m > 1
+    if name in ("1f1b", "zb-h1"):
+        return m > (p if name == "1f1b" else 3 * p)
+    width = m // max(1, m // p)
+    ahead = sum(leading(name, p, m, v, 0))
+    return name == "interleaved" and m * v > ahead + v * width
+
+
+def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
+    """By closed form, of a pipeline rank: a backward pass begins with as much in flight as before its first."""
+    name, p, v = layout.schedule, layout.pp, layout.vp
+    alive = leading(name, p, micro_batches, v, rank)
+    graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
+    what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
+    none = (0,) * len(alive)
+    return Moment(what, len(alive) - 1, alive, none, graded, none)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Bytes that data parallelism holds for a while, in a step without a pipeline, at three moments: when the loss is
+    made, when the head's gradients are whole, in the backward pass of the last layer."""
+
+    loss_bytes: float = 0.0
+    head_bytes: float = 0.0
+    layer_bytes: float = 0.0
+
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients."""
+
+    parameters: float
+    gradients: float
+
+
+def whole_together(block: Unit, ends: Unit) -> Whole:
+    """ZeRO-3 where the ends stay whole from the first forward to the last backward pass: two blocks beside them, since
+    the next is gathered early; one's gradients and the buffer they are reduced from."""
+    found = 2 * block.parameters + 2 * block.gradients + ends.parameters
+    return Whole(loss_bytes=found, layer_bytes=found)
+
+
+def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
+    """Norm with head are a unit that is whole from its forward to its backward pass; `tied`: with the embedding, whole
+    from the first to the last moment of a micro-batch. Gradients stand twice when they are laid into the buffer that is
+    reduced, which lives until the next one is: ZeRO 0 and 1 keep them whole anyway, 2 and 3 only then."""
+    parameters = 1 if zero == 3 else 0
+    copies = 2 if zero >= 2 else 1
+    if tied:
+        ends = parameters * last.parameters
+        kept = last.gradients if zero >= 2 else 0.0
+        layer = 2 * parameters * block.parameters + copies * block.gradients
+        return Whole(loss_bytes=ends, head_bytes=ends + parameters * block.parameters + kept,
+                     layer_bytes=ends + kept + layer)  # fmt: skip
+    later = max(block.gradients, last.gradients) + (copies - 1) * block.gradients
+    return Whole(
+        loss_bytes=parameters * last.parameters,
+        head_bytes=parameters * (last.parameters + block.parameters) + copies * last.gradients,
+        layer_bytes=2 * parameters * block.parameters + later,
+    )
+
+
+def rank_memory(
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
+    border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
+    found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
+) -> RankMemory:  # fmt: skip
+    """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
+    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments."""
+    costs = [stages[stage] for stage in own_stages(layout, rank)]
+    alive: tuple[tuple[int, ...], ...] = ((),)
+    if units is not None:
+        one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
+                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1,
+                   first=own_stages(layout, rank)[0] == 0)  # fmt: skip
+        when, kinds = one.peak(found)
+    else:
+        when = "backward pass"
+        alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
+        if exact:
+            alive = moments(layout, micro_batches, rank)
+        activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
+        gathers = layout.pp == 1 or stack.sharding == "flat"
+        kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
+    kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
+    if stack.step_buffers and layout.pp > 1:
+        own = own_stages(layout, rank)
+        ends = (0 in own) + (len(stages) - 1 in own)
+        kinds["buffers"] += (2 * len(own) - ends) * micro_batches * border_bytes
+        kinds["logits"] += micro_batches * logits_bytes if len(stages) - 1 in own else 0.0
+    update = {**state.update, "temporaries": update_bytes}
+    if sum(update.values()) > sum(kinds.values()):
+        kinds, when = update, "optimizer step"
+    slack = (stack.slack - 1) * kinds.get("activations", 0.0)
+    kinds["reserve"] = stack.reserve_bytes + slack
+    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
+
+
+def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+def _backward(alive: tuple[tuple[int, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
+    """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
+    them, when one micro-batch's logits are gone."""
+    kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
+    gone = max(cost.logits.kept - cost.logits.held for cost in costs)
+    inside = max(cost.transient_bytes for cost in costs)
+    found = [
+        {
+            "logits": kept + max(cost.logits.transient for cost in costs),
+            "temporaries": 0.0,
+            "buffers": whole.loss_bytes,
+        },
+        {"logits": kept - gone, "temporaries": 0.0, "buffers": whole.head_bytes},
+        {"logits": kept - gone, "temporaries": inside, "buffers": whole.layer_bytes},
+    ]
+    return max(found, key=lambda kinds: sum(kinds.values()))
+
+
+def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[int, ...], ...], border_bytes: float) -> float:
+    """What a pipeline receives and has yet to send."""
+    if layout.pp == 1:
+        return 0.0
+    return 2 * border_bytes + (border_bytes * max(map(sum, alive)) if stack.outputs_kept else 0.0)

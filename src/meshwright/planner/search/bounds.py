@@ -1,0 +1,289 @@
+"""The least memory and time that layouts of a kind can take, so that a search can leave them aside unseen.
+
+Each is below what is counted exactly (tests): states shared as far as any split of data parallelism shares them, kept
+activations of the first ranks when their first backward pass begins, the work of a rank and what its schedule lets no
+rank avoid. Both ask for the costs of a cell's blocks only; schedules are not made.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.planner.cost.stage_costs import Costs
+from meshwright.planner.cost.states import counts, states
+from meshwright.planner.memory.engine_peak import enough
+from meshwright.planner.memory.rank_memory import leading, returns
+from meshwright.planner.search.regions import (
+    Cell,
+    Family,
+    Fixed,
+    Region,
+    batches,
+    cells,
+    keep,
+    micro_batches,
+    pipelines,
+    splits,
+)
+from meshwright.planner.step.predict import Estimator
+from meshwright.planner.time.timeline import owned
+from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stage_layers
+
+Split = tuple[int, int, int]
+FIRST = 2
+"""Ranks looked at for activations: the second has a whole share of layers, the first also the embedding."""
+
+
+class Shares(NamedTuple):
+    """Of the layers of a pipeline rank (dense, routed): how many it holds, and how many it has in flight at once, once
+    for each micro-batch."""
+
+    held: tuple[int, int]
+    alive: tuple[int, int]
+    first: int
+    """1 = and the embedding."""
+
+    def bytes_of(self, held: "Held") -> tuple[float, float]:
+        """(all of a rank's states, its gradients)."""
+        dense, routed, ends = held.gradients
+        return (
+            self.held[0] * held.dense + self.held[1] * held.routed + self.first * held.ends,
+            self.held[0] * dense + self.held[1] * routed + self.first * ends,
+        )
+
+
+class Held(NamedTuple):
+    """Bytes of what stays through a step, by ZeRO stage: of a dense layer, a routed one, the embedding."""
+
+    dense: float
+    routed: float
+    ends: float
+    largest: str
+    """Kind of a layer's."""
+    gradients: tuple[float, float, float]
+    """Of those three, bytes of gradients, which come one by one in the first backward pass."""
+
+
+class Idle(NamedTuple):
+    """A rank: layers in flight, dense and routed, and the bytes it holds without them."""
+
+    dense: int
+    routed: int
+    idle_bytes: float
+    gradient_bytes: float
+    """Of those."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What cells have in common."""
+
+    shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
+    """(ranks, micro-batches, pipelines) -> `lowest` of them."""
+    stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
+    """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
+    states: dict[tuple[int, int, int, int, bool, bool, bool], Held] = field(default_factory=dict)
+
+
+def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
+    """Rank by rank the least that any of these pipelines has."""
+    return tuple(
+        Shares(
+            (min(one.held[0] for one in same), min(one.held[1] for one in same)),
+            (min(one.alive[0] for one in same), min(one.alive[1] for one in same)),
+            same[0].first,
+        )
+        for same in zip(*pipelines, strict=True)
+    )
+
+
+@cache
+def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
+    """Of the first ranks of a pipeline whose stages have so many layers, of which the first `dense` are dense."""
+    ends = [0]
+    for size in split:
+        ends.append(ends[-1] + size)
+    kinds = [(d := max(0, min(dense, end) - end + size), size - d) for end, size in zip(ends[1:], split, strict=True)]
+    found = []
+    few = enough(name, ranks, m, virtual)
+    for rank, own in enumerate(owned(name, ranks, virtual)[:FIRST]):
+        alive = leading(name, ranks, few, virtual, rank)
+        found.append(
+            Shares(
+                (sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)),
+                (sum(n * kinds[s][0] for n, s in zip(alive, own, strict=True)),
+                 sum(n * kinds[s][1] for n, s in zip(alive, own, strict=True))),
+                int(rank == 0),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+class Least:
+    """Of one cell's layouts."""
+
+    def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: Known) -> None:
+        self.of, self.cell, self.base, self.known = of, cell, plan.layout, known
+        self.splits = sorted(splits, key=sharing, reverse=True)
+        self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
+        self.dense = of.shape.layers - of.shape.routed_layers
+        self._states: dict[bool, list[Held]] = {}
+        self._ranks: dict[int, list[Idle]] = {}
+        self._kept: dict[str, tuple[float, float, float]] = {}
+        self._costs: dict[tuple[int, str], Costs] = {}
+
+    def m(self, micro_batch: int, batch: int) -> int:
+        """Micro-batches of a step."""
+        per_rank = batch // self.cell.dp
+        return per_rank // min(per_rank, micro_batch)
+
+    def costs(self, micro_batch: int, recompute: str) -> Costs:
+        """Of the cell's blocks."""
+        key = micro_batch, recompute
+        if key not in self._costs:
+            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
+            for policy, found in self.of.policies(layout).items():
+                self._costs[micro_batch, policy] = found
+        return self._costs[key]
+
+    def family_bytes(self, family: Family, room: float = float("inf")) -> float:
+        """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
+        m = self.m(family.micro_batch, self.largest)
+        if m not in self._ranks:
+            key = self.cell.pp, m, family.pipelines
+            if key not in self.known.shares:
+                self.known.shares[key] = lowest([self._shares(region, m) for region in family.regions()])
+            self._ranks[m] = self._idle(self.known.shares[key], m)
+        idle_bytes = max(rank.idle_bytes - rank.gradient_bytes for rank in self._ranks[m])
+        if idle_bytes > room:
+            return idle_bytes
+        return self._bytes(self._ranks[m], family.micro_batch, family.recompute, self._stays(family.pipelines, m))
+
+    def region_bytes(self, region: Region) -> float:
+        """No layout of the region has a lower peak."""
+        m = self.m(region.micro_batch, self.largest)
+        ranks = self._idle(self._shares(region, m), m)
+        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays(((region.schedule, region.vp),), m))
+
+    def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
+        """Whether they do in all of these."""
+        key = self.cell.pp, m, pipelines
+        if key not in self.known.stays:
+            found = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
+            self.known.stays[key] = found
+        return self.known.stays[key]
+
+    def kind(self, family: Family, peak_bytes: float) -> str:
+        """What is largest where the family's least memory is `peak_bytes`."""
+        m = self.m(family.micro_batch, self.largest)
+        if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._ranks[m]):
+            return "activations"
+        return self.states(m > 1)[0].largest
+
+    def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str, stays: bool) -> float:
+        (dense, routed, inside), peak = self.kept(recompute), 0.0
+        stays = stays or not self.of.stack.own  # other software is counted with all gradients at every moment
+        for rank in ranks:
+            found = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
+            if not stays:
+                found -= rank.gradient_bytes  # in a step of one micro-batch they are shared out as they come
+            if found > peak:
+                peak = found
+        return peak + self.of.stack.reserve_bytes
+
+    def _idle(self, ranks: tuple[Shares, ...], m: int) -> list[Idle]:
+        found = self.states(m > 1)
+        return [Idle(*one.alive, *min(map(one.bytes_of, found))) for one in ranks]
+
+    def _shares(self, region: Region, m: int) -> tuple[Shares, ...]:
+        pp, vp = region.cell.pp, region.vp
+        return shares(self.dense, sizes_of(self.of, pp, vp, self.base), region.schedule, pp, vp, m)
+
+    def kept(self, recompute: str) -> tuple[float, float, float]:
+        """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
+        one's backward pass, of which gradients of weights do not grow with them."""
+        if recompute not in self._kept:
+            costs = self.costs(1, recompute)
+            inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
+            self._kept[recompute] = costs.dense.kept_bytes, costs.routed.kept_bytes, min(inside, default=0.0)
+        return self._kept[recompute]
+
+    def states(self, sums: bool) -> list[Held]:
+        """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""
+        if sums not in self._states:
+            most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
+            self._states[sums] = [self._of_split(split, sums) for split in most.values()][::-1]
+        return self._states[sums]
+
+    def _of_split(self, split: Split, sums: bool) -> Held:
+        layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
+        alone = layout.dp * layout.cp == 1
+        key = layout.tp, layout.ep, layout.dp_shard * layout.cp, layout.zero, layout.pp > 1, sums, alone
+        if key not in self.known.states:
+            self.known.states[key] = self._held(layout, 2 if sums else 1)
+        return self.known.states[key]
+
+    def _held(self, layout: Layout, m: int) -> Held:
+        shape, recipe = self.of.shape, self.of.recipe
+        parts = []
+        for layers, first in (((0,), False), ((shape.layers - 1,), False), ((), True)):
+            count = counts(shape, layout, layers, first=first, last=False)
+            count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
+            parts.append(states(self.of.stack, layout, recipe.precision, count, m, recipe.reduce_dtype).step)
+        dense, routed, ends = (sum(part.values()) for part in parts)
+        gradients = tuple(part["gradients"] for part in parts)
+        return Held(
+            dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
+        )
+
+    def family_s(self, family: Family) -> float:
+        """No layout of the family takes less: work that is spread evenly, without a bubble."""
+        shape, m = self.of.shape, self.m(family.micro_batch, self.batch)
+        costs = self.costs(family.micro_batch, family.recompute)
+        parts = (costs.embedding, 1), (costs.dense, self.dense), (costs.routed, shape.routed_layers), (costs.head, 1)
+        pass_s = 0.0
+        for part, times in parts:
+            pass_s += times * (part.forward_s + part.input_s + part.weight_s)
+        return m * (pass_s / self.cell.pp + self.of.stack.micro_batch_s) + self.of.stack.step_s
+
+    def region_s(self, region: Region) -> float:
+        """No layout of the region takes less."""
+        return self.of.least_s(region.layout(base=self.base))
+
+
+@cache
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(len(layers) for layers in stage_layers(layers, stages))
+
+
+def sizes_of(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
+    """Layers of each stage."""
+    by_hand = pp > 1 and len(base.stages) == pp * vp
+    if of.stack.split == "cost" or by_hand:
+        layout = Layout(pp=pp, vp=vp, stages=base.stages if by_hand else ())
+        return tuple(len(layers) for layers in of.split(layout))
+    return _even(of.shape.layers, pp * vp)
+
+
+def sharing(split: Split) -> tuple[int, int]:
+    """How far (dp_replicate, dp_shard, zero) shares the states."""
+    return (split[1] if split[2] else 0, split[2])
+
+
+def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, Family]]:
+    """All that are legal, each with the bounds of its cell."""
+    known = Known()
+    for cell in cells(plan, plan.cluster.devices, fixed):
+        sharings = splits(cell, fixed)
+        if not sharings:
+            continue
+        least = Least(of, plan, cell, sharings, known)
+        for micro in micro_batches(plan, cell, fixed):
+            schedules = pipelines(plan, cell, micro, fixed)
+            if not schedules:
+                continue
+            for recompute in keep(fixed, "recompute", RECOMPUTE):
+                yield least, Family(cell, micro, recompute, schedules)

@@ -1,0 +1,179 @@
+"""What one change of a layout buys and costs: why each degree is there, what would make a plan fit, what a longer
+sequence or half the machine would do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
+
+from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.regions import batches
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.worlds import differences
+
+AXES = ("tp", "cp", "pp", "ep")
+DOUBLINGS = 5
+"""Of nodes, where none of the layouts of a cluster fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A layout with one thing changed."""
+
+    what: str
+    prediction: Prediction
+    fits: bool
+
+
+def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> Change | None:
+    """The change's prediction; None where it is illegal."""
+    try:
+        changed = replace(plan, layout=layout)
+        if changed.violations():
+            return None
+        prediction = of.predict(changed)
+    except (IllegalLayout, PlanError):
+        return None
+    return Change(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
+
+
+def without(of: Estimator, plan: Plan) -> Iterator[Change]:
+    """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
+    layout = plan.layout
+    for axis in AXES:
+        degree = getattr(layout, axis)
+        if degree == 1:
+            continue
+        changed = _less(layout, axis)
+        if changed:
+            found = predicted(of, plan, _with_batch(changed, plan), f"{axis}=1")
+            if found:
+                yield found
+    if layout.zero:
+        lower = (
+            replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1) if layout.cp == 1 else replace(layout, zero=0)
+        )
+        found = predicted(of, plan, lower, "zero=0")
+        if found:
+            yield found
+    if layout.recompute != "none":
+        found = predicted(of, plan, replace(layout, recompute="none"), "recompute=none")
+        if found:
+            yield found
+
+
+def _less(layout: Layout, axis: str) -> Layout | None:
+    degree = getattr(layout, axis)
+    if axis == "ep":
+        return replace(layout, ep=1)
+    share = {"dp_shard": layout.dp_shard * degree} if layout.zero else {"dp_replicate": layout.dp_replicate * degree}
+    changes: dict[str, object] = {axis: 1, **share}
+    if axis == "tp":
+        changes["sp"] = False
+    if axis == "pp":
+        changes |= {"vp": 1, "schedule": "1f1b"}
+    return replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def _with_batch(layout: Layout, plan: Plan) -> Layout:
+    """A micro-batch that the ranks' share still divides into."""
+    per_rank = gcd(*batches(plan.recipe)) // layout.dp
+    micro = min(layout.micro_batch or per_rank, max(1, per_rank))
+    while micro > 1 and per_rank % micro:
+        micro -= 1
+    return replace(layout, micro_batch=micro)
+
+
+def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[Change]:
+    """What would make a layout that does not fit fit, the cheapest first."""
+    found = [change for change in _tries(of, plan) if change.fits]
+    return sorted(found, key=lambda change: change.prediction.step_s)[:most]
+
+
+def _tries(of: Estimator, plan: Plan) -> Iterator[Change]:
+    """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
+    layout = plan.layout
+    tries: list[Layout] = []
+    policies: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+    for recompute in policies:
+        if recompute != layout.recompute and layout.recompute != "full":
+            tries.append(replace(layout, recompute=recompute))
+    half = layout.micro_batch_of(plan.recipe.global_batch) // 2
+    while half:
+        tries.append(replace(layout, micro_batch=half))
+        half //= 2
+    stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    for zero in stages:
+        if zero > layout.zero and layout.dp * layout.cp > 1 and (layout.pp == 1 or zero == 1):
+            tries.append(replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1))
+    for axis in ("tp", "cp", "pp"):
+        for factor in (2, 4, 8):
+            more = _more(layout, axis, factor)
+            if more:
+                tries.append(_with_batch(more, plan))
+    for changed in tries:
+        found = predicted(of, plan, changed, differences(layout, changed))
+        if found:
+            yield found
+
+
+def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
+    name = "dp_shard" if layout.zero else "dp_replicate"
+    if getattr(layout, name) % factor:
+        return None
+    changes: dict[str, object] = {axis: getattr(layout, axis) * factor, name: getattr(layout, name) // factor}
+    if axis == "tp":
+        changes["sp"] = True
+    if axis == "pp" and layout.zero > 1:
+        changes["zero"] = 1
+    return replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:
+    """(the longest sequence that fits by doubling, the first that does not) with everything else as it is."""
+    sequence, fits = plan.recipe.sequence, plan.recipe.sequence
+    while sequence < 2**24:
+        sequence *= 2
+        longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
+        if longer.violations():
+            return fits, None
+        prediction = estimator(longer, of.stack, of.speeds, of.links).predict(longer)
+        if prediction.peak_bytes > usable_bytes(plan):
+            return fits, Change(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
+        fits = sequence
+    return fits, None
+
+
+def odd(plan: Plan) -> bool:
+    """Whether there is no half of the devices to look at."""
+    cluster = plan.cluster
+    return cluster.devices == 1 or bool((cluster.nodes if cluster.nodes > 1 else cluster.devices_per_node) % 2)
+
+
+def on_half(of: Estimator, plan: Plan) -> Found | None:
+    """The best layouts, freely chosen, with half the nodes (or half the devices of one); None where that is no whole
+    number."""
+    cluster = plan.cluster
+    if odd(plan):
+        return None
+    if cluster.nodes > 1:
+        smaller = replace(cluster, nodes=cluster.nodes // 2)
+    else:
+        smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
+    half = replace(plan, cluster=smaller)
+    return search(estimator(half, of.stack, of.speeds, of.links), half, listed=1)
+
+
+def enough_nodes(of: Estimator, plan: Plan) -> int:
+    """Nodes by doubling on which some layout fits; 0 where none of few doublings is enough, or the batch has no share
+    for each."""
+    cluster = plan.cluster
+    for doubling in range(1, DOUBLINGS + 1):
+        larger = replace(plan, layout=Layout(), cluster=replace(cluster, nodes=cluster.nodes * 2**doubling))
+        if search(estimator(larger, of.stack, of.speeds), larger, listed=1).best:
+            return larger.cluster.nodes
+    return 0

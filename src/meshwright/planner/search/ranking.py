@@ -1,0 +1,249 @@
+"""All legal layouts, ranked by step time among those that fit; for the others the reason.
+
+Bounds (planner/search/bounds.py) keep a space of millions cheap. They are true ones, so what is listed is what counting
+every layout would list. Families that may fit wait in the order of the least time they can take; the first of them is
+opened into its schedules, the first of those into its splits of data parallelism, which wait in turn; the first of
+these is counted exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
+from meshwright.planner.search.bounds import Least, Split, families
+from meshwright.planner.search.regions import Family, Fixed, Region
+from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+
+LISTED = 20
+"""Layouts that are listed."""
+ROUNDING = 1e-9
+"""Of sums in another order: a bound is that much lower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Layouts left aside for one reason, with the nearest of them and how far it is."""
+
+    reason: str
+    layout: Layout
+    peak_bytes: float
+    count: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search found."""
+
+    best: list[Prediction] = field(default_factory=list)
+    """Those that fit, the fastest first."""
+    legal: int = 0
+    """Layouts of the whole space."""
+    too_large: int = 0
+    """Of them, those that do not fit."""
+    slower: int = 0
+    """Those that were not looked at, since no layout of their region can be among the listed."""
+    rejected: list[Rejected] = field(default_factory=list)
+    nearest: Prediction | None = None
+    """Where nothing fits: the layout with the lowest peak."""
+
+
+class Choice(NamedTuple):
+    """One layout of a region."""
+
+    region: Region
+    split: Split
+
+    def layout(self, base: Layout) -> Layout:
+        """The same with what is not searched."""
+        return self.region.layout(*self.split, base=base)
+
+
+Waiting = tuple[float, int, Least, Family | Region | Choice]
+"""(no layout of it takes less seconds, its number, bounds, what it is)."""
+
+
+def usable_bytes(plan: Plan) -> float:
+    """What a program can have of a device; unknown = without limit."""
+    memory = plan.cluster.device.memory_bytes
+    return max(0.0, memory - DRIVER_BYTES) if memory else float("inf")
+
+
+def search(
+    estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, listed: int = LISTED, share: float = 1.0
+) -> Found:
+    """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
+    (regions.Region.layout). What needs more than `share` of a device does not fit."""
+    return _Search(estimator, plan, fixed or {}, listed, share).run()
+
+
+class _Search:
+    def __init__(self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float) -> None:
+        self.estimator, self.plan, self.fixed, self.listed = estimator, plan, fixed, listed
+        self.room = share * usable_bytes(plan)
+        self.found = Found()
+        self.numbers = count()
+        self.best: list[tuple[float, int, Layout]] = []
+        self.reasons: Counter[str] = Counter()
+        self.examples: dict[str, tuple[float, Layout]] = {}
+
+    def run(self) -> Found:
+        waiting: list[Waiting] = list(self.fitting())
+        heapify(waiting)
+        while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
+            _, _, least, first = heappop(waiting)
+            if isinstance(first, Choice):
+                self.look(first)
+                continue
+            opened = self.regions(least, first) if isinstance(first, Family) else self.choices(least, first)
+            for bound_s, one in opened:
+                heappush(waiting, (bound_s, next(self.numbers), least, one))
+        self.found.slower += sum(map(_layouts, waiting))
+        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=_rank)
+        self.tell()
+        return self.found
+
+    @property
+    def limit_s(self) -> float:
+        """What a layout must beat to be listed."""
+        return self.best[self.listed - 1][0] if len(self.best) >= self.listed else float("inf")
+
+    def predict(self, layout: Layout) -> Prediction:
+        return self.estimator.predict(replace(self.plan, layout=layout))
+
+    def fitting(self) -> Iterator[Waiting]:
+        """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
+        for least, family in families(self.estimator, self.plan, self.fixed):
+            self.found.legal += len(least.splits) * len(family.pipelines)
+            peak = least.family_bytes(family, self.room)
+            if peak <= self.room:
+                yield least.family_s(family), next(self.numbers), least, family
+                continue
+            number = len(least.splits) * len(family.pipelines)
+            self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
+
+    def regions(self, least: Least, family: Family) -> Iterator[tuple[float, Region]]:
+        """Those of a family that may fit and may be listed, each with the least seconds it takes."""
+        for region in family.regions():
+            peak = least.region_bytes(region)
+            if peak > self.room:
+                self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
+                continue
+            bound_s = least.region_s(region)
+            if bound_s * (1 - ROUNDING) <= self.limit_s:
+                yield bound_s, region
+            else:
+                self.found.slower += len(least.splits)
+
+    def choices(self, least: Least, region: Region) -> Iterator[tuple[float, Choice]]:
+        """The layouts of a region that may be listed, each with the least seconds it takes."""
+        for split in least.splits:
+            one = Choice(region, split)
+            bound_s = self.estimator.time(one.layout(self.plan.layout), exact=False).total_s
+            if bound_s * (1 - ROUNDING) <= self.limit_s:
+                yield bound_s, one
+            else:
+                self.found.slower += 1
+
+    def look(self, one: Choice) -> None:
+        """Count a layout exactly; keep it if it fits and is to be listed so far."""
+        layout = one.layout(self.plan.layout)
+        step_s = self.estimator.time(layout).total_s
+        if step_s > self.limit_s:
+            self.found.slower += 1
+            return
+        memory = worst(self.estimator, layout, self.room)
+        if memory.total_bytes > self.room:
+            self.reject(_largest(memory), memory.total_bytes, one.region, one.split, 1)
+            return
+        self.best = sorted([*self.best, (step_s, next(self.numbers), layout)])
+        self.found.slower += len(self.best[self.listed :])
+        del self.best[self.listed :]
+
+    def reject(self, kind: str, peak_bytes: float, region: Region, split: Split, number: int) -> None:
+        """Count layouts under their largest term, and keep the one that came nearest."""
+        self.reasons[kind] += number
+        if kind not in self.examples or peak_bytes < self.examples[kind][0]:
+            self.examples[kind] = peak_bytes, region.layout(*split, base=self.plan.layout)
+
+    def tell(self) -> None:
+        """What does not fit, and why, each with an example counted exactly."""
+        self.found.too_large = sum(self.reasons.values())
+        for reason, number in self.reasons.most_common():
+            layout = self.examples[reason][1]
+            peak = worst(self.estimator, layout).total_bytes
+            self.found.rejected.append(Rejected(reason=reason, layout=layout, peak_bytes=peak, count=number))
+        if not self.found.best and self.reasons:
+            self.found.nearest = self.predict(nearest(self.estimator, self.plan, self.fixed))
+
+
+def worst(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
+    """The pipeline rank with the highest peak, or one of those likely to have it that exceeds the room."""
+    telling = of.telling(layout)
+    if layout.pp > 1 and room < float("inf"):
+        least = _fullest(of.memory(layout, telling, exact=False))
+        if least.total_bytes > room:
+            return least
+    likely = _fullest(of.memory(layout, telling))
+    others = [rank for rank in of.fullest(layout) if rank not in telling]
+    if likely.total_bytes > room or not others:
+        return likely
+    return _fullest((likely, *of.memory(layout, others)))
+
+
+def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
+    return max(memory, key=lambda one: one.total_bytes)
+
+
+def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
+    """The layout with the lowest peak; IllegalLayout where none is legal."""
+    numbers = count()
+    waiting: list[tuple[float, int, Least, Family | Region]] = [
+        (least.family_bytes(family), next(numbers), least, family) for least, family in families(of, plan, fixed)
+    ]
+    heapify(waiting)
+    best: tuple[float, Layout] | None = None
+    while waiting and (best is None or waiting[0][0] < best[0]):
+        _, _, least, first = heappop(waiting)
+        if isinstance(first, Family):
+            for region in first.regions():
+                heappush(waiting, (least.region_bytes(region), next(numbers), least, region))
+            continue
+        for split in least.splits:
+            layout = first.layout(*split, base=plan.layout)
+            peak = worst(of, layout, best[0] if best else float("inf")).total_bytes
+            if best is None or peak < best[0]:
+                best = peak, layout
+    if best is None:
+        raise IllegalLayout("no layout is legal")
+    return best[1]
+
+
+def _layouts(waiting: Waiting) -> int:
+    """How many these are."""
+    _, _, least, what = waiting
+    if isinstance(what, Choice):
+        return 1
+    return len(least.splits) * (len(what.pipelines) if isinstance(what, Family) else 1)
+
+
+def _rank(found: Prediction) -> tuple[float, int, float]:
+    """The fastest first; of equal ones the simplest, then the smallest."""
+    return float(f"{found.step_s:.7g}"), techniques(found.plan.layout), found.peak_bytes
+
+
+def techniques(layout: Layout) -> int:
+    """How many are used beyond data parallelism."""
+    degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.vp)
+    return sum(degree > 1 for degree in degrees) + (layout.recompute != "none") + (layout.schedule != "1f1b")
+
+
+def _largest(memory: RankMemory) -> str:
+    return max(memory.kinds, key=memory.kinds.__getitem__)

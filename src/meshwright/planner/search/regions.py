@@ -1,0 +1,199 @@
+"""Every legal region of the layout space: all that a rank's computation depends on, without how dp is sharded. A family
+is the regions that differ in their pipeline's schedule only.
+
+The rules are those of spec/legal.py, asked once per degree instead of once per layout, so that a space of 10^6 layouts
+is walked in about a second.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import gcd, isqrt
+from typing import Any, NamedTuple
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.legal import layout_violations
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import V_PLACED, refusal
+from meshwright.spec.shape import ModelShape
+
+Fixed = dict[str, tuple[Any, ...]]
+"""Values allowed for a field of Layout (or dp); an absent field is free."""
+
+
+class Cell(NamedTuple):
+    """The degrees of a layout; dp = devices / (tp cp pp)."""
+
+    tp: int
+    sp: bool
+    cp: int
+    ep: int
+    pp: int
+    dp: int
+
+
+class Region(NamedTuple):
+    """A cell with its micro-batch, recompute policy and schedule."""
+
+    cell: Cell
+    micro_batch: int
+    schedule: str
+    vp: int
+    recompute: str
+
+    def layout(self, dp_replicate: int = 0, dp_shard: int = 1, zero: int = 0, base: Layout | None = None) -> Layout:
+        """The layout with its data parallelism split in this way; replicas by default. `base` has what is not
+        searched: kernels, compilation, the kind of context parallelism, stages by hand where their number is this."""
+        cell, base = self.cell, base or DEFAULT
+        by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
+        return Layout(
+            dp_replicate=dp_replicate or cell.dp,
+            dp_shard=dp_shard,
+            zero=zero,  # type: ignore[arg-type]
+            tp=cell.tp,
+            sp=cell.sp,
+            cp=cell.cp,
+            pp=cell.pp,
+            vp=self.vp,
+            ep=cell.ep,
+            schedule=self.schedule,  # type: ignore[arg-type]
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,  # type: ignore[arg-type]
+            context=base.context,
+            zigzag=base.zigzag,
+            stages=base.stages if by_hand else (),
+            compile=base.compile,
+            kernels=base.kernels,
+            saving=base.saving,
+        )
+
+
+DEFAULT = Layout()
+
+
+class Family(NamedTuple):
+    """All regions of a cell with one micro-batch and recompute policy: (schedule, virtual stages) of each."""
+
+    cell: Cell
+    micro_batch: int
+    recompute: str
+    pipelines: tuple[tuple[str, int], ...]
+
+    def regions(self) -> Iterator[Region]:
+        """One by one."""
+        for name, vp in self.pipelines:
+            yield Region(self.cell, self.micro_batch, name, vp, self.recompute)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
+def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of these values the allowed ones."""
+    return tuple(value for value in values if value in fixed[name]) if name in fixed else values
+
+
+def batches(recipe: Recipe) -> tuple[int, ...]:
+    """Sequences of the steps of a run: a ramp has several."""
+    return tuple(sorted(set(recipe.global_batches)))
+
+
+def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
+    """All legal degrees for so many devices, with `plan`'s model and recipe."""
+    shape, batch = plan.model, gcd(*batches(plan.recipe))
+    for tp, sp, cp in _inside(plan, devices, fixed):
+        for pp in keep(fixed, "pp", divisors(devices // (tp * cp))):
+            dp = devices // (tp * cp * pp)
+            if pp > shape.layers or batch % dp or not keep(fixed, "dp", (dp,)):
+                continue
+            for ep in _experts(shape, tp, sp, dp * cp * tp, fixed):
+                yield Cell(tp, sp, cp, ep, pp, dp)
+
+
+def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
+    """Sizes that cut the step of every rank, in each stage of a ramp: a size of more than a rank's sequences means all
+    of them (spec/layout.py)."""
+    sizes = {batch // cell.dp for batch in batches(plan.recipe)}
+    found = {d for size in sizes for d in divisors(size)}
+    legal = [d for d in sorted(found) if all(size % min(d, size) == 0 for size in sizes)]
+    if plan.recipe.noise_scale_every:  # of one device: it compares micro-batches of a step
+        legal = [d for d in legal if d < max(sizes)]
+    return keep(fixed, "micro_batch", tuple(legal))
+
+
+def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
+    """(tp, sp, cp) that the shape and the sequence allow."""
+    shape, recipe = plan.model, replace(plan.recipe, noise_scale_every=0)
+    zigzag = plan.layout.zigzag
+    for tp in keep(fixed, "tp", divisors(devices)):
+        for sp in keep(fixed, "sp", (True, False) if tp > 1 else (False,)):
+            for cp in keep(fixed, "cp", divisors(devices // tp)):
+                if not layout_violations(shape, recipe, Layout(tp=tp, sp=sp, cp=cp, zigzag=zigzag)):
+                    yield tp, sp, cp
+
+
+def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> tuple[int, ...]:
+    if shape.moe is None or (tp > 1 and not sp):
+        return keep(fixed, "ep", (1,))
+    return keep(fixed, "ep", tuple(e for e in divisors(shape.moe.experts) if ranks % e == 0))
+
+
+def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
+    """(schedule, virtual stages) that exist for a cell and such micro-batches."""
+    shape, pp = plan.model, cell.pp
+    if pp == 1:
+        return (("1f1b", 1),) if keep(fixed, "vp", (1,)) and keep(fixed, "schedule", ("1f1b",)) else ()
+    tied_ends = shape.tied and cell.dp * cell.cp > 1
+    times = tuple(size // min(size, micro_batch) for size in (b // cell.dp for b in batches(plan.recipe)))
+    if not {"schedule", "vp"} & fixed.keys():
+        return _pipelines(shape.layers, pp, times, tied_ends)
+    deep = tuple(fixed.get("vp", ())) if "zb-h1" in fixed.get("schedule", ()) else ()
+    return tuple(
+        (name, vp)
+        for name, vp in _pipelines(shape.layers, pp, times, tied_ends, deep)
+        if keep(fixed, "schedule", (name,)) and keep(fixed, "vp", (vp,))
+    )
+
+
+@cache
+def _pipelines(
+    layers: int, pp: int, times: tuple[int, ...], tied_ends: bool, deep: tuple[int, ...] = ()
+) -> tuple[tuple[str, int], ...]:
+    """Of a model of so many layers, for steps of so many micro-batches. `deep`: virtual stages of ZB-H1, which has one
+    unless more are asked for."""
+    found = [("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+    found += [("zb-h1", vp) for vp in deep if vp > 1]
+    found += [("interleaved", vp) for vp in range(2, layers // pp + 1)]
+    return tuple(
+        (name, vp)
+        for name, vp in found
+        if pp * vp <= layers
+        and not (tied_ends and name in V_PLACED)
+        and all(refusal(name, pp, m, vp) is None for m in times)
+    )
+
+
+def splits(cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
+    """(dp_replicate, dp_shard, zero) of a cell. Under a pipeline ZeRO 2 and 3 are as 1 (spec/held.py): left out, unless
+    they are asked for."""
+    piped = cell.pp > 1 and not {2, 3} & set(fixed.get("zero", ()))
+    found = _splits(cell.dp, cell.cp, cell.tp, cell.ep, piped)
+    if not {"dp_replicate", "dp_shard", "zero"} & fixed.keys():
+        return found
+    names = ("dp_replicate", "dp_shard", "zero")
+    return tuple(v for v in found if all(keep(fixed, name, (n,)) for name, n in zip(names, v, strict=True)))
+
+
+@cache
+def _splits(dp: int, cp: int, tp: int, ep: int, piped: bool) -> tuple[tuple[int, int, int], ...]:
+    stages = (1,) if piped else (1, 2, 3)
+    found = [(dp, 1, 0)]
+    for shard in divisors(dp):
+        if shard * cp > 1:
+            found += [(dp // shard, shard, zero) for zero in stages]
+    return tuple(v for v in found if cp * tp * v[1] % ep == 0)

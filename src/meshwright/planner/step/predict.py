@@ -1,0 +1,264 @@
+"""Plan -> Prediction: memory, traffic and time of one layout, by counting."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.stage_costs import Cost, ranks_of
+from meshwright.planner.cost.states import Counts, States, states
+from meshwright.planner.memory.engine_peak import Standing, Units, moments, standing
+from meshwright.planner.memory.engine_peak import Unit as Peak
+from meshwright.planner.memory.rank_memory import (
+    RankMemory,
+    Whole,
+    first_backward,
+    rank_memory,
+    whole_apart,
+    whole_together,
+)
+from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.shared_costs import Pieces
+from meshwright.planner.time.collectives import Held, Sharing, sharing
+from meshwright.planner.time.timeline import (
+    StepTime,
+    least_s,
+    owned,
+    pipeline_s,
+    shared_links,
+    step_time,
+    update_seconds,
+)
+from meshwright.spec.held import written_bytes
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import own_stages
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import V_PLACED
+
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
+POSITION_BYTES = 8
+"""A position alone, int64, or with the number of its document, int32 each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator(Pieces):
+    """Predicts layouts."""
+
+    def _layers(self, layout: Layout, rank: int) -> Held:
+        """What a pipeline rank has."""
+        split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+        layers = tuple(layer for stage in own for layer in split[stage])
+        return Held(layers, 0 in own, len(split) - 1 in own)
+
+    def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
+        """Seconds of data parallelism of a pipeline rank."""
+        held = self._layers(layout, rank)
+        degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
+        summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
+        routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
+        key = *degrees, len(held.layers), routed, held.first, held.last, summed
+        if key not in self._known.sums:
+            self._known.sums[key] = sharing(
+                self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
+            )
+        return self._known.sums[key]
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Memory and time of a legal plan of this shape, recipe and cluster."""
+        time, memory = self.measure(plan.layout)
+        peak = max(self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
+        return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
+
+    def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
+        """Time of a step and memory of every pipeline rank; not `exact`: of a few ranks, without playing the schedule:
+        neither is more than what is exact."""
+        ranks = range(layout.pp) if exact else self.telling(layout)
+        return self.time(layout, exact=exact), self.memory(layout, ranks, exact=exact)
+
+    def time(self, layout: Layout, *, exact: bool = True) -> StepTime:
+        """Of a step."""
+        recipe, stages = self.recipe, self.stages(layout)
+        m = layout.micro_batches(recipe.global_batch)
+        of, _ = self.parts(layout)
+        shared_s, update_s = Sharing(), 0.0
+        ranks = self._ranks(layout)
+        for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
+            count = self.held(layout, rank)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            shared_s = shared_s.worst(self._sharing(layout, state, rank))
+            update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
+        send_s = self._send_s(layout, of)
+        shown = self._with_sends(layout, stages, send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, exact)
+        shared = shared_links(layout, self.links)
+        edges = self._edges(layout)
+        return step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, passes_s, edges,
+                         self.speeds.ranks_per_core)  # fmt: skip
+
+    def least_s(self, layout: Layout) -> float:
+        """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
+        m = layout.micro_batches(self.recipe.global_batch)
+        send_s = self._send_s(layout, self.parts(layout)[0])
+        shown = self._with_sends(layout, self.stages(layout), send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, False)
+        if layout.pp > 1:
+            passes_s /= max(1.0, self.speeds.ranks_per_core)
+        return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
+
+    def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
+        """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
+        key = (*self._stages_key(layout), layout.schedule, m, send_s)
+        if not exact or layout.pp == 1:
+            times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
+            return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
+        if key not in self._known.played:
+            self._known.played[key] = pipeline_s(layout, m, stages, send_s)
+        return self._known.played[key]
+
+    def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
+        """Of some pipeline ranks, in the largest steps of the recipe."""
+        if self.recipe.batch_ramp:
+            return self._largest.memory(layout, ranks, exact=exact)
+        recipe, stages = self.recipe, self.stages(layout)
+        m = layout.micro_batches(recipe.global_batch)
+        of, _ = self.parts(layout)
+        found = []
+        for rank in ranks:
+            count = self.held(layout, rank)
+            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
+                state.step["gradients"] *= 2
+            one = self._memory(layout, m, stages, state, rank, of, count, exact)
+            found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
+        return tuple(found)
+
+    def _of_host(self, layout: Layout, rank: int) -> dict[str, float]:
+        """What a CPU's memory holds beside the program's tensors: the tokens of this step and of the next, and the copy
+        from which a thread writes checkpoints. Of a GPU's memory tokens are less than a thousandth."""
+        recipe = self.recipe
+        each = TOKEN_BYTES + POSITION_BYTES * (layout.cp > 1 or recipe.document_mask)
+        tokens = 2 * recipe.global_batch // layout.dp * recipe.sequence // layout.cp * each
+        first = rank * (layout.world // layout.pp)
+        copied = layout.saves_behind("cpu") and recipe.saves_between
+        staging = written_bytes(self.shape, layout, recipe.precision, first) if copied else 0
+        return {"tokens": float(tokens), "staging": float(staging)}
+
+    @cached_property
+    def _largest(self) -> "Estimator":
+        return replace(self, recipe=self.recipe.largest)
+
+    def telling(self, layout: Layout) -> list[int]:
+        """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
+        which routed ones count more."""
+        kinds = [(routed, dense + routed) for dense, routed, *_ in self._ranks(layout)]
+        return sorted({0, kinds.index(max(kinds)), layout.pp - 1})
+
+    def fullest(self, layout: Layout) -> list[int]:
+        """The ranks that no other is above: of those with equal layers the first, which has most in flight, unless the
+        stages lie in a V."""
+        if layout.schedule in V_PLACED:
+            return list(range(layout.pp))
+        kinds = self._ranks(layout)
+        return [rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]]
+
+    def _send_s(self, layout: Layout, of: Local) -> float:
+        if layout.pp == 1:
+            return 0.0
+        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
+
+    def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
+        """What of the transfers no computation hides stands in both neighbours' time."""
+        shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
+        if not shown:
+            return stages
+        return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
+
+    def _memory(
+        self,
+        layout: Layout,
+        m: int,
+        stages: list[Cost],
+        state: States,
+        rank: int,
+        of: Local,
+        count: Counts,
+        exact: bool,
+    ) -> RankMemory:
+        return rank_memory(
+            layout, self.stack, m, stages, state, rank, self._whole(layout, state),
+            border_bytes=of.between_bytes,
+            update_bytes=self._update_bytes(count),
+            exact=exact,
+            logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
+            units=self._units(layout, state) if self.stack.own else None,
+            found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
+        )  # fmt: skip
+
+    def _standing(self, layout: Layout, m: int, stages: list[Cost], rank: int, exact: bool) -> tuple[Standing, ...]:
+        """The moments of a rank's schedule, the same for all splits of data parallelism but those that reduce each
+        micro-batch at once."""
+        key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
+        if key not in self._known.standing:
+            exact, own = exact or layout.pp == 1, own_stages(layout, rank)
+            found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
+            shares = self.stage_shares(layout, own)
+            self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
+        return self._known.standing[key]
+
+    def _update_bytes(self, count: Counts) -> float:
+        """Temporaries of the optimizer step."""
+        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
+        return count.own * self.stack.update_bytes + widened
+
+    def _whole(self, layout: Layout, state: States) -> Whole:
+        """What data parallelism gathers, and reduces from."""
+        apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
+        if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
+            return Whole()
+        tied = self.shape.tied
+        block = self._unit(layout, state, (self.shape.layers - 1,))
+        if not apart:
+            return whole_together(block, self._unit(layout, state, (), first=True, last=True))
+        return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+
+    def _units(self, layout: Layout, state: States) -> Units:
+        """Of this package's engine: what is gathered, made and reduced together."""
+        tied, summed = self.shape.tied, layout.dp * layout.cp > 1
+        layers = self.shape.layers
+        made = state.parameter_bytes / state.gradient_bytes
+
+        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Peak:
+            found = self._unit(layout, state, layers, first=first, last=last)
+            return Peak(found.parameters, found.gradients, found.gradients * made)
+
+        return Units(
+            first=unit((), first=True, last=tied),
+            block=unit((layers - 1,)),
+            last=unit((), first=tied, last=True),
+            summed=summed,
+            tied=tied,
+        )
+
+
+def estimator(
+    plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None
+) -> Estimator:
+    """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given."""
+    listed = speeds_of(plan.cluster.device, stack.flash)
+    return Estimator(
+        shape=plan.model,
+        recipe=plan.recipe,
+        cluster=plan.cluster,
+        stack=stack,
+        speeds=speeds or (listed.in_tf32() if plan.recipe.tf32 else listed),
+        links=links or links_of(plan.cluster),
+    )
+
+
+def predict(plan: Plan, stack: Stack = MESHWRIGHT) -> Prediction:
+    """What a legal plan would cost."""
+    return estimator(plan, stack).predict(plan)

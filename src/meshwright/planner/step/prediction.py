@@ -1,0 +1,88 @@
+"""What a plan would cost: memory, traffic and time, and the figures that follow from them."""
+
+from dataclasses import dataclass
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
+from meshwright.planner.time.collectives import Sent, traffic
+from meshwright.planner.time.timeline import StepTime
+from meshwright.spec.flop import token_flop
+from meshwright.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan would cost. Seconds of a step, bytes at the peak of each pipeline rank."""
+
+    plan: Plan
+    stack: Stack
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank."""
+    peak_flop_per_s: float
+    """Of a device, the datasheet's."""
+
+    @property
+    def worst(self) -> RankMemory:
+        """The pipeline rank with the highest peak."""
+        return max(self.memory, key=lambda one: one.total_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Its peak."""
+        return self.worst.total_bytes
+
+    @property
+    def reported_bytes(self) -> float:
+        """The peak as the software itself would report it: some print that of their first rank, and none more than a
+        device has."""
+        one = self.memory[0] if self.stack.reports == "first" else self.worst
+        return min(one.total_bytes, self.limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device has room, what the allocator holds for later left aside."""
+        later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
+        return self.peak_bytes - later <= self.limit_bytes
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device leaves to the allocator; infinite where its memory is not known."""
+        memory = self.plan.cluster.device.memory_bytes
+        return memory - DRIVER_BYTES if memory else float("inf")
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.total_s
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.plan.recipe.global_batch * self.plan.recipe.sequence
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """The figure to compare with others."""
+        return self.tokens_per_step / self.step_s / self.plan.layout.world
+
+    def mfu(self, *, causal: bool) -> float:
+        """Model FLOP utilization of the datasheet's peak."""
+        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal).training
+        return flop * self.tokens_per_s_per_device / self.peak_flop_per_s
+
+    @property
+    def hfu(self) -> float:
+        """As mfu (causal), with what recomputation repeats."""
+        flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
+        return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
+
+    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
+        """What a rank of a pipeline rank sends in a step, by axis and collective."""
+        return traffic(self.plan, pp_rank, self.stack)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """(pipeline - work of the busiest rank) / that work."""
+        busy = self.time.compute_s + self.time.exchange_s
+        return self.time.bubble_s / busy if busy else 0.0

@@ -1,0 +1,172 @@
+"""What the layouts of one model, recipe and cluster are put together from, each piece counted once."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.local_shape import SPLIT, Local, local
+from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
+from meshwright.planner.cost.stage_costs import Cost, Costs, costs, split_by_cost
+from meshwright.planner.cost.states import Counts, States, counts
+from meshwright.planner.memory.rank_memory import Unit
+from meshwright.planner.step.memo import Known
+from meshwright.planner.time.timeline import UNKNOWN, Edges, owned
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+KEPT = 1000
+"""Layouts, but for their data parallelism, whose stages are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What layouts of one model, recipe and cluster share, counted once."""
+
+    shape: ModelShape
+    recipe: Recipe
+    cluster: Cluster
+    stack: Stack = MESHWRIGHT
+    speeds: Speeds
+    links: Links
+
+    @cached_property
+    def _known(self) -> Known:
+        return Known()
+
+    @property
+    def _gpu(self) -> bool:
+        """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
+        return self.cluster.device.is_gpu and self.speeds.host is None
+
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, bool, bool, int]:
+        batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
+        return layout.tp, layout.sp, layout.cp, layout.ep, layout.context, splits, layout.compile == "off", batch
+
+    def parts(self, layout: Layout) -> tuple[Local, Costs]:
+        """Costs of the blocks for one micro-batch."""
+        of, found = self._parts(layout)
+        return of, found[layout.recompute]
+
+    def policies(self, layout: Layout) -> dict[str, Costs]:
+        """The same under each recompute policy."""
+        return self._parts(layout)[1]
+
+    def _parts(self, layout: Layout) -> tuple[Local, dict[str, Costs]]:
+        key = self._key(layout)
+        if key not in self._known.parts:
+            width = 4 if self.recipe.precision == "fp32" else 2
+            recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
+            documents = recipe.document_mask
+            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents, self._gpu)
+            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
+        return self._known.parts[key]
+
+    def split(self, layout: Layout) -> list[range]:
+        """Layers of each stage."""
+        key = layout.pp, layout.vp, layout.stages
+        if key not in self._known.splits:
+            by_cost = self.stack.split == "cost" and not layout.stages
+            stages = layout.pp * layout.vp
+            self._known.splits[key] = (
+                split_by_cost(self.shape, stages) if by_cost else layers_of_stages(self.shape.layers, layout)
+            )
+        return self._known.splits[key]
+
+    def stages(self, layout: Layout) -> list[Cost]:
+        """Cost of each pipeline stage; those of the layouts asked for last are kept."""
+        key = self._stages_key(layout)
+        if key not in self._known.stages:
+            _, found = self.parts(layout)
+            split = self.split(layout)
+            made: dict[tuple[int, int, int, bool, bool], Cost] = {}
+            stages = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                windowed = self._windowed(layers)
+                kind = len(layers), routed, windowed, s == 0, s == len(split) - 1
+                if kind not in made:
+                    made[kind] = found.stage(
+                        len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
+                    )
+                stages.append(made[kind])
+            if len(self._known.stages) >= KEPT:
+                self._known.stages.clear()
+                self._known.standing.clear()
+            self._known.stages[key] = stages
+        return self._known.stages[key]
+
+    def _stages_key(self, layout: Layout) -> tuple[object, ...]:
+        return (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
+
+    def _windowed(self, layers: range) -> int:
+        """Dense layers of these that have a window, where the first has none."""
+        if not (self.shape.window and self.shape.window_from_layer):
+            return 0
+        return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
+
+    def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
+        """(dense layers, routed ones, has the embedding, has the head) of each pipeline rank."""
+        key = layout.schedule, layout.pp, layout.vp, layout.stages
+        if key not in self._known.kinds:
+            split, shape = self.split(layout), self.shape
+            routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
+            self._known.kinds[key] = [
+                (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
+                 len(split) - 1 in own)
+                for own in owned(layout.schedule, layout.pp, layout.vp)
+            ]  # fmt: skip
+        return self._known.kinds[key]
+
+    def held(self, layout: Layout, rank: int) -> Counts:
+        """Elements that a pipeline rank holds."""
+        kind = self._ranks(layout)[rank]
+        key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
+        if key not in self._known.counts:
+            dense, routed, first, last = kind
+            layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        return self._known.counts[key]
+
+    def stage_shares(self, layout: Layout, own: tuple[int, ...]) -> tuple[float, ...]:
+        """Of the parameters of a pipeline rank with these stages, each stage's."""
+        if len(own) == 1:
+            return (1.0,)
+        split, plain = self.split(layout), replace(layout, zero=0)
+        found = []
+        for stage in own:
+            first, last = stage == 0, stage == len(split) - 1
+            routed = sum(map(self.shape.is_moe_layer, split[stage])) if self.shape.moe else 0
+            key = "stage", layout.tp, layout.ep, len(split[stage]), routed, first, last
+            if key not in self._known.counts:
+                self._known.counts[key] = counts(self.shape, plain, split[stage], first=first, last=last)
+            found.append(self._known.counts[key].whole)
+        return tuple(size / sum(found) for size in found)
+
+    def _edges(self, layout: Layout) -> Edges:
+        """Of the embedding's unit and of what stays whole, without a pipeline."""
+        if layout.pp > 1 or layout.dp * layout.cp == 1:
+            return UNKNOWN
+        key = layout.tp, layout.ep
+        if key not in self._known.shares:
+            plain, tied = replace(layout, zero=0), self.shape.tied
+            whole, first, last = (
+                counts(self.shape, plain, layers, first=first, last=last).whole
+                for layers, first, last in ((range(self.shape.layers), True, True), ((), True, tied), ((), tied, True))
+            )
+            apart = self.stack.ends_apart
+            ends = last if tied else first + last
+            self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
+        return self._known.shares[key]
+
+    def _unit(
+        self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
+    ) -> Unit:
+        key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
+        if key not in self._known.counts:
+            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+        found = self._known.counts[key].gathered
+        return Unit(found * state.parameter_bytes, found * state.gradient_bytes)

@@ -1,0 +1,268 @@
+"""What a rank sends in a step: axis, collective, calls, bytes. For Meshwright's own stack the very numbers that the
+trainer's ledger counts (tests), except those of learned routing, which is taken to be even.
+
+Bytes are those that the rank sends, as rings do: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather,
+reduce-scatter and all-to-all (n-1)/n of the whole one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.stage_costs import ranks_of
+from meshwright.planner.cost.states import Size, Sizes, pieces
+from meshwright.planner.cost.work import Exchange
+from meshwright.spec.boxes import rows_of, sharded_dim
+from meshwright.spec.held import WIDTHS, common, held
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stage_rank
+from meshwright.spec.shape import ModelShape
+
+
+class Sent(NamedTuple):
+    """All calls of one collective along one axis in a step."""
+
+    axis: str
+    collective: str
+    calls: int
+    sent_bytes: int
+
+
+class Held(NamedTuple):
+    """Layers of a pipeline rank, and whether it has the embedding and the head."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+Calls = Iterator[tuple[str, str, int, float]]
+"""(axis, collective, calls, bytes sent in each)."""
+NAMES = {
+    "all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all", "ring": "send",
+}  # fmt: skip
+
+
+def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Sent, ...]:
+    """Of the ranks with place 0 on every axis but the pipeline's."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for axis, collective, times, each_bytes in _all(plan, pp_rank, stack):
+        calls[axis, collective] += times
+        sent[axis, collective] += times * int(each_bytes)
+    return tuple(Sent(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
+
+
+def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
+    """(calls, bytes that a rank sends in each)."""
+    times = round(exchange.times)
+    if exchange.collective == "ring":
+        return times * (ranks - 1), exchange.size_bytes / ranks
+    rounds = 2 if exchange.collective == "all-reduce" else 1
+    return times, rounds * exchange.size_bytes * (ranks - 1) / ranks
+
+
+def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
+    layout, recipe, shape = plan.layout, plan.recipe, plan.model
+    width = WIDTHS[recipe.precision]
+    batch = layout.micro_batch_of(recipe.global_batch)
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
+    m = layout.micro_batches(recipe.global_batch)
+    own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
+    part = Held(
+        layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
+    )
+    summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
+    yield from _of_blocks(of, layout, m, part)
+    yield from _of_borders(of, layout, m, own, len(split))
+    if layout.zero:
+        yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed)
+    else:
+        yield from _of_replicas(layout, _units(shape, layout, part), summed)
+    yield from _of_common_gradients(shape, layout, pipeline_ranks(layout)[pp_rank], summed)
+    yield from _of_numbers(layout)
+
+
+class Sharing(NamedTuple):
+    """Seconds of data parallelism, each collective by itself: reducing all gradients once, gathering all parameters
+    once, and summing gradients over replicas that hold the same shards, once a step."""
+
+    reduce_s: float = 0.0
+    gather_s: float = 0.0
+    copies_s: float = 0.0
+
+    def worst(self, other: "Sharing") -> "Sharing":
+        """Of two ranks."""
+        return Sharing(*map(max, self, other))
+
+
+def sharing(shape: ModelShape, layout: Layout, held: Held, links: Links, word: float, summed: float,
+            lump: bool) -> Sharing:  # fmt: skip
+    """Of the calls of the ledger. `word`, `summed`: bytes of a parameter and of a gradient as they travel. `lump`: a
+    collective takes all it can at once, not unit by unit."""
+    plain = replace(layout, pp=1) if layout.pp > 1 else layout
+    units = _units(shape, layout, held)
+    calls = _of_shards(plain, 1, units, word, summed) if layout.zero else _of_replicas(layout, units, summed)
+    found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
+    sizes: dict[tuple[str, str], float] = {}
+    for axis, collective, times, sent in calls:
+        if collective == "all_gather":
+            times = max(1, times // 2) if layout.zero == 3 else times
+        size = sent / (2 if collective == "all_reduce" else 1)
+        if lump:
+            sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
+        else:
+            found[_part(axis, collective)] += times * _seconds(layout, links, axis, collective, size)
+    for (axis, collective), size in sizes.items():
+        found[_part(axis, collective)] += _seconds(layout, links, axis, collective, size)
+    return Sharing(found["reduce"], found["gather"], found["copies"])
+
+
+def _part(axis: str, collective: str) -> str:
+    return "copies" if axis == "replicate" else "gather" if collective == "all_gather" else "reduce"
+
+
+def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: float) -> float:
+    """Of one call whose rounds each send so many bytes."""
+    holders = _holders(layout)
+    ranks, stride = {
+        "shard": (layout.dp_shard * layout.cp, layout.tp),
+        "data": (layout.dp * layout.cp, layout.tp),
+        "expert_shard": (holders, layout.ep),
+        "expert_data": (layout.dp_replicate * holders, layout.ep),
+        "replicate": ranks_of(layout, "dp_replicate"),
+    }[axis]
+    return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
+
+
+def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
+    shape, (layers, first, last) = of.shape, held
+    routed = sum(shape.is_moe_layer(layer) for layer in layers)
+    parts: list[tuple[Block, int]] = []
+    if len(layers) > routed:
+        parts.append((layer(of), len(layers) - routed))
+    if routed:
+        parts.append((layer(of, routed=True), routed))
+    if first:
+        parts.append((embedding(of), 1))
+    if last:
+        parts.append((head(of), 1))
+    for block, times in parts:
+        again = layout.recompute if block.boundary_bytes else "none"
+        for exchange in exchanges(block, again):
+            ranks, _ = ranks_of(layout, exchange.axis)
+            number, each = of_exchange(exchange, ranks)
+            yield exchange.axis, NAMES[exchange.collective], m * times * number, each
+
+
+def exchanges(block: Block, recompute: str = "none") -> Iterator[Exchange]:
+    """Of a micro-batch's forward and backward pass; what follows the last kept tensor is not repeated."""
+    for place, op in enumerate(block.operations):
+        yield from op.forward_exchanges
+        yield from op.backward_exchanges
+        if recompute != "none" and any(later.inputs for later in block.operations[place:-1]):
+            yield from op.forward_exchanges
+
+
+def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:
+    if layout.pp == 1:
+        return
+    holders = stage_rank(layout.schedule, layout.pp, layout.vp)
+    for stage in own:
+        for other in (stage + 1, stage - 1):
+            if 0 <= other < stages and holders[other] != holders[stage]:
+                yield "pp", "send", m, of.between_bytes
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered and reduced together."""
+
+    sizes: Sizes
+    spread: bool = False
+    """Experts that lie on the ranks of ep."""
+    kept: bool = False
+    """Whole from the forward to the backward pass, under ZeRO-3 too."""
+    times: int = 1
+    """So many of them."""
+
+
+def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
+    """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
+    makes the ends one unit under ZeRO."""
+    found = pieces(shape, layout.tp, layout.ep)
+    (layers, first, last), apart = held, layout.ep > 1
+    routed = sum(map(shape.is_moe_layer, layers)) if shape.moe else 0
+    units: list[Unit] = []
+    for block, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
+        units.append(Unit(tuple(size for size in block if not (apart and size[1])), times=times))
+        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
+    front, behind = found.embedding if first else (), found.norm if last else ()
+    if shape.tied:
+        front = (*front, *(found.head if last and not first else ()))
+    elif last:
+        behind = (*behind, *found.head)
+    ends = (
+        [Unit((*front, *behind), kept=True)] if shape.tied and layout.zero else [Unit(front), Unit(behind, kept=True)]
+    )
+    return (unit for unit in (*units, *ends) if unit.sizes and unit.times)
+
+
+def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
+    """Elements of a rank's padded share."""
+    return sum(
+        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, _ in sizes
+    )
+
+
+def _holders(layout: Layout) -> int:
+    """Ranks of a replica that hold the same experts."""
+    return layout.dp_shard * layout.cp * layout.tp // layout.ep
+
+
+def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
+    for unit in units:
+        n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
+        if n > 1:
+            axis = "expert_data" if unit.spread else "data"
+            yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(unit.sizes) * summed // n
+
+
+def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summed: float) -> Calls:
+    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a
+    step."""
+    each, r = m if layout.pp == 1 else 1, layout.dp_replicate
+    for unit in units:
+        n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
+        shard = _numel(unit.sizes, n)
+        gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
+        if n > 1:
+            yield axis, "all_gather", unit.times * gathers, (n - 1) * shard * word
+            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * shard * summed
+        if r > 1:
+            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * shard * summed // r
+
+
+def _of_common_gradients(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
+    """What data parallelism leaves to be summed: held by several tp ranks, or by both ends of a pipeline."""
+    own = {one.parameter.name: one.own for one in held(shape, layout, rank)}
+    for one in common(shape, layout, rank):
+        if one.late:
+            n, numel = len(one.ranks), sum(own[name] for name in one.names)
+            yield one.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
+
+
+def _of_numbers(layout: Layout) -> Calls:
+    """Tokens (float64); loss and balance loss (float32) in one; the squared norm of the gradients."""
+    n, p, world = layout.dp * layout.cp, layout.pp, layout.world
+    for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8), ("world", world, 4)):
+        if ranks > 1:
+            yield axis, "all_reduce", 1, 2 * (ranks - 1) * size // ranks

@@ -1,0 +1,291 @@
+"""The schedule that is executed, played with the planner's seconds; what data parallelism and the optimizer add."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.cost.states import Counts
+from meshwright.planner.time.collectives import Sharing
+from meshwright.spec.layout import Layout
+from meshwright.spec.schedule import SPLIT, V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
+
+ROUNDS = 2
+"""A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
+played, where interleaved stages are uneven; exact for 1F1B)."""
+UPDATE_BYTES = 30.0
+"""AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
+2); an fp32 run moves 28."""
+NORM_BYTES = 4.0
+"""Reading the gradients once for their norm."""
+
+
+class Edges(NamedTuple):
+    """Shares of a rank's parameters: what is gathered before anything is computed and reduced when all is (0 = not
+    known), and what ZeRO-3 gathers once a micro-batch, since it stays whole until the backward pass."""
+
+    first: float = 0.0
+    kept: float = 0.0
+
+
+UNKNOWN = Edges()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on; they add up to `total_s`."""
+
+    compute_s: float
+    """Busiest rank: forward and backward passes, what recomputation repeats included."""
+    exchange_s: float
+    """Exposed exchanges of tensor, context and expert parallelism inside them."""
+    bubble_s: float
+    """Waiting in the pipeline. Below 0 where ranks share cores: the others wait, and the busiest has their turns."""
+    weights_s: float
+    """Exposed gathers of ZeRO-3."""
+    gradients_s: float
+    """Exposed reductions of gradients, and gathers of updated parameters."""
+    optimizer_s: float
+    other_s: float
+    """Host work of a step and of its micro-batches."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        parts = (self.compute_s, self.exchange_s, self.bubble_s, self.weights_s, self.gradients_s, self.optimizer_s)
+        return sum(parts) + self.other_s
+
+
+@cache
+def actions_of(name: str, ranks: int, micro_batches: int, virtual: int) -> Actions:
+    """As spec.schedule, kept: the same few are asked for again and again."""
+    return schedule(name, ranks, micro_batches, virtual)
+
+
+def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
+    """Micro-batches that are enough to play: equal rounds, long enough for a steady state."""
+    most = ROUNDS * ranks
+    if name == "afab" or micro_batches <= most + ranks:
+        return micro_batches
+    return most + micro_batches % ranks if virtual == 1 else most
+
+
+Played = tuple[tuple[int, int, int], ...]
+"""Actions of all ranks in an order in which each finds what it reads: (4 x stage + kind, rank, place of the action of
+another rank whose result it waits for, or -1)."""
+KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+@cache
+def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
+    """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
+    actions = actions_of(name, ranks, micro_batches, virtual)
+    holders = stage_rank(name, ranks, virtual)
+    last, stages = len(holders) - 1, range(len(holders))
+    forward = [[-1] * micro_batches for _ in stages]
+    backward = [[-1] * micro_batches for _ in stages]
+    found: list[tuple[int, int, int]] = []
+    nexts = [0] * ranks
+    waiting = deque(range(ranks))
+    while waiting:
+        rank = waiting.popleft()
+        own = actions[rank]
+        place = nexts[rank]
+        while place < len(own):
+            kind, stage, i = own[place].kind, own[place].stage, own[place].micro_batch
+            other = -1
+            if kind == "F":
+                made = forward
+                if stage and (other := forward[stage - 1][i]) < 0:
+                    break
+                before = stage - 1
+            else:
+                made = backward
+                if kind != "W" and stage < last and (other := backward[stage + 1][i]) < 0:
+                    break
+                before = stage + 1
+            if other >= 0 and holders[before] == rank:
+                other = -1
+            if kind != "W":
+                made[stage][i] = len(found)
+            found.append((4 * stage + KINDS[kind], rank, other))
+            place += 1
+        nexts[rank] = place
+        if place < len(own):
+            waiting.append(rank)
+    return tuple(found)
+
+
+def play(order: Played, ranks: int, times: Sequence[tuple[float, float, float]], send_s: float) -> float:
+    """Seconds from the first start to the last end: spec.replay's, without its spans. `times`: of each stage forward,
+    gradient of the input, gradients of the weights."""
+    lengths = [s for f, b, w in times for s in (f, b, w, b + w)]
+    free = [0.0] * ranks
+    ends: list[float] = []
+    for what, rank, other in order:
+        start = free[rank]
+        if other >= 0 and ends[other] + send_s > start:
+            start = ends[other] + send_s
+        free[rank] = start + lengths[what]
+        ends.append(free[rank])
+    return max(free)
+
+
+def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
+    """Seconds of all passes of a step."""
+    few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
+    times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
+    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times, send_s)
+    busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
+    return played_s + (micro_batches - few) * busiest
+
+
+def step_time(
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
+    update_s: float, shared: float = 0.0, passes_s: float | None = None, edges: Edges = UNKNOWN,
+    ranks_per_core: float = 1.0,
+) -> StepTime:  # fmt: skip
+    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much of the
+    exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. `passes_s`: of
+    all passes, where it is known already (otherwise the schedule is played). `ranks_per_core` above 1: the seconds are
+    those of ranks that take turns; while one waits the others have its turns, until the cores are busy all along."""
+    m = micro_batches
+    per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
+    busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
+    own = [stages[s] for s in _owned(layout)[busiest]]
+    exchange = m * sum(cost.exchange_s for cost in own)
+    busy = m * per_rank[busiest]
+    if layout.pp == 1:
+        bubble_s = 0.0
+    else:
+        bubble_s = (pipeline_s(layout, m, stages, send_s) if passes_s is None else passes_s) - busy
+    if ranks_per_core > 1 and layout.pp > 1:
+        bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
+    behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
+    if stack.own and layout.pp > 1:
+        behind *= 1 - _after_passes(
+            layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
+        )
+    weights, gradients = _data_parallel(layout, stack, m, own, sharing, behind, edges)
+    whole_s = _data_parallel_s(layout, m, sharing, edges)
+    slowed = stack.contention * max(0.0, whole_s - weights - gradients)
+    return StepTime(
+        compute_s=busy - exchange + slowed,
+        exchange_s=exchange,
+        bubble_s=bubble_s,
+        weights_s=weights,
+        gradients_s=gradients,
+        optimizer_s=update_s,
+        other_s=stack.step_s + m * stack.micro_batch_s,
+    )
+
+
+@cache
+def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank."""
+    placement = stage_rank(schedule, ranks, virtual) if ranks > 1 else (0,)
+    return tuple(stages_of(placement, rank) for rank in range(ranks))
+
+
+def least_s(
+    name: str, ranks: int, virtual: int, micro_batches: int, times: Sequence[tuple[float, float, float]], send_s: float
+) -> float:
+    """No play of the schedule takes less (`times` as there): each rank waits for the forward passes of the stages in
+    front of its first one, does all its work, and is followed by their backward passes. What a rank that splits
+    backward passes has left to do by then, it does beside them. And one micro-batch passes all stages twice. Exact for
+    equal stages but with DualPipe."""
+    split, m = name in SPLIT, micro_batches
+    ahead_s = behind_s = 0.0
+    longest_s = sum([forward_s + input_s + (0.0 if split else weight_s) for forward_s, input_s, weight_s in times])
+    borders = 2 * (ranks - 1) if name in V_PLACED else ranks * virtual - 1  # the two ends of a V lie on one rank
+    longest_s += 2 * borders * send_s
+    for rank, own in enumerate(owned(name, ranks, virtual)):
+        work_s = 0.0
+        for stage in own:
+            forward_s, input_s, weight_s = times[stage]
+            work_s += forward_s + input_s + weight_s
+        left_s = _left_s(name, rank, m, [times[stage][2] for stage in own]) if split else 0.0
+        took_s = ahead_s + m * work_s + (behind_s - left_s if behind_s > left_s else 0.0)
+        if took_s > longest_s:
+            longest_s = took_s
+        forward_s, input_s, weight_s = times[rank]  # its first stage, whatever the placement
+        ahead_s += forward_s + send_s
+        behind_s += input_s + send_s + (0.0 if split else weight_s)
+    return longest_s
+
+
+def _left_s(name: str, rank: int, m: int, weights_s: list[float]) -> float:
+    """Of gradients of weights, at most so much after a rank's last B of its first stage."""
+    if name == "zb-v":
+        return sum(min(m, rank + 1 - place) * took_s for place, took_s in enumerate(weights_s))
+    return min(m * len(weights_s), rank + 1) * max(weights_s)
+
+
+def _both(cost: Cost) -> float:
+    return cost.forward_s + cost.backward_s
+
+
+def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return owned(layout.schedule, layout.pp, layout.vp)
+
+
+@cache
+def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> float:
+    """Share of the first rank's stages whose gradients are whole only after gradients of weights that were left for
+    later: their reductions begin then, behind nothing."""
+    if name not in SPLIT:
+        return 0.0
+    last = last_of(actions_of(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
+    return sum(action.kind == "W" for action in last.values()) / len(last)
+
+
+def _data_parallel(
+    layout: Layout, stack: Stack, m: int, own: list[Cost], sharing: Sharing, behind: float, edges: Edges
+) -> tuple[float, float]:
+    """(exposed gathers, exposed reductions) of a step. Replicas are summed in its last micro-batch."""
+    reduce_s, gather_s, copies_s = sharing
+    final_s = reduce_s + copies_s
+    forward = stack.hides_weights * sum(cost.forward_s for cost in own)
+    if layout.zero == 3 and layout.pp == 1:
+        backward = stack.hides_weights * sum(cost.backward_s for cost in own)
+        share = edges.first or 1 / 50
+        again_s = gather_s * (1 - edges.kept)
+        weights = m * max(share * gather_s, gather_s - forward)
+        weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
+        return weights, share * final_s
+    share = (edges.first or 1 / 20) if stack.hides_gradients else 1.0
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    gradients = (times - 1) * max(share * reduce_s, reduce_s - behind) + max(share * final_s, final_s - behind)
+    weights = max(0.0, gather_s - forward) if layout.zero else 0.0
+    return weights, gradients
+
+
+def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
+    """Of all gathers and reductions of a step, hidden ones too."""
+    reduce_s, gather_s, copies_s = sharing
+    if layout.zero == 3 and layout.pp == 1:
+        return m * ((2 - edges.kept) * gather_s + reduce_s) + copies_s
+    times = m if layout.zero == 2 and layout.pp == 1 else 1
+    return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
+
+
+def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
+    """The optimizer over a rank's own elements, and the norm of its gradients."""
+    return speeds.update_seconds(count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES))
+
+
+BACKWARD_EXCHANGES = 0.5
+"""Of a pass's exchanges, those of the backward pass."""
+
+
+def shared_links(layout: Layout, links: Links) -> float:
+    """`shared` of step_time: reductions wait for exchanges where both take the same links."""
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    inside, _ = links.span(ranks, stride)
+    across = layout.tp > links.per_node
+    return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0

@@ -1,0 +1,338 @@
+"""Checkpoints: folders of safetensors shards plus state.json, which count once COMMIT is in them. No pickle.
+
+    checkpoints/step-000060/
+        shard-00001-model-00001-of-00002.safetensors   what rank 0 owned of every tensor; one series a rank
+        state.json                                     everything that is no tensor
+        COMMIT                                         step, score, size and hash of every file
+
+Tensors may be DTensors: each rank writes its shards and reads what it needs, so a checkpoint loads under any layout.
+All ranks of `group` call `save` and `load` together, on a file system that they share; `stream` is for one process.
+"""
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from meshwright.parallel.agree import all_names, gathered
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
+from meshwright.spec.units import gib
+from meshwright.store import checkpoint_folder
+from meshwright.store import commit as commits
+from meshwright.store.checkpoint_folder import Saved, best, latest, listing, sweep
+from meshwright.store.checkpoint_reader import Kind, Reader, names, quiet, raised_as_is, stream
+from meshwright.store.checkpoint_writer import Assignment, ShardWriter
+from meshwright.store.commit import Commit, FileRecord
+from meshwright.store.durable import sync_folder, write_file
+from meshwright.store.random_state import PREFIX as RNG_PREFIX
+from meshwright.store.random_state import rng_state, set_rng_state
+
+__all__ = [
+    "Json",
+    "Saved",
+    "assigned",
+    "best",
+    "latest",
+    "listing",
+    "load",
+    "named",
+    "names",
+    "newest_whole",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "stream",
+    "sweep",
+    "values",
+    "verify",
+]
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+T = TypeVar("T")
+
+STATE = "state.json"
+log = logging.getLogger(__name__)
+_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Json],
+    score: float | None,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+    check: Callable[[], None] | None = None,
+) -> Path:
+    """Write `folder/step-NNNNNN` and return it; it appears whole or not at all.
+
+    Kept afterwards: the `keep_last` newest and the one of the lowest score. A checkpoint of a later step belongs to a
+    course of training that was given up by resuming from before it, and goes too. `values` are those of rank 0. Needs
+    room for the new checkpoint beside all that are kept, and no memory beyond the tensors. CheckpointError: disk full
+    or not writable (earlier checkpoints stay), or values that are no JSON. `check` is called before each tensor is
+    written; what it raises ends the save on all ranks.
+    """
+    state = _encode_state(values)
+    saving, target = checkpoint_folder.place_for(folder, step)
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        saving.mkdir()
+
+    def end(files: list[FileRecord]) -> None:
+        write_file(saving / STATE, state)
+        files = [*files, commits.record(saving / STATE)]
+        commits.write(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
+        sync_folder(saving)
+        checkpoint_folder.publish(saving, target)
+
+    try:
+        with raised_as_is(), quiet():
+            dcp.save(
+                dict(tensors),
+                storage_writer=ShardWriter(saving, begin, end),
+                planner=_Planner(check),
+                process_group=group,
+                no_dist=not _distributed(),
+            )
+    except BaseException as error:
+        if _rank(group) == 0:
+            checkpoint_folder.discard(saving)
+        if not isinstance(error, OSError):
+            raise
+        failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
+        failure.said_elsewhere = _rank(group) > 0
+        raise failure from None
+    if _rank(group) == 0:
+        checkpoint_folder.keep(folder, step, keep_last)
+    return target
+
+
+def newest_whole(
+    candidates: Sequence[Path], group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+) -> Path | None:
+    """The first of these that is as it was committed, to the byte; damaged ones are passed over with a warning.
+
+    None where there are none at all. CheckpointError: all are damaged, or one is of a newer version.
+    """
+    damaged: list[DamagedCheckpoint] = []
+    for path in candidates:
+        try:
+            verify(path, group, begun)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+            continue
+        for error in damaged if _rank(group) == 0 else ():
+            log.warning("passed over: %s", error)
+        return path
+    if not damaged:
+        return None
+    newest, run = damaged[0], candidates[0].parent.parent
+    raise _also_said(newest, f"no checkpoint of {run} can be used; the last one: {newest}")
+
+
+def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None) -> Path:
+    """A checkpoint that a user gave, verified: it or none. CheckpointError."""
+    try:
+        verify(checkpoint, group, begun)
+    except DamagedCheckpoint as error:
+        advice = "take another one, or the run itself (resume=auto) for its newest that is whole"
+        raise _also_said(error, f"{error}; {advice}") from None
+    return checkpoint
+
+
+def verify(
+    checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+) -> Commit:
+    """Compare every byte with what was committed, all ranks together: each hashes every n-th file. DamagedCheckpoint,
+    CheckpointError where it is of a newer version. `begun` is told of every file."""
+
+    def look() -> Commit:
+        commit = commits.read(checkpoint)
+        commits.check_sizes(checkpoint, commit)
+        commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
+        return commit
+
+    return _agreed(look, group)
+
+
+def load(
+    checkpoint: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    subset: bool = False,
+    group: dist.ProcessGroup | None = None,
+    verified: bool = False,
+) -> dict[str, Any]:
+    """Fill `tensors` in place and return the values; nothing is touched before everything is verified.
+
+    The names must be those saved (over all ranks), shapes and dtypes equal; with `subset` the checkpoint may hold more
+    (a model without its optimizer). Random states (rng.*) are filled where both sides have them. Costs two readings
+    of the files: hashes (`verified`: `verify` was called, and none are read), then tensors. DamagedCheckpoint;
+    CheckpointError: of another model, of a newer version.
+    """
+    commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
+    reader = Reader(checkpoint)
+    saved = _agreed(reader.kinds, group)
+    everyone = all_names(_not_random(tensors), group) if _distributed() else set(tensors)
+    _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
+    wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
+    with raised_as_is(), quiet():
+        dcp.load(
+            wanted,
+            storage_reader=reader,
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=not _distributed(),
+        )
+    return _decode_state(checkpoint, commit)
+
+
+def values(checkpoint: Path) -> dict[str, Any]:
+    """What was saved beside the tensors, verified; reads no tensor. CheckpointError."""
+    commit = commits.read(checkpoint)
+    commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
+    return _decode_state(checkpoint, commit)
+
+
+def assigned(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> set[str]:
+    """Which of these this rank writes when all ranks of `group` save them: of equal pieces one rank has it to do.
+
+    Plans a save and writes nothing.
+    """
+    found = Assignment()
+    with raised_as_is(), quiet():
+        dcp.save(
+            dict(tensors),
+            storage_writer=found,
+            planner=_Planner(None),
+            process_group=group,
+            no_dist=not _distributed(),
+        )
+    return found.names
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Asks `check` before each tensor whether to go on."""
+
+    def __init__(self, check: Callable[[], None] | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.check = check
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor to be written."""
+        if self.check is not None:
+            self.check()
+        return super().resolve_data(write_item)
+
+
+def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
+    place = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
+    reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(place).free)} are free"
+    if error.errno == errno.EFBIG:
+        free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
+    else:
+        advice = "free some space and resume" if error.errno in _SPACE else "mend that and resume"
+    kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
+    return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{kept}: {advice}")
+
+
+def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:
+    """The first tensor that differs is named, with both shapes."""
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {checkpoint} is of another model: {what}; take the plan it was trained with"
+        )
+
+    for name in _not_random(tensors):
+        tensor = tensors[name]
+        if name not in saved:
+            raise refuse(f"it has no '{name}' ({_described(_kind(tensor))} here)")
+        if saved[name] != _kind(tensor):
+            raise refuse(f"'{name}' is {_described(saved[name])} there, {_described(_kind(tensor))} here")
+    for name in sorted(set(_not_random(saved)) - everyone):
+        raise refuse(f"it has '{name}' ({_described(saved[name])}) too")
+
+
+def _not_random(names: Iterable[str]) -> list[str]:
+    """Without the states of random generators, of which each rank has its own."""
+    return [name for name in names if not name.startswith(RNG_PREFIX)]
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _described(kind: Kind) -> str:
+    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"
+
+
+def _finite(score: float | None) -> float | None:
+    """NaN and infinity are no score: nothing is better or worse than NaN."""
+    return score if score is not None and abs(score) < float("inf") else None
+
+
+def _encode_state(values: Mapping[str, Json]) -> bytes:
+    try:
+        return json.dumps(values, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state cannot be saved as JSON: {error}") from None
+
+
+def _decode_state(checkpoint: Path, commit: Commit) -> dict[str, Any]:
+    state = json.loads((checkpoint / STATE).read_bytes()) if STATE in {file.name for file in commit.files} else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"checkpoint {checkpoint} has no {STATE}; take another one")
+    return state
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if _distributed() else 0
+
+
+def _world(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if _distributed() else 1
+
+
+def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `look` on every rank; what one rank refuses, all refuse, so that none waits for it later."""
+    result: list[T] = []
+    refusal: CheckpointError | None = None
+    try:
+        result.append(look())
+    except CheckpointError as error:
+        refusal = error
+    refusals = [found for found in (gathered(refusal, group) if _distributed() else [refusal]) if found]
+    if refusals:
+        raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
+    return result[0]
+
+
+def _also_said(
+    error: CheckpointError,
+    sentence: str,
+    kind: type[CheckpointError] = CheckpointError,
+    *,
+    elsewhere: bool = False,
+) -> CheckpointError:
+    """Another sentence for an error, by the same rank."""
+    failure = kind(sentence)
+    failure.said_elsewhere = error.said_elsewhere or elsewhere
+    return failure

@@ -1,0 +1,196 @@
+"""Tensors on disk: one writer for torch's distributed checkpoint that streams safetensors files.
+
+torch's own HuggingFaceStorageWriter builds each file twice in memory before it writes it. This one writes the same
+files (a test compares them; HuggingFaceStorageReader reads them) straight from the tensors and hashes on the way, so
+saving costs one read of the state and no copy of it: from a GPU one piece at a time per thread.
+"""
+
+import dataclasses
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshwright.spec.errors import CheckpointError
+from meshwright.store.commit import FileRecord, new_hash
+
+FILE_BYTES = 256 * 2**20
+"""A file holds at most so much (or one tensor): several are written and checked at a time, one is mapped to load."""
+PIECE_BYTES = 32 * 2**20
+"""What is taken from a GPU at once."""
+THREADS = 4
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in a safetensors header."""
+
+
+class ShardWriter(StorageWriter):
+    """Each rank writes the shards it owns to `path`, in files named after the rank; `finish` gets all FileRecords.
+
+    `begin` runs on the coordinator before any rank writes, `end` on it after every rank has written; what they raise
+    reaches every rank.
+    """
+
+    def __init__(self, path: Path, begin: Callable[[], None], end: Callable[[list[FileRecord]], None]) -> None:
+        self.path = path
+        self._begin = begin
+        self._end = end
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start anew, perhaps elsewhere."""
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare on a rank alone."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Take the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell every rank its number (from 1), for its files' names."""
+        self._begin()
+        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans, start=1)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; a result carries the FileRecord of its file."""
+        files = _files(plan.items)
+        paths = [
+            self.path / f"shard-{plan.storage_data:05d}-model-{i:05d}-of-{len(files):05d}.safetensors"
+            for i in range(1, len(files) + 1)
+        ]
+
+        def write(path: Path, items: list[WriteItem]) -> list[WriteResult]:
+            written = write_safetensors(path, items, planner.resolve_data)
+            return [WriteResult(item.index, _size_bytes(item), written) for item in items]
+
+        with ThreadPoolExecutor(max(1, min(THREADS, os.cpu_count() or 1, len(files)))) as pool:
+            results = [result for per_file in pool.map(write, paths, files) for result in per_file]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """All ranks have written: hand their files on."""
+        self._end(sorted({result.storage_data for rank in results for result in rank}, key=lambda file: file.name))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """A folder of a file system, no address."""
+        return "://" not in str(checkpoint_id)
+
+
+class Assignment(ShardWriter):
+    """Writes nothing: keeps the names of the tensors that this rank would write."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), lambda: None, lambda files: None)
+        self.names: set[str] = set()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Note the items."""
+        self.names = {item.index.fqn for item in plan.items}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+
+def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> FileRecord:
+    """Write one safetensors file, hashed on the way and on disk when this returns. OSError as it comes."""
+    digest, size_bytes = new_hash(), 0
+    with path.open("wb") as file:
+        for piece in _stream(items, resolve):
+            digest.update(piece)
+            file.write(piece)
+            size_bytes += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(name=path.name, size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def _stream(items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> Iterator[bytes | memoryview]:
+    yield _header(items)
+    for item in items:
+        yield from _pieces(resolve(item))
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; a view where it lies contiguous in host memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].cpu().numpy().data
+
+
+def _header(items: Sequence[WriteItem]) -> bytes:
+    """Length, then JSON padded to 8 bytes. Offsets of shards lie in the metadata, as torch's reader expects them."""
+    entries: dict[str, Any] = {}
+    offsets, end = {}, 0
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        start, end = end, end + _size_bytes(item)
+        entries[item.index.fqn] = {
+            "dtype": DTYPES[data.properties.dtype],
+            "shape": list(data.chunk.sizes),
+            "data_offsets": [start, end],
+        }
+        offsets[item.index.fqn] = {"saved_offsets": list(data.chunk.offsets)}
+    entries["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Cut into files. Wide dtypes first, so that every tensor of a file begins at a multiple of its element size."""
+    files: list[list[WriteItem]] = []
+    names: set[str] = set()
+    room = 0
+    for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
+        if not files or room < _size_bytes(item) or item.index.fqn in names:
+            files.append([])
+            names, room = set(), FILE_BYTES
+        files[-1].append(item)
+        names.add(item.index.fqn)
+        room -= _size_bytes(item)
+    return files
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPES:
+        kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
+        raise CheckpointError(f"'{item.index.fqn}' cannot be saved: it is {kind}")
+    return item.tensor_data.properties.dtype
+
+
+def _size_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,46 @@
+"""The weights of a trained model as a run's checkpoint holds them, without its optimizer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.errors import CheckpointError
+from meshwright.store import checkpoint as checkpoints
+from meshwright.store import checkpoint_folder
+from meshwright.store.run_folder import RunFolder
+
+MASTER = "optimizer.master."
+"""Where a checkpoint of a run below fp32 keeps its weights in full."""
+
+
+def locate(source: Path) -> tuple[RunFolder, Path]:
+    """The run and the checkpoint that `source` means, verified: one of its checkpoints, or a run folder and its newest
+    that is whole."""
+    if checkpoint_folder.is_one(source) and not (source / "plan.yaml").is_file():
+        return RunFolder.open(source.resolve().parent.parent), checkpoints.named(source)
+    run = RunFolder.open(source)
+    found = checkpoints.newest_whole(checkpoint_folder.newest_first(run.checkpoints))
+    if found is None:
+        raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
+    return run, found
+
+
+def weights(checkpoint: Path, wanted: torch.dtype, *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint by name, layer after layer, a few at a time; for fp32 the master weights, where there
+    are any. Everything is verified at the first one, unless it was (`locate`)."""
+    kinds = checkpoints.names(checkpoint)
+    chosen = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
+    if wanted == torch.float32:
+        masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
+        chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
+    # In this order what one tensor of the directory is made of lies close together.
+    ordered = sorted(chosen, key=lambda name: _by_layer(chosen[name]))
+    for name, tensor in checkpoints.stream(checkpoint, ordered, verified=verified):
+        yield chosen[name], tensor
+
+
+def _by_layer(name: str) -> list[tuple[int, str]]:
+    """To sort names with layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

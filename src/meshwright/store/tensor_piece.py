@@ -1,0 +1,69 @@
+"""A rank's box of a whole tensor, as torch's distributed checkpoint reads and writes it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from meshwright import compat
+from meshwright.parallel.rank_boxes import Box
+
+
+class Piece(Tensor):
+    """Looks like the whole tensor (shape, dtype) and holds `held`, the box of it that this rank has; no arithmetic.
+
+    The four double-underscored methods are what torch.distributed.checkpoint asks of a tensor whose parts lie on
+    several ranks. Ranks that hold the same box all offer it; it is written once.
+    """
+
+    held: Tensor
+    box: Box
+
+    @staticmethod
+    def __new__(cls, held: Tensor, box: Box) -> "Piece":
+        """`held` has the sizes of the box; its memory is shared."""
+        assert tuple(held.shape) == box.sizes, (held.shape, box)
+        piece = compat.wrapper(cls, box.whole, held)
+        assert isinstance(piece, Piece)
+        piece.held, piece.box = held, box
+        return piece
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{operation} on a piece of a tensor: take .held")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Box and dtype; the usual one would compute."""
+        return f"Piece({self.box}, {self.held.dtype})"
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
+
+    def __create_write_items__(self, name: str, tensor: Tensor) -> list[WriteItem]:
+        """One item, none for an empty box."""
+        if not self.held.numel():
+            return []
+        data = TensorWriteData(
+            chunk=self._chunk(),
+            properties=TensorProperties.create_from_tensor(self.held),
+            size=torch.Size(self.box.whole),
+        )
+        index = MetadataIndex(name, torch.Size(self.box.offsets))
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What is to be read."""
+        return [self._chunk()] if self.held.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Where it is read from and written to."""
+        return self.held
+
+
+def piece(held: Tensor, box: Box | None) -> Tensor:
+    """A Piece, or the tensor itself where this rank holds all of it."""
+    return held if box is None or box.sizes == box.whole else Piece(held, box)

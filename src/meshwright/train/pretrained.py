@@ -1,0 +1,106 @@
+"""First weights from a Hugging Face folder, under any layout: a tensor at a time, and of it what this rank holds."""
+
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.data import Tokenizer
+from meshwright.model.hub import HubFolder, import_folder
+from meshwright.model.hub.directory import GENERATION, TEMPLATE
+from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import RANDOM
+from meshwright.store.durable import replace_file
+from meshwright.store.tensor_piece import Piece
+from meshwright.train.state import TrainState
+
+OTHERWISE = "or model.init=random for new weights"
+
+
+def check_weights(plan: Plan) -> None:
+    """PlanError or HubError where the folder of `model.init` cannot begin this plan: it is not there, its parameters
+    are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
+    if plan.init == RANDOM:
+        return
+    folder = _folder(plan)
+    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model).items()):
+        if theirs != ours:
+            there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
+            raise PlanError(
+                f"model.init={plan.init} holds the weights of another shape: {there} there, {here} in the plan; take "
+                f"model={plan.init} without changes of its sizes, {OTHERWISE}"
+            )
+    _check_tokenizer(plan, folder)
+
+
+def take_weights(state: TrainState, plan: Plan) -> None:
+    """Fill the model, and the optimizer's fp32 copy of it, from the folder of `model.init`: in a 16-bit run the copy
+    keeps what the weights have no room for. HubError where a file is damaged."""
+    places, masters = state.model_tensors(), state.optimizer.masters
+
+    def put(name: str, tensor: Tensor) -> None:
+        place = places.get(f"model.{name}")
+        if isinstance(place, Piece):
+            box = place.box
+            part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            place.held.copy_(tensor[part])
+            masters[name].copy_(tensor[part])
+        elif place is not None:
+            place.copy_(tensor)
+            if name in masters:  # a kept buffer has none
+                masters[name].copy_(tensor)
+
+    with torch.no_grad():
+        _folder(plan).load(put, wanted=lambda name: f"model.{name}" in places)
+
+
+def keep_beside(plan: Plan, run: Path) -> None:
+    """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export."""
+    if plan.init != RANDOM:
+        keep_extras(_folder(plan), run)
+
+
+def keep_extras(found: HubFolder, run: Path) -> None:
+    """Chat template and generation config of a Hugging Face folder into a run folder."""
+    if found.chat_template is not None:
+        replace_file(run / TEMPLATE, found.chat_template.encode())
+    if (found.path / GENERATION).is_file():
+        replace_file(run / GENERATION, (found.path / GENERATION).read_bytes())
+
+
+def said(plan: Plan) -> str:
+    """The sentence of the first lines."""
+    own = Path(plan.init) / "tokenizer.json"
+    tokenizer = ", and its tokenizer" if plan.data.tokenizer == str(own) else ""
+    return f"weights of {plan.init}{tokenizer}; model.init=random draws new ones"
+
+
+def _folder(plan: Plan) -> HubFolder:
+    path = Path(plan.init)
+    if not path.is_dir():
+        raise PlanError(f"model.init={plan.init}: there is no such folder; give the one with the weights, {OTHERWISE}")
+    return import_folder(path)
+
+
+def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
+    own = folder.tokenizer
+    if own is None and plan.data.tokenizer == "auto":
+        raise PlanError(
+            f"model.init={plan.init} has no tokenizer.json, and its weights know no other tokens: give "
+            f"data.tokenizer=PATH of its tokenizer, {OTHERWISE}"
+        )
+    if own is None or plan.data.tokenizer == str(own):
+        return
+    given = plan.data.tokenizer
+    builtin = {"auto": Tokenizer.shipped, "bytes": Tokenizer.bytes}
+    trained = given.startswith("bpe:")
+    if trained or (builtin[given]() if given in builtin else Tokenizer.load(Path(given).expanduser())).fingerprint != (
+        Tokenizer.load(own).fingerprint
+    ):
+        raise PlanError(
+            f"data.tokenizer={given} is not the tokenizer that the weights of model.init={plan.init} were trained "
+            f"with: take data.tokenizer={own}, {OTHERWISE}"
+        )

@@ -1,0 +1,79 @@
+"""Whatever kills a save, and whenever: the folder holds a checkpoint that loads and is whole."""
+
+import json
+import random
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from meshwright.store import checkpoint
+from tests.train import saving
+
+
+def whole(folder: Path, megabytes: float) -> int:
+    """The step of the newest checkpoint, every number of which must tell that step."""
+    path = checkpoint.latest(folder)
+    assert path is not None
+    tensors = saving.tensors_of(0, megabytes)
+    step = int(checkpoint.load(path, tensors)["step"])
+    assert all(tensor.unique().tolist() == [float(step)] for tensor in tensors.values())
+    assert path.name == f"step-{step:06d}"
+    return step
+
+
+def newest(folder: Path) -> int:
+    """By name alone."""
+    return max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    saving.save_step(tmp_path, 1)
+    dice = random.Random(0)
+    steps = [1]
+    for _ in range(20):
+        process = saving.start(saving.save_for_ever, tmp_path, steps[-1] + 1)
+        started = time.monotonic()
+        while newest(tmp_path) == steps[-1] and time.monotonic() < started + 30:
+            time.sleep(0.002)
+        time.sleep(dice.uniform(0, 0.1))
+        process.kill()
+        saving.finish(process)
+        steps.append(whole(tmp_path, 1.0))
+    assert all(before < after for before, after in pairwise(steps)), "every child got somewhere"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+def test_killed_before_every_change_of_the_file_system(tmp_path: Path, again: bool) -> None:
+    """keep_last=1: one checkpoint is there before, at least one must be there after, whatever came in between."""
+    step = 1 if again else 2
+    event, code = 0, 9
+    while code == 9:
+        folder = tmp_path / str(event)
+        saving.save_step(folder, 1, megabytes=0.01, keep_last=1)
+        (code,) = saving.finish(saving.start(saving.die_at, folder, step, event))
+        checkpoint.sweep(folder)  # what the next run does first
+        assert whole(folder, 0.01) in (1, step), event
+        assert all(path.name.startswith("step-") for path in folder.iterdir())
+        event += 1
+    assert code == 0 and event > 12
+    assert [saved.step for saved in checkpoint.listing(folder)] == [step]
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    (code,) = saving.finish(saving.start(saving.fill_disk, tmp_path))
+    if code == saving.SKIPPED:
+        pytest.skip("mounting a small disk needs root")
+    assert code == 0
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    assert saving.finish(saving.start(saving.limit_file_size, tmp_path)) == [0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to see the peak")
+def test_saving_copies_nothing(tmp_path: Path) -> None:
+    assert saving.finish(saving.start(saving.measure_memory, tmp_path / "saved", tmp_path / "report")) == [0]
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["extra"] < report["state"] / 10
