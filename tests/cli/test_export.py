@@ -21,7 +21,7 @@ from meshwright.store.tensor_piece import Piece
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES
 from meshwright.train.state import Progress, TrainState
-from tests.train import saving
+from tests.store import saving
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2-124m", "bf16", {"pp": 2, "tp": 2}),

@@ -257,7 +257,7 @@ def test_an_encoding_process_that_dies(texts: Path, root: Path, monkeypatch: pyt
 
 
 def test_an_error_in_an_encoding_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.worker'].words; ") + (
+    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.worker'].word_encoder; ") + (
         "w.encoder = lambda *a: (lambda texts, flags: 1 / 0); serve()"
     )
     monkeypatch.setattr(pool, "_START", start)
@@ -272,11 +272,11 @@ def test_preparing_does_not_run_the_callers_script_again(texts: Path, tmp_path: 
     """Scripts without a main guard are common, and must not start themselves over and over."""
     script = tmp_path / "script.py"
     lines = [
-        "from meshwright.data import cache, prepare",
+        "from meshwright.data import prepare, token_cache",
         "from meshwright.spec import Data",
-        "cache._ALONE_BYTES = 0",
+        "token_cache._ALONE_BYTES = 0",
         "print('once')",
-        f"prepare(Data(path={str(texts)!r}), cache_root=cache.Path({str(tmp_path / 'c')!r}), processes=2)",
+        f"prepare(Data(path={str(texts)!r}), cache_root=token_cache.Path({str(tmp_path / 'c')!r}), processes=2)",
     ]
     script.write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)

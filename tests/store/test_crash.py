@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.store import checkpoint
-from tests.train import saving
+from tests.store import saving
 
 
 def whole(folder: Path, megabytes: float) -> int:

@@ -19,7 +19,7 @@ from meshwright.spec.errors import CheckpointError, PlanError, RunError
 from meshwright.store import checkpoint
 from meshwright.store.lock import RunLock
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from tests.train import saving
+from tests.store import saving
 
 
 def plan(run: Path, steps: int = 500) -> Plan:

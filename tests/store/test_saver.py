@@ -27,9 +27,10 @@ from meshwright.store.saver import Saver
 from meshwright.store.staging import Staging
 from meshwright.store.tensor_piece import Piece
 from meshwright.train import loop
+from tests.store import saving
 from tests.store.test_checkpoint import state
 from tests.store.test_crash import newest, whole
-from tests.train import running, saving
+from tests.train import running
 
 OPTIONS: dict[str, Any] = {"steps": 8, "eval_every": 3, "checkpoint_every": 2, "keep_last": 9}
 

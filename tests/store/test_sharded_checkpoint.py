@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwright.spec.errors import CheckpointError
 from meshwright.store import checkpoint, checkpoint_writer
-from tests.train import saving
+from tests.store import saving
 
 SHAPES = {"even": (4, 6), "uneven": (5, 3), "narrow": (1, 8), "empty": (0, 3), "deep": (3, 4, 5)}
 

@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.spec import BatchStage
 from meshwright.train import loop
-from tests.train import running, saving
+from tests.store import saving
+from tests.train import running
 from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
 
 RAMP = (BatchStage(tokens=192, global_batch=4), BatchStage(tokens=300, global_batch=8))

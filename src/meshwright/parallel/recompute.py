@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import LayerCache
 from meshwright.model.transformer import Block
+from meshwright.parallel import column_parallel as column_parallel  # registers its operator
 
 BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
 
