@@ -386,6 +386,13 @@ def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout,
     assert len({one.communicators for one in shared}) > 1
 
 
+def test_replicas_of_a_shard_can_be_recorded_one_after_another() -> None:
+    """Their meshes hold the same ranks and count as equal, and each has groups of its own."""
+    layout = Layout(dp_replicate=2, dp_shard=2, zero=1, compile="off")
+    world = record_world(plan(layout), device="cuda", processes=1)
+    assert not check(world).violations and len(list(world)) == 4
+
+
 def test_a_world_of_one_rank_is_refused() -> None:
     with pytest.raises(PlanError, match="a plan of one rank sends nothing"):
         record_world(plan(Layout(zero=0, micro_batch=1, compile="off")))

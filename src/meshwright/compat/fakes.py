@@ -13,10 +13,13 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
     once and leave tensors as they are.
 
-    torch keeps its fake backend with its tests.
+    torch keeps its fake backend with its tests. It also remembers for DTensor what operations give, on meshes that count
+    as equal when their ranks are: forgotten here, since the mesh of another rank has that rank's groups.
     """
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
