@@ -13,7 +13,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
     once and leave tensors as they are.
 
-    torch keeps its fake backend with its tests. It also remembers for DTensor what operations give, on meshes that count
+    torch keeps its fake backend with its tests. It also remembers what DTensor operations give, on meshes that count
     as equal when their ranks are: forgotten here, since the mesh of another rank has that rank's groups.
     """
     from torch.distributed.tensor import debug
