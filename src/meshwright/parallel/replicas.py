@@ -13,6 +13,7 @@ Buckets start in one order on every rank, each after the ones before it.
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +62,10 @@ class Replicas:
         self.buckets = list(buckets)
         self.expecting = False
         self.started = 0
-        for bucket in self.buckets:
+        own = ref(self)  # a parameter's hooks are out of the garbage collector's sight: no circle may go through them
+        for place, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._made, bucket))
+                parameter.register_post_accumulate_grad_hook(partial(_made, own, place))
 
     def expect(self, *, last: bool) -> None:
         """Before a micro-batch's backward pass; that of the `last` one of the step starts the sums."""
@@ -82,13 +84,19 @@ class Replicas:
             bucket.finish()
         self.started = 0
 
-    def _made(self, bucket: Bucket, parameter: Tensor) -> None:
+    def made(self, place: int) -> None:
+        """A gradient of this bucket is there."""
         if not self.expecting:
             return
-        bucket.missing -= 1
+        self.buckets[place].missing -= 1
         while self.started < len(self.buckets) and not self.buckets[self.started].missing:
             self.buckets[self.started].start()
             self.started += 1
+
+
+def _made(own: "ref[Replicas]", place: int, parameter: Tensor) -> None:
+    if (replicas := own()) is not None:
+        replicas.made(place)
 
 
 def replicate(stages: Iterable[Transformer], mesh: Mesh) -> tuple[Replicas, ...]:
