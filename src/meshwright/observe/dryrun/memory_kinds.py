@@ -1,14 +1,13 @@
-"""What each piece of memory was for, in the words of the planner (planner.memory.rank_memory.KINDS): told from who made
-it, when, and how long it lived.
+"""The kind of each piece of memory (spec.ledger.KINDS): told from who made it, when, and how long it lived.
 
-    parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
-    gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
-    buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
-    logits          made inside the loss over the vocabulary
-    activations     made in a forward pass and still there after it, or left by B for W
-    temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
-    tokens          the batch, and the next one that is read ahead
-    staging         on a CPU, the copy of the state from which a thread writes a checkpoint
+parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
+gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
+buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
+logits          made inside the loss over the vocabulary
+activations     made in a forward pass and still there after it, or left by B for W
+temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
+tokens          the batch, and the next one that is read ahead
+staging         on a CPU, the copy of the state from which a thread writes a checkpoint
 """
 
 from collections.abc import Iterable
@@ -21,8 +20,6 @@ from meshwright.spec.layout import Layout
 from meshwright.train.kept_bytes import kept
 from meshwright.train.state import TrainState
 
-STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
-KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
 COLLECTIVES = (
     "parallel/group.py",
     "parallel/ring.py",
