@@ -10,11 +10,10 @@ from meshwright.planner.cost.stage_costs import Cost
 from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import Rank, Standing, Units, enough
 from meshwright.planner.memory.instants import Moment, What
-from meshwright.planner.time.timeline import actions_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule import V_PLACED, schedule
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
@@ -40,7 +39,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int
     """The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another."""
     if ranks == 1:
         return ((1,),)
-    actions = actions_of(name, ranks, micro_batches, virtual)[rank]
+    actions = schedule(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive = [0] * len(places)
     found: set[tuple[int, ...]] = set()
