@@ -105,22 +105,15 @@ def in_order(actions: Actions) -> tuple[Turn, ...]:
     while before < len(found):
         before = len(found)
         for rank, own in enumerate(actions):
-            while nexts[rank] < len(own):
-                action = own[nexts[rank]]
-                kind, stage, i = action.kind, action.stage, action.micro_batch
-                waits_for = -1
-                for place in needs(action, len(placement)):
-                    if place not in made:
-                        break
-                    if placement[place[1]] != rank:
-                        waits_for = made[place]
-                else:
-                    if kind != "W":
-                        made["F" if kind == "F" else "B", stage, i] = len(found)
-                    found.append(Turn(4 * stage + KINDS[kind], rank, waits_for))
-                    nexts[rank] += 1
-                    continue
-                break
+            for action in own[nexts[rank] :]:
+                wanted = needs(action, len(placement))
+                if any(place not in made for place in wanted):
+                    break
+                of_others = [made[place] for place in wanted if placement[place[1]] != rank]
+                if action.kind != "W":
+                    made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
+                found.append(Turn(4 * action.stage + KINDS[action.kind], rank, max(of_others, default=-1)))
+                nexts[rank] += 1
     stuck = [f"rank {r} at {own[n]}" for r, (own, n) in enumerate(zip(actions, nexts, strict=True)) if n < len(own)]
     if stuck:
         raise IllegalLayout(f"the pipeline's lists wait for each other: {'; '.join(stuck)}")
