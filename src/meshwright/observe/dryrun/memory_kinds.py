@@ -1,13 +1,15 @@
-"""The kind of each piece of memory (spec.ledger.KINDS): told from who made it, when, and how long it lived.
+"""The kind of each piece of memory (spec.ledger.KINDS).
 
-parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
-gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
-buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
-logits          made inside the loss over the vocabulary
-activations     made in a forward pass and still there after it, or left by B for W
-temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
-tokens          the batch, and the next one that is read ahead
-staging         on a CPU, the copy of the state from which a thread writes a checkpoint
+Told from what its maker says (spec.purpose), from when it was made, and from how long it lived:
+
+    parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
+    gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
+    buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
+    logits          made inside the loss over the vocabulary
+    activations     made in a forward pass and still there after it, or left by B for W
+    temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
+    tokens          the batch, and the next one that is read ahead
+    staging         on a CPU, the copy of the state from which a thread writes a checkpoint
 """
 
 from collections.abc import Iterable
@@ -20,16 +22,8 @@ from meshwright.spec.layout import Layout
 from meshwright.train.kept_bytes import kept
 from meshwright.train.state import TrainState
 
-COLLECTIVES = (
-    "parallel/group.py",
-    "parallel/ring.py",
-    "parallel/p2p.py",
-    "parallel/expert.py",
-    "parallel/replicas.py",
-)
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
-LOSSES = ("kernels/cross_entropy.py", "_SplitCrossEntropy", "VocabularyParallelLoss")
 
 
 def label_states(watch: Watch, state: TrainState) -> None:
@@ -62,9 +56,8 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
     if phase == "copy":
         return "staging" if record.died < 0 else "temporaries"
     if record.outer == "fsdp":
-        whole = record.operation == "empty" and "sharding.py" not in record.line
-        return "parameters" if whole and stays_whole else "buffers"
-    if any(word in record.line for word in LOSSES):
+        return "parameters" if record.operation == "empty" and stays_whole else "buffers"
+    if record.purpose == "logits":
         return "logits"
     if phase in FORWARD:
         if not here:
@@ -72,6 +65,6 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
     elif phase in BACKWARD:
         if record.shape in shapes and not here:
             return "gradients"
-        if not here and not any(word in record.line for word in COLLECTIVES):
+        if not here and not record.purpose:
             return "activations"
-    return "buffers" if any(word in record.line for word in COLLECTIVES) else "temporaries"
+    return record.purpose or "temporaries"
