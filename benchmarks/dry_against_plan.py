@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from statistics import mean, median
 
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.planner.memory.rank_memory import KINDS
 from meshwright.planner.step.predict import Prediction, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters
+from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import rank_of
 
 MODELS = (
@@ -89,7 +89,7 @@ def _row(said: Prediction, place: int, seen: object) -> dict[str, object]:
     found = seen.peak_bytes  # type: ignore[attr-defined]
     kinds = {
         kind: (one.kinds.get(kind, 0.0), seen.kinds.get(kind, 0))  # type: ignore[attr-defined]
-        for kind in dict.fromkeys((*KINDS, *seen.kinds))  # type: ignore[attr-defined]
+        for kind in PLANNED  # type: ignore[attr-defined]
         if kind not in LATER
     }
     return {

@@ -10,10 +10,10 @@ from meshwright import __version__, planfile
 from meshwright.planner.plan_document import document
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.ledger import STATES
 from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.schedule import schedule
 
-STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
 PLAN = Plan(
     model=replace(presets.model("llama-tiny"), name="small", layers=4),
     layout=Layout(pp=2, tp=2, micro_batch=1),

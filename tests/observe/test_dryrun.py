@@ -24,6 +24,7 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import memory, written_bytes
+from meshwright.spec.inventory import parameters
 from meshwright.spec.recipe import BatchStage
 
 SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
@@ -69,6 +70,17 @@ def test_peak_and_traffic_of_real_processes(world: int) -> None:
         compared = row(str(one.layout), found, [rank[index] for rank in ranks], 0.0)
         assert compared["same_traffic"], one.layout
         assert abs(compared["error"]) < 0.03, compared
+
+
+def test_gathers_are_buffers_and_the_loss_makes_logits() -> None:
+    """By what the engine says of what it makes, wherever its files lie."""
+    sharded, split = (dry_run(REAL[name], ranks=(0,), device="cuda").ranks[0] for name in ("z3", "sp"))
+    block = 4 * sum(one.numel for one in parameters(SMALL) if one.layer == 0)
+    backward = [part.kinds.get("buffers", 0) for part in sharded.passes if part.name.startswith("BW")]
+    assert min(backward) >= 2 * block
+    rows, vocab = 16 * 64, SMALL.vocab // 2
+    assert split.kinds["logits"] >= 4 * rows * vocab
+    assert all(one.kind == "logits" for one in split.largest if one.shape == (rows, vocab))
 
 
 def test_measuring_the_noise_scale_takes_one_more_copy_of_the_gradients() -> None:

@@ -7,12 +7,13 @@ import pytest
 
 from meshwright.planner.accuracy import calibration as fit
 from meshwright.planner.accuracy import holdout
-from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, Fitted, changed, load, solve
+from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, Fitted, load
 from meshwright.planner.accuracy.published import Row, read
 from meshwright.planner.accuracy.score import estimator_of, judge
 from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
+from meshwright.planner.machine.fitting import changed, solve
 from tests.planner.published_tables import ROOT, run, table, write
 
 LAYOUTS = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 8})

@@ -1,15 +1,16 @@
-"""Waiting in a pipeline: the planner's play against the lectures' closed forms, and against spec/replay.py."""
+"""Waiting in a pipeline: what is played against the lectures' closed forms, and against the longest path."""
 
 from fractions import Fraction
+from functools import cache
 from random import Random
 
 import pytest
 
 from meshwright.planner.cost.stage_costs import Cost
-from meshwright.planner.time.timeline import in_order, least_s, pipeline_s, play
+from meshwright.planner.time.timeline import least_s, pipeline_s
 from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Times, replay
-from meshwright.spec.schedule import refusal, schedule
+from meshwright.spec.replay import Times, needs, placement_of, replay
+from meshwright.spec.schedule import Actions, refusal, schedule
 
 EVERY = [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
 
@@ -46,14 +47,36 @@ def test_zero_bubble_v_waits_for_its_first_input_only(p: int, m: int) -> None:
     assert waiting("zb-v", p, m, 2) == Fraction((p - 1) * 2, m * 2 * 6)
 
 
+def longest_s(actions: Actions, times: list[Times], send_s: float) -> float:
+    """The longest path: an action ends as long after the last that it waits for as it takes."""
+    holders = placement_of(actions)
+    made = {
+        ("F" if one.kind == "F" else "B", one.stage, one.micro_batch): (rank, place)
+        for rank, own in enumerate(actions)
+        for place, one in enumerate(own)
+        if one.kind != "W"
+    }
+
+    @cache
+    def end_s(rank: int, place: int) -> float:
+        one = actions[rank][place]
+        f, b, w = times[one.stage]
+        before = [end_s(rank, place - 1) if place else 0.0]
+        before += [end_s(*made[q]) + (send_s if holders[q[1]] != rank else 0.0) for q in needs(one, len(holders))]
+        return max(before) + {"F": f, "B": b, "W": w, "BW": b + w}[one.kind]
+
+    return max(end_s(rank, len(own) - 1) for rank, own in enumerate(actions))
+
+
 @pytest.mark.parametrize(("name", "v"), EVERY)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 12), (8, 16)])
-def test_the_play_is_the_replay_of_the_executed_schedule(name: str, v: int, p: int, m: int) -> None:
+def test_a_play_takes_the_longest_path_of_what_is_executed(name: str, v: int, p: int, m: int) -> None:
     random = Random(p * m + v)
-    times = [(random.random(), random.random(), random.random()) for _ in range(p * v)]
-    spans = [Times(forward_s=f, input_s=b, weight_s=w, send_s=0.1) for f, b, w in times]
-    expected = replay(schedule(name, p, m, v), spans).total_s
-    assert play(in_order(name, p, m, v), p, times, 0.1) == pytest.approx(expected, rel=1e-12)
+    times = [Times(random.random(), random.random(), random.random()) for _ in range(p * v)]
+    actions = schedule(name, p, m, v)
+    assert replay(actions, times, 0.1).total_s == pytest.approx(longest_s(actions, times, 0.1), rel=1e-12)
+    short = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, times, 0.1)  # type: ignore[arg-type]
+    assert short == replay(actions, times, 0.1).total_s
 
 
 @pytest.mark.parametrize(("name", "v"), EVERY[1:])
@@ -62,9 +85,8 @@ def test_a_long_step_is_its_beginning_and_the_steady_state(name: str, v: int) ->
     a hundredth (interleaved ranks still make up for late starts)."""
     p, m, random = 4, 64, Random(7)
     stages = [Cost(forward_s=1 + 0.2 * random.random(), input_s=1.3, weight_s=1.0) for _ in range(p * v)]
-    times = [(c.forward_s, c.input_s, c.weight_s) for c in stages]
     short = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, stages, 0.01)  # type: ignore[arg-type]
-    assert short == pytest.approx(play(in_order(name, p, m, v), p, times, 0.01), rel=0.01)
+    assert short == pytest.approx(replay(schedule(name, p, m, v), stages, 0.01).total_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "v"), EVERY[:5])
@@ -72,7 +94,7 @@ def test_the_least_time_is_that_of_equal_stages(name: str, v: int) -> None:
     p, m = 4, 16
     stage = Cost(forward_s=1.0, input_s=1.0, weight_s=1.0)
     total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
-    assert total == pytest.approx(least_s(name, p, v, m, [(1.0, 1.0, 1.0)] * (p * v), 0.0))
+    assert total == pytest.approx(least_s(name, p, v, m, [stage] * (p * v), 0.0))
 
 
 @pytest.mark.parametrize(("name", "v"), [*EVERY, ("zb-h1", 3)])
@@ -82,10 +104,10 @@ def test_no_play_takes_less_than_the_least_time(name: str, v: int) -> None:
         for m in (1, 2, p, 2 * p - 2, 2 * p, 3 * p + 1, 5 * p):
             if m < 1 or refusal(name, p, m, v):
                 continue
-            times = [tuple(random.choice((0.1, 1.0, 3.0)) for _ in range(3)) for _ in range(p * v)]
+            times = [[random.choice((0.1, 1.0, 3.0)) for _ in range(3)] for _ in range(p * v)]
             send_s = random.choice((0.0, 0.3))
             layout = Layout(pp=p, vp=v, schedule=name)  # type: ignore[arg-type]
             stages = [Cost(forward_s=f, input_s=b, weight_s=w) for f, b, w in times]
-            least = least_s(name, p, v, m, times, send_s)
-            assert least <= play(in_order(name, p, m, v), p, times, send_s) * (1 + 1e-12), (p, m)
+            least = least_s(name, p, v, m, stages, send_s)
+            assert least <= replay(schedule(name, p, m, v), stages, send_s).total_s * (1 + 1e-12), (p, m)
             assert least <= pipeline_s(layout, m, stages, send_s) * (1 + 1e-12), (p, m)

@@ -1,15 +1,18 @@
-"""States by layout: to the byte what spec/held.py counts parameter by parameter, and the lectures' table."""
+"""States by layout: to the byte what spec/held.py counts parameter by parameter, and the lectures' table. Real tensors
+of both: tests/train/test_memory.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.states import counts, states
+from meshwright.planner.cost.states import Counts, counts, states
 from meshwright.spec.held import memory
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import stage_layers
+from meshwright.spec.ledger import Ledger
+from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 
 LLAMA = ModelShape(
@@ -47,12 +50,25 @@ EXPERT_LAYOUTS = [
 ]
 
 
-def stage_counts(shape: ModelShape, layout: Layout, rank: int):  # type: ignore[no-untyped-def]
-    """Of a pipeline rank, as the estimator asks for them."""
-    number = layout.pp * layout.vp
-    split, own = stage_layers(shape.layers, number), own_stages(layout, rank)
+def by_phase(ledger: Ledger) -> dict[str, dict[str, float]]:
+    """{phase: {kind: bytes}}"""
+    phases = {str(entry.phase): {} for entry in ledger}
+    for entry in ledger:
+        phases[entry.phase][entry.what] = entry.quantity
+    return phases
+
+
+def planned(shape: ModelShape, layout: Layout, precision: str, place: int, **batch: Any) -> dict[str, dict[str, float]]:
+    """Of a pipeline place, as the estimator asks for it: {phase: {kind: bytes}} without those that have nothing."""
+    found = states(MESHWRIGHT, layout, precision, stage_counts(shape, layout, place), **batch)
+    phases = {"step": found.step, "update": found.update}
+    return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in phases.items()}
+
+
+def stage_counts(shape: ModelShape, layout: Layout, place: int) -> Counts:
+    split, own = layers_of_stages(shape.layers, layout), own_stages(layout, place)
     layers = tuple(layer for stage in own for layer in split[stage])
-    return counts(shape, layout, layers, first=0 in own, last=number - 1 in own)
+    return counts(shape, layout, layers, first=0 in own, last=len(split) - 1 in own)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -64,10 +80,19 @@ def test_states_are_those_of_the_inventory(name: str, precision: str) -> None:
         for stage in range(layout.pp):
             rank = stage * layout.dp * layout.cp * layout.tp
             ledger = memory(shape, layout, precision, rank)
-            found = states(MESHWRIGHT, layout, precision, stage_counts(shape, layout, stage))
-            for phase, kinds in (("step", found.step), ("update", found.update)):
-                want = {e.what: e.quantity for e in ledger.entries if e.phase == phase}
-                assert {kind: size for kind, size in kinds.items() if size} == want, (layout, stage, phase)
+            assert planned(shape, layout, precision, stage) == by_phase(ledger), (layout, stage)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_states_of_random_plans_are_those_of_the_inventory(seed: int) -> None:
+    """Shapes whose sizes divide nothing, and every axis; of each pipeline place the rank that holds most."""
+    for index in range(100):
+        drawn = random_case(seed, index)
+        case, layout = drawn.case, drawn.layout
+        batch = {"micro_batches": layout.micro_batches(case.global_batch)}
+        for place, rank in enumerate(pipeline_ranks(layout)):
+            want = by_phase(memory(case.shape, layout, case.precision, rank, **batch))
+            assert planned(case.shape, layout, case.precision, place, **batch) == want, (drawn, place)
 
 
 def test_sixteen_bytes_a_parameter_and_the_table_of_zero() -> None:

@@ -300,13 +300,13 @@ def test_an_abort_while_saving_is_an_abort(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_room_says_how_much_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older = small(tmp_path, 1)
-    real = checkpoint_writer._pieces
+    real = checkpoint_writer.pieces
 
     def full(tensor: Tensor) -> object:
         yield from real(tensor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer, "_pieces", full)
+    monkeypatch.setattr(checkpoint_writer, "pieces", full)
     tensors = {"w": torch.zeros(2**20)}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path, step=2, tensors=tensors, values={}, score=None, keep_last=1)

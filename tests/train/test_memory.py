@@ -14,11 +14,13 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.held import held, memory
 from meshwright.spec.ledger import Ledger
+from meshwright.spec.places import pipeline_ranks
 from meshwright.train.batches import Share, select, split
 from meshwright.train.kept_bytes import memory as measured
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import DTYPES
 from meshwright.train.step import MicroPass, Weights
+from tests.planner.test_states import planned
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)
 """All that is split divides by 2 and by 4."""
@@ -124,6 +126,9 @@ def test_ranks_hold_what_is_counted_to_the_byte(
             passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
             counted = memory(shape, layout, precision, rank, micro_batches=passes)
             assert sizes(found, "update") == sizes(counted, "update"), title
+            if rank in pipeline_ranks(layout):  # which hold most of their place
+                said = planned(shape, layout, precision, pipeline_ranks(layout).index(rank), micro_batches=passes)
+                assert sizes(found, "update") == said["update"] and sizes(counted, "step") == said["step"], title
             now, right = sizes(found, "step"), sizes(counted, "step")
             if passes == 1 and layout.pp == 1:
                 continue  # there is no moment between micro-batches

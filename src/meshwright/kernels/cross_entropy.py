@@ -8,12 +8,14 @@ from torch import Tensor
 
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
+from meshwright.spec.purpose import takes
 
 IGNORED = -100
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 MIN_CHUNK_ROWS = 256
 
 
+@takes("logits")
 def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
     """Summed loss in nats, fp32. x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale ()."""
     logits = F.linear(x, weight).float()
@@ -75,6 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss if scale is None else loss * scale
 
     @staticmethod
+    @takes("logits")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.dtype is None:
             raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
@@ -87,6 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return x_gradient, weight_gradient, None, None
 
 
+@takes("logits")
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
     """As the reference; one backward pass."""
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing

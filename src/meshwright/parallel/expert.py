@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from meshwright.kernels.experts import Counts, groups_on_device
 from meshwright.model.moe import Experts, MoE
 from meshwright.parallel.group import Group
+from meshwright.spec.purpose import takes
 
 
 def apply_expert_parallel(model: nn.Module, group: Group) -> None:
@@ -118,6 +119,7 @@ def _travel(rows: Tensor, order: Tensor | None, inverse: Tensor | None, route: R
     return found
 
 
+@takes("buffers")
 def sort_runs(counts: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
     """counts (ep, X/ep): runs of rows as they arrive, by rank and then expert -> (order, inverse) (rows,) each.
 
@@ -170,5 +172,6 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.flatten().cumsum(0).view_as(counts)
 
 
+@takes("buffers")
 def _pick(rows: Tensor, order: Tensor | None) -> Tensor:
     return rows if order is None else rows.index_select(0, order)

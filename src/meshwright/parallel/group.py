@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.parallel.traffic import Traffic
+from meshwright.spec.purpose import takes
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -62,6 +63,7 @@ class Group:
         """The same while the caller goes on; x must not be changed before wait()."""
         return self._all_gather(x, dim, True)
 
+    @takes("buffers")
     def _all_gather(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
         if self.size == 1:
             return Pending(x)
@@ -81,6 +83,7 @@ class Group:
         """The same while the caller goes on; x must not be changed before wait()."""
         return self._reduce_scatter(x, dim, True)
 
+    @takes("buffers")
     def _reduce_scatter(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
         if self.size == 1:
             return Pending(x)
@@ -91,6 +94,7 @@ class Group:
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
         return Pending(part, work, sent=pieces)
 
+    @takes("buffers")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
         if self.size == 1:
@@ -156,6 +160,7 @@ class Pending:
     sent: Tensor | None = None
     """What the collective reads until it has ended."""
 
+    @takes("buffers")
     def wait(self) -> Tensor:
         """The result, once it is there."""
         if self.work is not None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.group import Group
+from meshwright.spec.purpose import takes
 from meshwright.spec.replay import Link, Transfer, numbered, transfers
 from meshwright.spec.schedule import Action, Actions
 
@@ -88,6 +89,7 @@ class PointToPoint:
         self.done = 0
         self._look_ahead()
 
+    @takes("buffers")
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
         """Hand a tensor to a stage; nobody else may change it from now on."""
         key: Key = kind, stage, micro_batch

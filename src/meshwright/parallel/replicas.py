@@ -22,6 +22,7 @@ from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.purpose import takes
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +40,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self.missing = self.made_here
 
+    @takes("buffers")
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
         gradients = [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in self.parameters]

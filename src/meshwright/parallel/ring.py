@@ -23,6 +23,7 @@ from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile,
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
 from meshwright.parallel.group import Group, numbered
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.purpose import takes
 
 Attend = Callable[..., Tensor]
 """As kernels.attention.attend."""
@@ -47,6 +48,7 @@ class _Packed:
         self.keys, self.values = buffer[:cut].view(shapes[0]), buffer[cut:].view(shapes[1])
 
     @classmethod
+    @takes("buffers")
     def of(cls, keys: Tensor, values: Tensor) -> "_Packed":
         """A copy of tensors (B, K, T, .) of any strides."""
         packed = cls((keys.shape, values.shape), keys.new_empty(keys.numel() + values.numel()))
@@ -58,6 +60,7 @@ class _Packed:
         """Another buffer in the same shapes."""
         return _Packed(self.shapes, buffer)
 
+    @takes("buffers")
     def zeros(self) -> "_Packed":
         """Where fp32 gradients are added up."""
         return self.like(torch.zeros_like(self.buffer, dtype=torch.float32))
@@ -66,6 +69,7 @@ class _Packed:
 class _Travelling:
     """A buffer on its way to the next rank, and that of the rank before on its way here."""
 
+    @takes("buffers")
     def __init__(self, group: Group, buffer: Tensor) -> None:
         self.sent, self.received = buffer, torch.empty_like(buffer)
         following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
@@ -128,6 +132,7 @@ class _Gather:
         values = in_order([rank.values for rank in ranks], self.mask.zigzag, 2)
         yield _Packed.of(keys, values), Places((0,), self.mask.sequence)
 
+    @takes("buffers")
     def give_back(self, gradients: _Packed) -> None:
         """The sum over the ranks of what each made of the whole sequence; every rank gets its positions."""
         size = self.group.size

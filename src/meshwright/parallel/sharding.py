@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
 from meshwright.parallel.group import Group
+from meshwright.spec.purpose import takes
 
 
 def tell(module: nn.Module, replicas: Group, shards: Group) -> None:
@@ -32,6 +33,7 @@ class _Allocates:
     def __init__(self, group: Group) -> None:
         self.group = group
 
+    @takes("buffers")
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for one call."""
         return torch.empty(*size, dtype=dtype, device=device)

@@ -34,6 +34,7 @@ from meshwright.parallel.column_parallel import Columns
 from meshwright.parallel.group import Group
 from meshwright.parallel.operators import SEQUENCE
 from meshwright.parallel.rank_boxes import share
+from meshwright.spec.purpose import takes
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""
@@ -159,6 +160,7 @@ class VocabularyParallelLoss:
         self.first, self.number = share(vocab, group.size, group.index)
         self.most = share(vocab, group.size, 0)[1]
 
+    @takes("logits")
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """x (N, D) whole, weight (V/tp, D), targets (N,) -> summed loss (), the same on every rank."""
         if not torch.is_grad_enabled():
@@ -211,6 +213,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return loss if scale is None else loss * scale
 
     @staticmethod
+    @takes("logits")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x_gradient = None if ctx.x_gradient is None else ctx.x_gradient.mul_(gradient)
         weight_gradient = None if ctx.weight_gradient is None else ctx.weight_gradient.mul_(gradient).to(ctx.dtype)

@@ -32,8 +32,6 @@ from meshwright.spec.shape import ModelShape
 
 Phase = Literal["step", "update"]
 PHASES: tuple[Phase, ...] = ("step", "update")
-KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters")
-"""What a ledger of memory may call an entry; counters are the optimizer's step numbers, one for each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +189,7 @@ def memory(
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
 ) -> Ledger:
-    """Bytes by kind and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
+    """Bytes by kind (ledger.STATES) and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
 
     `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
     """

@@ -11,6 +11,7 @@ which of them each have only a part of its gradient (`tp_parts`). `held.common` 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from meshwright.spec.layout import Layout
@@ -44,7 +45,8 @@ class Parameter:
         return len(self.shape) > 1
 
 
-def parameters(shape: ModelShape) -> list[Parameter]:
+@lru_cache(maxsize=64)
+def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Every trained parameter, in the order of the forward pass. A tied head is the embedding and not listed again."""
     found = list(_embedding(shape))
     for layer in range(shape.layers):
@@ -60,7 +62,7 @@ def parameters(shape: ModelShape) -> list[Parameter]:
     found += _norm(shape, "norm", -1)
     if not shape.tied:
         found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
-    return found
+    return tuple(found)
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -4,6 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+"""What a rank keeps from step to step; counters are the optimizer's step numbers, one for each tensor."""
+KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
+"""All memory that tensors take, by what it is for: each package that counts, predicts or shows memory names it so."""
+PLANNED = (*KINDS, "reserve")
+"""And what the planner sets aside for what is no tensor."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.schedule import ranges, stage_layers, stage_rank, stages_of
+from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
 
 
 def place_of(layout: Layout, rank: int) -> dict[str, int]:
@@ -55,7 +55,7 @@ def expert_replicas(layout: Layout, rank: int) -> tuple[int, ...]:
 
 def own_stages(layout: Layout, pp_rank: int) -> tuple[int, ...]:
     """The stages, ascending, of a pipeline rank."""
-    return stages_of(stage_rank(layout.schedule, layout.pp, layout.vp), pp_rank) if layout.pp > 1 else (0,)
+    return stages_of_ranks(layout.schedule, layout.pp, layout.vp)[pp_rank]
 
 
 def layers_of_stages(layers: int, layout: Layout) -> list[range]:

@@ -1,30 +1,37 @@
 """Plays a pipeline schedule without a model: can it run, how long does it take, what is alive, what is sent when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.schedule import Action, Actions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds of one stage and one micro-batch; BW takes input_s + weight_s. send_s: from rank to rank."""
+class Timed(Protocol):
+    """What has the seconds of one stage and one micro-batch, as Times."""
+
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def input_s(self) -> float: ...
+    @property
+    def weight_s(self) -> float: ...
+
+
+class Times(NamedTuple):
+    """Seconds of one stage and one micro-batch; BW takes input_s + weight_s."""
 
     forward_s: float = 1.0
     input_s: float = 1.0
     """Gradient of the input: B."""
     weight_s: float = 1.0
     """Gradients of the weights: W."""
-    send_s: float = 0.0
 
-    def of(self, action: Action) -> float:
-        """Seconds of an action."""
-        parts = {"F": self.forward_s, "B": self.input_s, "W": self.weight_s, "BW": self.input_s + self.weight_s}
-        return parts[action.kind]
+
+EVEN = Times()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,36 +82,77 @@ def needs(action: Action, stages: int) -> tuple[Place, ...]:
     return (("F", stage, i), ("B", stage + 1, i)) if stage + 1 < stages else (("F", stage, i),)
 
 
-def replay(actions: Actions, times: Times | Sequence[Times] | None = None) -> Replay:
+class Turn(NamedTuple):
+    """An action of any rank, in one order of all ranks' actions in which each finds what it reads."""
+
+    what: int
+    """4 x stage + KINDS[kind]."""
+    rank: int
+    waits_for: int
+    """Place in the order of the action of another rank whose result it reads; -1: it reads of its own rank only."""
+
+
+KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
+
+
+def in_order(actions: Actions) -> tuple[Turn, ...]:
+    """The lists made ready to be played many times; IllegalLayout where ranks would wait for each other for ever."""
+    placement = placement_of(actions)
+    made: dict[Place, int] = {}
+    found: list[Turn] = []
+    nexts = [0] * len(actions)
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for rank, own in enumerate(actions):
+            for action in own[nexts[rank] :]:
+                wanted = needs(action, len(placement))
+                if any(place not in made for place in wanted):
+                    break
+                of_others = [made[place] for place in wanted if placement[place[1]] != rank]
+                if action.kind != "W":
+                    made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
+                found.append(Turn(4 * action.stage + KINDS[action.kind], rank, max(of_others, default=-1)))
+                nexts[rank] += 1
+    stuck = [f"rank {r} at {own[n]}" for r, (own, n) in enumerate(zip(actions, nexts, strict=True)) if n < len(own)]
+    if stuck:
+        raise IllegalLayout(f"the pipeline's lists wait for each other: {'; '.join(stuck)}")
+    return tuple(found)
+
+
+def play(order: Sequence[Turn], stages: Sequence[Timed], send_s: float = 0.0) -> tuple[list[float], list[float]]:
+    """(start, end) in seconds of every action of `order`; `send_s`: from rank to rank."""
+    lengths = [s for t in stages for s in (t.forward_s, t.input_s, t.weight_s, t.input_s + t.weight_s)]
+    free = [0.0] * len(stages)
+    starts: list[float] = []
+    ends: list[float] = []
+    for what, rank, waits_for in order:
+        start = free[rank]
+        if waits_for >= 0 and ends[waits_for] + send_s > start:
+            start = ends[waits_for] + send_s
+        free[rank] = end = start + lengths[what]
+        starts.append(start)
+        ends.append(end)
+    return starts, ends
+
+
+def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: float = 0.0) -> Replay:
     """Play the lists; `times` of all stages or of each. IllegalLayout if an action is missing, done twice, on two
     ranks, or waits for ever."""
-    placement = placement_of(actions)
-    _check_once(actions, len(placement))
-    every = [times or Times()] * len(placement) if times is None or isinstance(times, Times) else list(times)
-    return Replay(spans=_play(actions, placement, every), in_flight=tuple(map(_peak, actions)))
-
-
-def _play(actions: Actions, placement: Sequence[int], times: Sequence[Times]) -> tuple[tuple[Span, ...], ...]:
-    """Each rank goes on as long as what its next action reads has been made."""
-    ends: dict[Place, float] = {}
+    stages = len(placement_of(actions))
+    _check_once(actions, stages)
+    each = [times] * stages if isinstance(times, Times) else times
     spans: list[list[Span]] = [[] for _ in actions]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(actions):
-            for action in own[len(spans[rank]) :]:
-                wanted = needs(action, len(placement))
-                if any(place not in ends for place in wanted):
-                    break
-                took = times[action.stage]
-                arrivals = [ends[q] + (took.send_s if placement[q[1]] != rank else 0.0) for q in wanted]
-                start = max([spans[rank][-1].end_s if spans[rank] else 0.0, *arrivals])
-                spans[rank].append(Span(action=action, start_s=start, end_s=start + took.of(action)))
-                if action.kind != "W":
-                    ends["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = spans[rank][-1].end_s
-                moved = True
-    _check_finished(actions, spans)
-    return tuple(map(tuple, spans))
+    for rank, span in _spans(actions, each, send_s):
+        spans[rank].append(span)
+    return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_peak, actions)))
+
+
+def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, Span]]:
+    """(rank, span) of all actions."""
+    order, nexts = in_order(actions), [iter(own) for own in actions]
+    for turn, start, end in zip(order, *play(order, stages, send_s), strict=True):
+        yield turn.rank, Span(action=next(nexts[turn.rank]), start_s=start, end_s=end)
 
 
 def placement_of(actions: Actions) -> tuple[int, ...]:
@@ -132,12 +180,6 @@ def _check_once(actions: Actions, stages: int) -> None:
     for place in ((k, s, i) for k in "FBW" for s in range(stages) for i in range(micro_batches)):
         if place not in done:
             raise IllegalLayout(f"the pipeline's lists lack {place[0]} of stage {place[1]}, micro-batch {place[2]}")
-
-
-def _check_finished(actions: Actions, spans: Sequence[Sequence[Span]]) -> None:
-    stuck = [f"rank {r} at {own[len(spans[r])]}" for r, own in enumerate(actions) if len(spans[r]) < len(own)]
-    if stuck:
-        raise IllegalLayout(f"the pipeline's lists wait for each other: {'; '.join(stuck)}")
 
 
 def _peak(own: Sequence[Action]) -> int:
@@ -199,9 +241,7 @@ def numbered(actions: Actions) -> Mapping[Action, int]:
     actions with smaller numbers make or read can never wait for each other in a circle, whatever the real times are.
     Forward passes alone are numbered as well.
     """
-    placement = placement_of(actions)
-    spans = _play(actions, placement, [Times()] * len(placement))
-    ends = [(span.end_s, rank, span.action) for rank, own in enumerate(spans) for span in own]
+    ends = [(span.end_s, rank, span.action) for rank, span in _spans(actions, [EVEN] * len(placement_of(actions)))]
     return {action: number for number, (_, _, action) in enumerate(sorted(ends, key=lambda entry: entry[:2]))}
 
 

@@ -14,6 +14,7 @@ of the weights, which B left) or BW (both at once). The planner, the executor an
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Literal
 
@@ -46,6 +47,7 @@ Actions = tuple[tuple[Action, ...], ...]
 """The actions of each pipeline rank, in their order."""
 
 
+@cache
 def schedule(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Actions:
     """The actions of each rank; IllegalLayout where the schedule does not exist for these numbers."""
     check(name, ranks, micro_batches, virtual)
@@ -68,6 +70,13 @@ def stage_rank(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
 def stages_of(placement: Sequence[int], rank: int) -> tuple[int, ...]:
     """The stages that a rank holds, in ascending order; placement as from `stage_rank`."""
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+
+
+@cache
+def stages_of_ranks(name: str, ranks: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank, ascending; without a pipeline there is one."""
+    placement = stage_rank(name, ranks, virtual) if ranks > 1 else (0,)
+    return tuple(stages_of(placement, rank) for rank in range(ranks))
 
 
 def refusal(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> str | None:

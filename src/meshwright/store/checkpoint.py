@@ -29,7 +29,7 @@ from meshwright.store import checkpoint_folder
 from meshwright.store import commit as commits
 from meshwright.store.checkpoint_folder import Saved, best, latest, listing, sweep
 from meshwright.store.checkpoint_reader import Kind, Reader, names, quiet, raised_as_is, stream
-from meshwright.store.checkpoint_writer import Assignment, ShardWriter
+from meshwright.store.checkpoint_writer import Assignment, CheckpointWriter
 from meshwright.store.commit import Commit, FileRecord
 from meshwright.store.durable import sync_folder, write_file
 from meshwright.store.random_state import PREFIX as RNG_PREFIX
@@ -101,7 +101,7 @@ def save(
         with raised_as_is(), quiet():
             dcp.save(
                 dict(tensors),
-                storage_writer=ShardWriter(saving, begin, end),
+                storage_writer=CheckpointWriter(saving, begin, end),
                 planner=_Planner(check),
                 process_group=group,
                 no_dist=not _distributed(),

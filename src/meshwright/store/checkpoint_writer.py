@@ -8,50 +8,27 @@ saving costs one read of the state and no copy of it: from a GPU one piece at a 
 import dataclasses
 import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from meshwright.model.hub.safetensors_files import CODES, Planned, header, pieces
 from meshwright.spec.errors import CheckpointError
 from meshwright.store.commit import FileRecord, new_hash
 
 FILE_BYTES = 256 * 2**20
 """A file holds at most so much (or one tensor): several are written and checked at a time, one is mapped to load."""
-PIECE_BYTES = 32 * 2**20
-"""What is taken from a GPU at once."""
 THREADS = 4
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in a safetensors header."""
 
-
-class ShardWriter(StorageWriter):
+class CheckpointWriter(StorageWriter):
     """Each rank writes the shards it owns to `path`, in files named after the rank; `finish` gets all FileRecords.
 
     `begin` runs on the coordinator before any rank writes, `end` on it after every rank has written; what they raise
@@ -108,7 +85,7 @@ class ShardWriter(StorageWriter):
         return "://" not in str(checkpoint_id)
 
 
-class Assignment(ShardWriter):
+class Assignment(CheckpointWriter):
     """Writes nothing: keeps the names of the tensors that this rank would write."""
 
     def __init__(self) -> None:
@@ -137,36 +114,12 @@ def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[
 
 
 def _stream(items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> Iterator[bytes | memoryview]:
-    yield _header(items)
+    """Offsets of shards are in the metadata, as torch's reader expects them."""
+    offsets = {item.index.fqn: {"saved_offsets": list(_data(item).chunk.offsets)} for item in items}
+    planned = [Planned(name=item.index.fqn, size=tuple(_data(item).chunk.sizes), dtype=_dtype(item)) for item in items]
+    yield header(planned, DCP_SHARDING_INFO=json.dumps(offsets), DCP_VERSION="1.0")
     for item in items:
-        yield from _pieces(resolve(item))
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor; a view where it lies contiguous in host memory."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE_BYTES):
-        yield flat[start : start + PIECE_BYTES].cpu().numpy().data
-
-
-def _header(items: Sequence[WriteItem]) -> bytes:
-    """Length, then JSON padded to 8 bytes. Offsets of shards lie in the metadata, as torch's reader expects them."""
-    entries: dict[str, Any] = {}
-    offsets, end = {}, 0
-    for item in items:
-        data = item.tensor_data
-        assert data is not None
-        start, end = end, end + _size_bytes(item)
-        entries[item.index.fqn] = {
-            "dtype": DTYPES[data.properties.dtype],
-            "shape": list(data.chunk.sizes),
-            "data_offsets": [start, end],
-        }
-        offsets[item.index.fqn] = {"saved_offsets": list(data.chunk.offsets)}
-    entries["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+        yield from pieces(resolve(item))
 
 
 def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
@@ -185,12 +138,16 @@ def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
-    if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPES:
-        kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
-        raise CheckpointError(f"'{item.index.fqn}' cannot be saved: it is {kind}")
-    return item.tensor_data.properties.dtype
+    dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
+    if dtype is None or dtype not in CODES:
+        raise CheckpointError(f"'{item.index.fqn}' cannot be saved: it is {dtype or 'no tensor'}")
+    return dtype
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
 
 
 def _size_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return _data(item).chunk.sizes.numel() * _data(item).properties.dtype.itemsize

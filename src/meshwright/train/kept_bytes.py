@@ -14,7 +14,7 @@ from meshwright.train.optimizer import AdamW
 
 
 def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
-    """Bytes by kind (spec.held.KINDS) at this moment, which `phase` names. Tensors that share memory count once."""
+    """Bytes by kind (spec.ledger.STATES) at this moment, which `phase` names. Tensors that share memory count once."""
     seen: set[int] = set()
     sizes = {kind: _bytes(tensors, seen) for kind, tensors in kept(engine, optimizer).items()}
     return Ledger(
@@ -27,7 +27,7 @@ def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
 
 
 def kept(engine: Engine, optimizer: AdamW) -> dict[str, list[Tensor]]:
-    """The tensors of each kind (spec.held.KINDS) as they are now."""
+    """The tensors of each kind (spec.ledger.STATES) as they are now."""
     now, own = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()
     return {

@@ -162,7 +162,7 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
 
 def _table(found: "DryRun") -> Iterator[str]:
     """A column for each rank; beyond eight, the lightest are left out."""
-    from meshwright.observe.dryrun.memory_kinds import KINDS
+    from meshwright.spec.ledger import KINDS
     from meshwright.spec.units import gib
 
     ranks = sorted(sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[:8], key=lambda seen: seen.rank)

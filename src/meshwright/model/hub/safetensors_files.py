@@ -1,12 +1,13 @@
 """Safetensors files, read and written one tensor at a time: 8 bytes of length, a JSON header, the bytes of the tensors.
 
+Headers and bytes of checkpoints are made here too (store/checkpoint_writer.py).
 Format: https://github.com/huggingface/safetensors. Headers are checked before a byte of data is read.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,14 +27,21 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""Names of dtypes in a header."""
+PIECE_BYTES = 32 * 2**20
+"""What is taken from a GPU at once."""
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -114,8 +122,8 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise HubError(f"{path} is truncated or no safetensors file: copy or download it again")
         raw = file.read(size)
     try:
-        header = json.loads(raw)
-        found = {name: _stored(path, 8 + size, entry) for name, entry in header.items() if name != "__metadata__"}
+        entries = json.loads(raw)
+        found = {name: _stored(path, 8 + size, entry) for name, entry in entries.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{path} has a damaged header ({error}): copy or download it again") from error
     end = max((stored.start + stored.num_bytes for stored in found.values()), default=8 + size)
@@ -151,6 +159,25 @@ class Planned:
         return math.prod(self.size) * self.dtype.itemsize
 
 
+def header(tensors: Sequence[Planned], **about: str) -> bytes:
+    """The length and the JSON, padded to 8 bytes, of a file that holds these in their order. `about`: more metadata."""
+    entries: dict[str, object] = {"__metadata__": {**about, "format": "pt"}}
+    end = 0
+    for one in tensors:
+        start, end = end, end + one.num_bytes
+        entries[one.name] = {"dtype": CODES[one.dtype], "shape": one.size, "data_offsets": [start, end]}
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; views where it is contiguous in host memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].cpu().numpy().data
+
+
 class ShardWriter:
     """Files laid out beforehand, so tensors may come in any order and none waits in memory."""
 
@@ -166,19 +193,13 @@ class ShardWriter:
             self._open(name, shard)
 
     def _open(self, name: str, shard: list[Planned]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for tensor in shard:
-            start, end = end, end + tensor.num_bytes
-            header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.size, "data_offsets": [start, end]}
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
+        raw, start = header(shard), 0
         self.files[name] = open(self.folder / name, "wb")  # noqa: SIM115  (closed in __exit__)
-        self.files[name].write(len(raw).to_bytes(8, "little") + raw)
+        self.files[name].write(raw)
         for tensor in shard:
-            start = header[tensor.name]["data_offsets"][0]  # type: ignore[index]
-            self.waiting[tensor.name] = (name, 8 + len(raw) + start, tensor)
+            self.waiting[tensor.name] = (name, len(raw) + start, tensor)
             self.weight_map[tensor.name] = name
+            start += tensor.num_bytes
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one tensor in its place, cast to the planned dtype. HubError when it was written before."""
@@ -186,9 +207,8 @@ class ShardWriter:
             raise HubError(f"{name} was given twice")
         file, start, planned = self.waiting.pop(name)
         assert tuple(tensor.shape) == planned.size
-        raw = tensor.detach().to(device="cpu", dtype=planned.dtype).contiguous().view(-1).view(torch.uint8)
         self.files[file].seek(start)
-        self.files[file].write(raw.numpy().data)
+        self.files[file].writelines(pieces(tensor.detach().to(planned.dtype)))
 
     def __enter__(self) -> Self:
         return self

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.observe.compare.sources_of_columns import Column
-from meshwright.observe.dryrun.memory_kinds import KINDS, STATES
 from meshwright.observe.shared_document import Rank
-from meshwright.planner.memory.rank_memory import KINDS as PLANNED
 from meshwright.spec import Plan
+from meshwright.spec.ledger import KINDS, PLANNED, STATES
 from meshwright.spec.places import pipeline_ranks
 
 SMALL = 0.25
@@ -205,7 +204,7 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
     }
     aside = _aside(moments)
     note = f"{'; '.join(f'{columns[place].title} {where}' for place, where in moments.items())}" if aside else ""
-    for kind in dict.fromkeys((*KINDS, *PLANNED)):
+    for kind in PLANNED:
         values = held(0, kind), held(1, kind), held(2, kind)
         if not any(values):
             continue

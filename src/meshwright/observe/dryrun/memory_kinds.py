@@ -1,5 +1,6 @@
-"""What each piece of memory was for, in the words of the planner (planner.memory.rank_memory.KINDS): told from who made
-it, when, and how long it lived.
+"""The kind of each piece of memory (spec.ledger.KINDS).
+
+Told from what its maker says (spec.purpose), from when it was made, and from how long it lived:
 
     parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
     gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
@@ -21,18 +22,8 @@ from meshwright.spec.layout import Layout
 from meshwright.train.kept_bytes import kept
 from meshwright.train.state import TrainState
 
-STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
-KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
-COLLECTIVES = (
-    "parallel/group.py",
-    "parallel/ring.py",
-    "parallel/p2p.py",
-    "parallel/expert.py",
-    "parallel/replicas.py",
-)
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
-LOSSES = ("kernels/cross_entropy.py", "_SplitCrossEntropy", "VocabularyParallelLoss")
 
 
 def label_states(watch: Watch, state: TrainState) -> None:
@@ -65,9 +56,8 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
     if phase == "copy":
         return "staging" if record.died < 0 else "temporaries"
     if record.outer == "fsdp":
-        whole = record.operation == "empty" and "sharding.py" not in record.line
-        return "parameters" if whole and stays_whole else "buffers"
-    if any(word in record.line for word in LOSSES):
+        return "parameters" if record.operation == "empty" and stays_whole else "buffers"
+    if record.purpose == "logits":
         return "logits"
     if phase in FORWARD:
         if not here:
@@ -75,6 +65,6 @@ def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whol
     elif phase in BACKWARD:
         if record.shape in shapes and not here:
             return "gradients"
-        if not here and not any(word in record.line for word in COLLECTIVES):
+        if not here and not record.purpose:
             return "activations"
-    return "buffers" if any(word in record.line for word in COLLECTIVES) else "temporaries"
+    return record.purpose or "temporaries"

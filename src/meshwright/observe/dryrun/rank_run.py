@@ -10,12 +10,13 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshwright.observe.dryrun.memory_kinds import KINDS, label_rest, label_states
+from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
 from meshwright.observe.dryrun.storage_tracker import Record, Watch
 from meshwright.observe.program import Program
 from meshwright.observe.spans import Span, replaced, told
 from meshwright.parallel.data import local
 from meshwright.parallel.traffic import Counts
+from meshwright.spec.ledger import KINDS
 
 LISTED = 20
 

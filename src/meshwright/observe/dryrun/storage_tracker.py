@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import compat
+from meshwright.spec.purpose import Purpose, purpose
 from meshwright.store.tensor_piece import Piece
 
 PACKAGE = __name__.partition(".")[0]
@@ -51,6 +52,8 @@ class Record:
     dtype: str
     outer: str
     """Package whose code called the operation: meshwright, torch.distributed.fsdp ..."""
+    purpose: Purpose
+    """What its maker says it is for."""
     died: int = -1
     death_phase: int = -1
     kind: str = ""
@@ -167,6 +170,7 @@ class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
             shape=shape,
             dtype=str(dtype).removeprefix("torch."),
             outer=outer,
+            purpose=purpose(),
         )
         self.records.append(record)
         self._event(record, size)

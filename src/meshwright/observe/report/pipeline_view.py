@@ -9,7 +9,7 @@ from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
-from meshwright.spec.replay import Times, replay
+from meshwright.spec.replay import EVEN, replay
 from meshwright.spec.schedule import Action, schedule
 
 MOST_BOXES = 20_000
@@ -24,17 +24,11 @@ def planned_timeline(of: Estimator, plan: Plan, *, seconds: bool) -> dict[str, A
     long as the others, since the device is not known."""
     layout, recipe = plan.layout, plan.recipe
     m = layout.micro_batches(recipe.global_batch)
-    times: list[Times] | None = None
-    if seconds:
-        send_s = 0.0
-        if layout.pp > 1:
-            parts, _ = of.parts(layout)
-            send_s = of.links.send_seconds(parts.between_bytes, ranks_of(layout, "pp")[1])
-        times = [
-            Times(forward_s=cost.forward_s, input_s=cost.input_s, weight_s=cost.weight_s, send_s=send_s)
-            for cost in of.stages(layout)
-        ]
-    played = replay(_actions(plan, m), times)
+    send_s = 0.0
+    if seconds and layout.pp > 1:
+        parts, _ = of.parts(layout)
+        send_s = of.links.send_seconds(parts.between_bytes, ranks_of(layout, "pp")[1])
+    played = replay(_actions(plan, m), of.stages(layout) if seconds else EVEN, send_s)
     boxes: list[list[Box]] = [
         [(s.action.kind, s.action.stage, s.action.micro_batch, s.start_s, s.end_s - s.start_s) for s in own]
         for own in played.spans

@@ -17,23 +17,21 @@ from meshwright.observe.compare.finished_run import Finished
 from meshwright.observe.compare.judge import compare
 from meshwright.observe.compare.sources_of_columns import Column, columns
 from meshwright.observe.compare.table import as_json, verdict
-from meshwright.observe.dryrun.memory_kinds import KINDS
 from meshwright.observe.report.loss_curves import curves, evaluations
 from meshwright.observe.report.pipeline_view import executed_timeline, planned_timeline
 from meshwright.observe.shared_document import Moment
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import source
-from meshwright.planner.memory.rank_memory import KINDS as PLANNED
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import num_parameters
+from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import pipeline_ranks
 
 SCRIPTS = ("charts.js", "curves.js", "memory.js", "pipeline.js", "rows.js", "page.js")
 """In the order in which they read each other."""
 MOMENTS = 400
 """Of a memory timeline; of more, the highest of each stretch."""
-ALL_KINDS = tuple(dict.fromkeys((*PLANNED, *KINDS)))
 
 
 def page(runs: Sequence[Finished], planners: Sequence[Estimator | None] = (), tolerance: float = 0.1) -> str:
@@ -41,7 +39,7 @@ def page(runs: Sequence[Finished], planners: Sequence[Estimator | None] = (), to
     its machine, or None; none of them by default."""
     names, planners = _names(runs), planners or [None] * len(runs)
     content = {
-        "kinds": ALL_KINDS,
+        "kinds": PLANNED,
         "runs": [data(*one, tolerance) for one in zip(runs, names, planners, strict=True)],
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -128,7 +126,7 @@ def _last(run: Finished) -> dict[str, Any]:
 
 
 def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
-    """Rank -> [name, step, bytes by kind in the order of ALL_KINDS]."""
+    """Rank -> [name, step, bytes by kind in the order of PLANNED]."""
     found = {}
     for rank in pipeline_ranks(plan.layout):
         seen = column.rank(rank)
@@ -138,7 +136,7 @@ def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
                 [
                     one.name,
                     step,
-                    [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in ALL_KINDS],
+                    [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in PLANNED],
                 ]
                 for one, step in _highest(told)
             ]

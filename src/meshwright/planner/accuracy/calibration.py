@@ -1,80 +1,60 @@
 """Calibration: a few scalars of a cluster, fitted to the measured step times of at most 20 of its rows.
 
-Least squares on the logarithms of the times, with a prior: every scalar is pulled to its zero-shot value, so that what
-the rows say nothing about stays as it was. Found by damped Gauss-Newton steps on finite differences, which needs no
-derivative and a tenth of the evaluations that a simplex search takes; nothing is random.
+Method: planner/machine/fitting.py.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.planner.accuracy.published import Row
 from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
+from meshwright.planner.machine.fitting import Adjustment, Scalar, changed, changes_at, minimum
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.errors import DataError
 
 MOST_ROWS = 20
 """Of a cluster."""
-NOISE = 0.04
-"""Standard deviation, as a share, that a measured step time and the counting are expected to differ by."""
-TRUSTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-"""Scales of all priors that are tried; 0 = stay zero-shot."""
 FORMAT = 1
 
 
-class Parameter(NamedTuple):
-    """A scalar that a cluster may have of its own."""
-
-    name: str
-    """part.field"""
-    kind: str
-    """times: multiplied; plus: added, a share staying within 0 and 1, seconds above 0."""
-    spread: float
-    """Standard deviation of the prior: of the factor's logarithm, or of the addend."""
-
-
-PARAMETERS = (
-    Parameter("speeds.product_share", "times", 0.1),
-    Parameter("speeds.inner_half", "times", 0.5),
-    Parameter("speeds.wave_share", "plus", 0.25),
-    Parameter("speeds.attention_forward", "times", 0.25),
-    Parameter("speeds.attention_backward", "times", 0.25),
-    Parameter("speeds.memory_share", "times", 0.2),
-    Parameter("speeds.launch_s", "times", 0.5),
-    Parameter("links.link_share", "times", 0.3),
-    Parameter("links.network_share", "times", 0.4),
-    Parameter("links.base_s", "times", 0.7),
-    Parameter("links.link_step_s", "times", 0.7),
-    Parameter("links.network_step_s", "times", 0.7),
-    Parameter("stack.host_s", "times", 0.4),
-    Parameter("stack.stalls", "plus", 0.2),
-    Parameter("stack.passes", "times", 0.25),
-    Parameter("stack.hides_tensor", "plus", 0.25),
-    Parameter("stack.hides_gradients", "plus", 0.3),
-    Parameter("stack.hides_weights", "plus", 0.3),
-    Parameter("stack.hides_sends", "plus", 0.3),
-    Parameter("stack.contention", "plus", 0.08),
-    Parameter("stack.step_s", "plus", 0.01),
-    Parameter("stack.micro_batch_s", "plus", 0.001),
+SCALARS = (
+    Scalar("speeds.product_share", "times", 0.1),
+    Scalar("speeds.inner_half", "times", 0.5),
+    Scalar("speeds.wave_share", "plus", 0.25),
+    Scalar("speeds.attention_forward", "times", 0.25),
+    Scalar("speeds.attention_backward", "times", 0.25),
+    Scalar("speeds.memory_share", "times", 0.2),
+    Scalar("speeds.launch_s", "times", 0.5),
+    Scalar("links.link_share", "times", 0.3),
+    Scalar("links.network_share", "times", 0.4),
+    Scalar("links.base_s", "times", 0.7),
+    Scalar("links.link_step_s", "times", 0.7),
+    Scalar("links.network_step_s", "times", 0.7),
+    Scalar("stack.host_s", "times", 0.4),
+    Scalar("stack.stalls", "plus", 0.2),
+    Scalar("stack.passes", "times", 0.25),
+    Scalar("stack.hides_tensor", "plus", 0.25),
+    Scalar("stack.hides_gradients", "plus", 0.3),
+    Scalar("stack.hides_weights", "plus", 0.3),
+    Scalar("stack.hides_sends", "plus", 0.3),
+    Scalar("stack.contention", "plus", 0.08),
+    Scalar("stack.step_s", "plus", 0.01),
+    Scalar("stack.micro_batch_s", "plus", 0.001),
 )
-SECONDS = "_s"
-
-Change = tuple[str, float]
-"""(times or plus, by how much)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """What was found for one cluster."""
 
-    changes: dict[str, Change]
+    changes: dict[str, Adjustment]
     rows: tuple[tuple[str, str], ...]
     """(source, id) of the rows it was fitted to."""
     error_before: float
@@ -138,7 +118,7 @@ def load(path: Path) -> Calibration:
 
 
 def _fitted(entry: Any) -> Fitted:
-    known = {parameter.name: parameter for parameter in PARAMETERS}
+    known = {scalar.name: scalar for scalar in SCALARS}
     changes = {}
     for name, change in entry["changes"].items():
         ((kind, value),) = change.items()
@@ -151,40 +131,21 @@ def _fitted(entry: Any) -> Fitted:
     )
 
 
-def changed(stack: Stack, speeds: Speeds, links: Links, changes: Mapping[str, Change]) -> tuple[Stack, Speeds, Links]:
-    """The three with scalars changed."""
-    parts: dict[str, Any] = {"stack": stack, "speeds": speeds, "links": links}
-    for part, owner in parts.items():
-        fields = {}
-        for name, (kind, value) in changes.items():
-            place, _, key = name.partition(".")
-            if place == part and hasattr(owner, key):
-                fields[key] = _changed(key, getattr(owner, key), kind, value)
-        parts[part] = replace(owner, **fields) if fields else owner
-    return parts["stack"], parts["speeds"], parts["links"]
-
-
-def _changed(key: str, base: float, kind: str, value: float) -> float:
-    if kind == "times":
-        return base * value
-    return max(0.0, base + value) if key.endswith(SECONDS) else min(1.0, max(0.0, base + value))
-
-
 def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
     """The scalars of the cluster that all `rows` (at most MOST_ROWS) come from; a row weighs what it stands for."""
     if not 1 <= len(rows) <= MOST_ROWS:
         raise ValueError(f"{len(rows)} rows: a calibration has 1 to {MOST_ROWS}")
-    parameters = [p for p in PARAMETERS if _has(p, rows[0])]
+    scalars = [p for p in SCALARS if _has(p, rows[0])]
 
     def residuals(x: Sequence[float]) -> list[float]:
-        changes = _changes(parameters, x)
+        changes = changes_at(scalars, x)
         return [log(_predicted_s(row, changes) / row.step_s) for row in rows]
 
     shares = stands_for or [1.0] * len(rows)
-    x = minimum(residuals, len(parameters), [share * len(rows) / sum(shares) for share in shares])
-    before, after = residuals([0.0] * len(parameters)), residuals(x)
+    x = minimum(residuals, len(scalars), [share * len(rows) / sum(shares) for share in shares])
+    before, after = residuals([0.0] * len(scalars)), residuals(x)
     kept = {
-        name: change for (name, change), at in zip(_changes(parameters, x).items(), x, strict=True) if abs(at) > 1e-3
+        name: change for (name, change), at in zip(changes_at(scalars, x).items(), x, strict=True) if abs(at) > 1e-3
     }
     return Fitted(
         changes=kept,
@@ -194,20 +155,13 @@ def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
     )
 
 
-def _has(parameter: Parameter, row: Row) -> bool:
-    place, _, key = parameter.name.partition(".")
+def _has(scalar: Scalar, row: Row) -> bool:
+    place, _, key = scalar.name.partition(".")
     owners: dict[str, type] = {"stack": Stack, "speeds": Speeds, "links": Links}
     return key in owners[place].__dataclass_fields__  # type: ignore[attr-defined]
 
 
-def _changes(parameters: Sequence[Parameter], x: Sequence[float]) -> dict[str, Change]:
-    return {
-        p.name: (p.kind, exp(p.spread * at) if p.kind == "times" else p.spread * at)
-        for p, at in zip(parameters, x, strict=True)
-    }
-
-
-def _predicted_s(row: Row, changes: Mapping[str, Change]) -> float:
+def _predicted_s(row: Row, changes: Mapping[str, Adjustment]) -> float:
     plan = row.plan
     stack, speeds, links = changed(
         row.stack, speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster), changes
@@ -216,113 +170,3 @@ def _predicted_s(row: Row, changes: Mapping[str, Change]) -> float:
         shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links
     )
     return estimator.predict(plan).step_s
-
-
-def minimum(
-    residuals: Callable[[Sequence[float]], list[float]],
-    count: int,
-    shares: Sequence[float],
-    rounds: int = 8,
-    trust: float | None = None,
-) -> list[float]:
-    """x that minimises sum(share huber(r / NOISE)) + sum(x^2) / trust^2: damped Gauss-Newton, finite differences.
-
-    `trust` is how far the priors are believed to reach; None = of TRUSTS what predicts left-out rows best.
-    """
-    x = [0.0] * count
-    found = residuals(x)
-    columns = slopes(residuals, x, found)
-    if trust is None:
-        trust = min(TRUSTS, key=lambda one: left_out(found, columns, shares, one))
-    if not trust:
-        return x
-    pull, damping = 1 / trust**2, 0.1
-    for _ in range(rounds):
-        before = _cost(found, shares, x, pull)
-        for _ in range(5):
-            step = newton(found, columns, shares, x, pull, damping)
-            tried = [min(3.0, max(-3.0, a - b)) for a, b in zip(x, step, strict=True)]
-            there = residuals(tried)
-            if _cost(there, shares, tried, pull) < before:
-                x, found, damping = tried, there, damping / 5
-                break
-            damping *= 5
-        if before - _cost(found, shares, x, pull) < 1e-2 * before:
-            break
-        columns = slopes(residuals, x, found)
-    return x
-
-
-def slopes(
-    residuals: Callable[[Sequence[float]], list[float]], x: Sequence[float], found: Sequence[float]
-) -> list[list[float]]:
-    """d residual / d x, a list of rows for each x; the step is large enough to look past the corners of max()."""
-    columns = []
-    for i, at in enumerate(x):
-        step = 0.2 if at <= 0 else -0.2
-        moved = residuals([*x[:i], at + step, *x[i + 1 :]])
-        columns.append([(b - a) / step for a, b in zip(found, moved, strict=True)])
-    return columns
-
-
-def newton(
-    found: Sequence[float], columns: Sequence[Sequence[float]], shares: Sequence[float], x: Sequence[float],
-    pull: float, damping: float,
-) -> list[float]:  # fmt: skip
-    """The step to subtract from x."""
-    weights = [share * _weight(r) / NOISE**2 for r, share in zip(found, shares, strict=True)]
-    system = [[sum(w * p * q for w, p, q in zip(weights, a, b, strict=True)) for b in columns] for a in columns]
-    slope = [sum(w * p * r for w, p, r in zip(weights, a, found, strict=True)) + pull * at
-             for a, at in zip(columns, x, strict=True)]  # fmt: skip
-    for i, row in enumerate(system):
-        row[i] += pull + damping * (pull + row[i])
-    return solve(system, slope)
-
-
-def left_out(
-    found: Sequence[float], columns: Sequence[Sequence[float]], shares: Sequence[float], trust: float
-) -> float:
-    """Mean absolute residual of each row by a fit to the others, the slopes taken as constant."""
-    if not trust:
-        return sum(share * abs(r) for r, share in zip(found, shares, strict=True))
-    total = 0.0
-    for gone in range(len(found)):
-        others = [r for i, r in enumerate(found) if i != gone]
-        weights = [share for i, share in enumerate(shares) if i != gone]
-        rest = [[value for i, value in enumerate(column) if i != gone] for column in columns]
-        x = [0.0] * len(columns)
-        at = others
-        for _ in range(3):  # the weights settle
-            step = newton(at, rest, weights, x, 1 / trust**2, 0.0)
-            x = [a - b for a, b in zip(x, step, strict=True)]
-            at = [r + sum(c[i] * v for c, v in zip(rest, x, strict=True)) for i, r in enumerate(others)]
-        total += shares[gone] * abs(found[gone] + sum(c[gone] * v for c, v in zip(columns, x, strict=True)))
-    return total
-
-
-def _weight(residual: float) -> float:
-    """Huber's: a far-off row pulls no harder than one 2 NOISE away."""
-    return 1.0 if abs(residual) <= 2 * NOISE else 2 * NOISE / abs(residual)
-
-
-def _cost(residuals: Sequence[float], shares: Sequence[float], x: Sequence[float], pull: float) -> float:
-    huber = 0.0
-    for residual, share in zip(residuals, shares, strict=True):
-        size = abs(residual) / NOISE
-        huber += share * (size**2 if size <= 2 else 4 * size - 4)
-    return huber + pull * sum(value**2 for value in x)
-
-
-def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """x with matrix x = right (positive definite), by elimination."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = rows[j][i] / rows[i][i]
-            for k in range(i, size + 1):
-                rows[j][k] -= factor * rows[i][k]
-    x = [0.0] * size
-    for i in reversed(range(size)):
-        x[i] = (rows[i][size] - sum(rows[i][j] * x[j] for j in range(i + 1, size))) / rows[i][i]
-    return x

@@ -15,8 +15,7 @@ from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.errors import MeshwrightError
-
-STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+from meshwright.spec.ledger import STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,14 +21,30 @@ WORDS = {
     "embedding": "gradient of the embedding", "end": "gradient of the embedding", "weights": "gradients of weights",
     "reduce": "sum of gradients",
 }  # fmt: skip
-CHANGING = ("gradients", "logits", "temporaries", "buffers", "parameters", "activations")
-"""Kinds of memory that a moment decides."""
-Sizes = tuple[float, float, float, float, float, float]
-"""Bytes of each."""
-Place = tuple[float, float, float, float, float]
-"""Of a place inside a pass: bytes of gradients, logits, temporaries, buffers, and of parameters that are gone."""
 ROUNDS = 3
 """Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+
+
+class Place(NamedTuple):
+    """Bytes at a place inside a pass."""
+
+    gradients: float
+    logits: float
+    temporaries: float
+    buffers: float = 0.0
+    gone: float = 0.0
+    """Of parameters that were whole and are not any more."""
+
+
+class Sizes(NamedTuple):
+    """Bytes of the kinds of memory that a moment decides; the others are as between passes."""
+
+    gradients: float
+    logits: float
+    temporaries: float
+    buffers: float
+    parameters: float
+    activations: float
 
 
 class Unit(NamedTuple):
@@ -150,7 +166,7 @@ class Rank:
     def peak(self, found: tuple[Standing, ...]) -> tuple[str, Kinds]:
         """(when, bytes by kind) of the worst of these moments."""
         what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
-        return WORDS[what], {**self.state, **dict(zip(CHANGING, best, strict=True))}
+        return WORDS[what], {**self.state, **best._asdict()}
 
     @property
     def lets_go(self) -> bool:
@@ -166,50 +182,50 @@ class Rank:
         parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
         final = units.summed and what == "sums"
 
-        def kinds(gradients: float, logits: float, temporaries: float, buffers: float, gone: float = 0.0) -> Sizes:
-            return gradients, logits, temporaries, buffers, parameters - gone, kept
+        def kinds(at: Place) -> Sizes:
+            return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.gone, kept)
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
             buffers = units.last.parameters * (bool(gathered) + self.frees)
-            yield kinds(before, logits + cost.logits.transient, 0.0, buffers)
+            yield kinds(Place(before, logits + cost.logits.transient, 0.0, buffers))
         elif what == "weights":
             wider = self.summed if self.made < self.summed and not again else 0.0
-            yield kinds(before, logits, cost.weights * (self.made + wider), 0.0)
+            yield kinds(Place(before, logits, cost.weights * (self.made + wider)))
         elif what == "reduce":
             if units.summed:
-                yield kinds(before, logits, 0.0, *self._reduction(self.first and place == 0, ends))
+                yield kinds(Place(before, logits, 0.0, *self._reduction(self.first and place == 0, ends)))
         elif what == "split":
-            yield kinds(before, logits, cost.split_bytes, 0.0)
+            yield kinds(Place(before, logits, cost.split_bytes))
         elif what in ("embedding", "end"):
             last = what == "end" and units.summed
             after = before if again else before + (units.first.gradients if early else whole * own)
             found = self._embedding(after, logits, again, own if last and self.layout.zero else 0.0)
             if last and not self.layout.zero:  # put together in one buffer for their sum
-                found = *found[:2], max(found[2], units.first.gradients), *found[3:]
-            yield kinds(*found)
+                found = found._replace(temporaries=max(found.temporaries, units.first.gradients))
+            yield kinds(found)
         else:
             if ends:
-                yield from (kinds(*one) for one in self._head(before, logits, cost, again, final))
+                yield from map(kinds, self._head(before, logits, cost, again, final))
             left = what == "inputs" and cost.left_bytes > 0
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
             if again and not self.apart and not left:
                 temporaries = max(temporaries, cost.weights * (self.made + self.summed))
-            yield kinds(*self._layer(before, logits, temporaries, cost, again, final, ends))
+            yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
 
     def _head(self, before: float, logits: float, cost: Cost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
         last, gone = self.units.last, cost.logits.kept - cost.logits.held
         gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
-        yield before, logits, last.made, gathers, 0.0
+        yield Place(before, logits, last.made, gathers)
         if self.apart:
             gradients = before + (0.0 if again else self._shard(last))
-            yield gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final)
+            yield Place(gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final))
             return
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        yield gradients, logits - gone, last.made + (last.gradients if again else 0.0), 0.0, 0.0
+        yield Place(gradients, logits - gone, last.made + (last.gradients if again else 0.0))
         if final:
-            yield gradients, logits - gone, 0.0, last.gradients, self._gone(final)
+            yield Place(gradients, logits - gone, 0.0, last.gradients, self._gone(final))
 
     def _layer(
         self, before: float, logits: float, temporaries: float, cost: Cost, again: bool, final: bool, ends: bool
@@ -223,9 +239,9 @@ class Rank:
             gradients = before + (0.0 if again else self._shard(last))
             made = max(0.0, block.made - cost.weights * self.made)
             copies = max(last.gradients, block.gradients) * self.units.summed
-            return gradients, logits - gone, temporaries + made, gathers + copies, freed
+            return Place(gradients, logits - gone, temporaries + made, gathers + copies, freed)
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        return gradients, logits - gone, temporaries, 0.0, freed
+        return Place(gradients, logits - gone, temporaries, gone=freed)
 
     def _reduction(self, first: bool, ends: bool) -> tuple[float, float]:
         """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
@@ -253,13 +269,13 @@ class Rank:
         if self.apart:
             gathers = first.parameters if self.frees else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
-            return self.state["gradients"], logits, first.made, buffers, gone
+            return Place(self.state["gradients"], logits, first.made, buffers, gone)
         more = first.gradients if again and self.made < self.summed else 0.0
         if final:
             own = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shard(Unit(gradients=own))
             gradients -= max(0.0, own - left)
-        return gradients, logits, first.made + more, 0.0, gone
+        return Place(gradients, logits, first.made + more, gone=gone)
 
     def _shard(self, unit: Unit) -> float:
         """Of gradients after their reduction."""

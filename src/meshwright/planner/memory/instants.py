@@ -6,7 +6,7 @@ from functools import cache
 from operator import le
 from typing import Literal, NamedTuple
 
-from meshwright.planner.time.timeline import actions_of
+from meshwright.spec.schedule import schedule
 
 What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
 
@@ -49,7 +49,7 @@ def _highest(some: Collection[Moment]) -> Iterator[Moment]:
 
 
 def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Moment]:
-    actions = actions_of(name, ranks, micro_batches, virtual)[rank]
+    actions = schedule(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive, queued, graded, reduced = ([0] * len(places) for _ in range(4))
     last = {action.stage: action for action in actions if action.kind in ("W", "BW")}

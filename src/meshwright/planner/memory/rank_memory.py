@@ -10,16 +10,14 @@ from meshwright.planner.cost.stage_costs import Cost
 from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import Rank, Standing, Units, enough
 from meshwright.planner.memory.instants import Moment, What
-from meshwright.planner.time.timeline import actions_of
 from meshwright.spec.layout import Layout
+from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule import V_PLACED, schedule
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
-KINDS = ("parameters", "shards", "gradients", "masters", "moments", "counters", "activations", "logits", "buffers",
-         "temporaries", "tokens", "staging", "reserve")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int
     """The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another."""
     if ranks == 1:
         return ((1,),)
-    actions = actions_of(name, ranks, micro_batches, virtual)[rank]
+    actions = schedule(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive = [0] * len(places)
     found: set[tuple[int, ...]] = set()
@@ -180,7 +178,7 @@ def rank_memory(
         kinds, when = update, "optimizer step"
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
-    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in KINDS})
+    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in PLANNED})
 
 
 def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:

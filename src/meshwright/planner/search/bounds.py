@@ -27,10 +27,9 @@ from meshwright.planner.search.regions import (
     splits,
 )
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.time.timeline import owned
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import stage_layers
+from meshwright.spec.schedule import stage_layers, stages_of_ranks
 
 Split = tuple[int, int, int]
 FIRST = 2
@@ -109,7 +108,7 @@ def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: i
     kinds = [(d := max(0, min(dense, end) - end + size), size - d) for end, size in zip(ends[1:], split, strict=True)]
     found = []
     few = enough(name, ranks, m, virtual)
-    for rank, own in enumerate(owned(name, ranks, virtual)[:FIRST]):
+    for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
         alive = leading(name, ranks, few, virtual, rank)
         found.append(
             Shares(

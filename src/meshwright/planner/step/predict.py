@@ -26,7 +26,6 @@ from meshwright.planner.time.collectives import Held, Sharing, sharing
 from meshwright.planner.time.timeline import (
     StepTime,
     least_s,
-    owned,
     pipeline_s,
     shared_links,
     step_time,
@@ -50,7 +49,7 @@ class Estimator(Pieces):
 
     def _layers(self, layout: Layout, rank: int) -> Held:
         """What a pipeline rank has."""
-        split, own = self.split(layout), owned(layout.schedule, layout.pp, layout.vp)[rank]
+        split, own = self.split(layout), own_stages(layout, rank)
         layers = tuple(layer for stage in own for layer in split[stage])
         return Held(layers, 0 in own, len(split) - 1 in own)
 
@@ -113,8 +112,7 @@ class Estimator(Pieces):
         """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
         if not exact or layout.pp == 1:
-            times = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in stages]
-            return least_s(layout.schedule, layout.pp, layout.vp, m, times, send_s)
+            return least_s(layout.schedule, layout.pp, layout.vp, m, stages, send_s)
         if key not in self._known.played:
             self._known.played[key] = pipeline_s(layout, m, stages, send_s)
         return self._known.played[key]

@@ -11,11 +11,12 @@ from meshwright.planner.cost.stage_costs import Cost, Costs, costs, split_by_cos
 from meshwright.planner.cost.states import Counts, States, counts
 from meshwright.planner.memory.rank_memory import Unit
 from meshwright.planner.step.memo import Known
-from meshwright.planner.time.timeline import UNKNOWN, Edges, owned
+from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.shape import ModelShape
 
 KEPT = 1000
@@ -117,7 +118,7 @@ class Pieces:
             self._known.kinds[key] = [
                 (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
                  len(split) - 1 in own)
-                for own in owned(layout.schedule, layout.pp, layout.vp)
+                for own in stages_of_ranks(layout.schedule, layout.pp, layout.vp)
             ]  # fmt: skip
         return self._known.kinds[key]
 

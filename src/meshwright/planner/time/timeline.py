@@ -1,6 +1,5 @@
 """The schedule that is executed, played with the planner's seconds; what data parallelism and the optimizer add."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,9 @@ from meshwright.planner.cost.stage_costs import Cost
 from meshwright.planner.cost.states import Counts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
-from meshwright.spec.schedule import SPLIT, V_PLACED, Actions, last_of, schedule, stage_rank, stages_of
+from meshwright.spec.places import own_stages
+from meshwright.spec.replay import Timed, Turn, in_order, play
+from meshwright.spec.schedule import SPLIT, V_PLACED, last_of, schedule, stages_of_ranks
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -61,12 +62,6 @@ class StepTime:
         return sum(parts) + self.other_s
 
 
-@cache
-def actions_of(name: str, ranks: int, micro_batches: int, virtual: int) -> Actions:
-    """As spec.schedule, kept: the same few are asked for again and again."""
-    return schedule(name, ranks, micro_batches, virtual)
-
-
 def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     """Micro-batches that are enough to play: equal rounds, long enough for a steady state."""
     most = ROUNDS * ranks
@@ -75,74 +70,17 @@ def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     return most + micro_batches % ranks if virtual == 1 else most
 
 
-Played = tuple[tuple[int, int, int], ...]
-"""Actions of all ranks in an order in which each finds what it reads: (4 x stage + kind, rank, place of the action of
-another rank whose result it waits for, or -1)."""
-KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
-
-
 @cache
-def in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> Played:
-    """A schedule made ready to be played many times. What an action reads of its own rank stands before it anyway."""
-    actions = actions_of(name, ranks, micro_batches, virtual)
-    holders = stage_rank(name, ranks, virtual)
-    last, stages = len(holders) - 1, range(len(holders))
-    forward = [[-1] * micro_batches for _ in stages]
-    backward = [[-1] * micro_batches for _ in stages]
-    found: list[tuple[int, int, int]] = []
-    nexts = [0] * ranks
-    waiting = deque(range(ranks))
-    while waiting:
-        rank = waiting.popleft()
-        own = actions[rank]
-        place = nexts[rank]
-        while place < len(own):
-            kind, stage, i = own[place].kind, own[place].stage, own[place].micro_batch
-            other = -1
-            if kind == "F":
-                made = forward
-                if stage and (other := forward[stage - 1][i]) < 0:
-                    break
-                before = stage - 1
-            else:
-                made = backward
-                if kind != "W" and stage < last and (other := backward[stage + 1][i]) < 0:
-                    break
-                before = stage + 1
-            if other >= 0 and holders[before] == rank:
-                other = -1
-            if kind != "W":
-                made[stage][i] = len(found)
-            found.append((4 * stage + KINDS[kind], rank, other))
-            place += 1
-        nexts[rank] = place
-        if place < len(own):
-            waiting.append(rank)
-    return tuple(found)
+def _in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> tuple[Turn, ...]:
+    return in_order(schedule(name, ranks, micro_batches, virtual))
 
 
-def play(order: Played, ranks: int, times: Sequence[tuple[float, float, float]], send_s: float) -> float:
-    """Seconds from the first start to the last end: spec.replay's, without its spans. `times`: of each stage forward,
-    gradient of the input, gradients of the weights."""
-    lengths = [s for f, b, w in times for s in (f, b, w, b + w)]
-    free = [0.0] * ranks
-    ends: list[float] = []
-    for what, rank, other in order:
-        start = free[rank]
-        if other >= 0 and ends[other] + send_s > start:
-            start = ends[other] + send_s
-        free[rank] = start + lengths[what]
-        ends.append(free[rank])
-    return max(free)
-
-
-def pipeline_s(layout: Layout, micro_batches: int, stages: list[Cost], send_s: float) -> float:
+def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send_s: float) -> float:
     """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
-    times = tuple((cost.forward_s, cost.input_s, cost.weight_s) for cost in stages)
-    played_s = play(in_order(layout.schedule, layout.pp, few, layout.vp), layout.pp, times, send_s)
-    busiest = max(sum(_both(stages[stage]) for stage in own) for own in _owned(layout))
-    return played_s + (micro_batches - few) * busiest
+    _, ends = play(_in_order(layout.schedule, layout.pp, few, layout.vp), stages, send_s)
+    busiest = max(sum(_both(stages[stage]) for stage in own_stages(layout, rank)) for rank in range(layout.pp))
+    return max(ends) + (micro_batches - few) * busiest
 
 
 def step_time(
@@ -155,9 +93,9 @@ def step_time(
     all passes, where it is known already (otherwise the schedule is played). `ranks_per_core` above 1: the seconds are
     those of ranks that take turns; while one waits the others have its turns, until the cores are busy all along."""
     m = micro_batches
-    per_rank = [sum(_both(stages[s]) for s in own) for own in _owned(layout)]
+    per_rank = [sum(_both(stages[s]) for s in own_stages(layout, rank)) for rank in range(layout.pp)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
-    own = [stages[s] for s in _owned(layout)[busiest]]
+    own = [stages[s] for s in own_stages(layout, busiest)]
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
     if layout.pp == 1:
@@ -185,37 +123,28 @@ def step_time(
     )
 
 
-@cache
-def owned(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...]:
-    """The stages of each pipeline rank."""
-    placement = stage_rank(schedule, ranks, virtual) if ranks > 1 else (0,)
-    return tuple(stages_of(placement, rank) for rank in range(ranks))
-
-
-def least_s(
-    name: str, ranks: int, virtual: int, micro_batches: int, times: Sequence[tuple[float, float, float]], send_s: float
-) -> float:
-    """No play of the schedule takes less (`times` as there): each rank waits for the forward passes of the stages in
+def least_s(name: str, ranks: int, virtual: int, micro_batches: int, stages: Sequence[Timed], send_s: float) -> float:
+    """No play of the schedule takes less: each rank waits for the forward passes of the stages in
     front of its first one, does all its work, and is followed by their backward passes. What a rank that splits
     backward passes has left to do by then, it does beside them. And one micro-batch passes all stages twice. Exact for
     equal stages but with DualPipe."""
     split, m = name in SPLIT, micro_batches
     ahead_s = behind_s = 0.0
-    longest_s = sum([forward_s + input_s + (0.0 if split else weight_s) for forward_s, input_s, weight_s in times])
+    longest_s = sum([one.forward_s + one.input_s + (0.0 if split else one.weight_s) for one in stages])
     borders = 2 * (ranks - 1) if name in V_PLACED else ranks * virtual - 1  # the two ends of a V lie on one rank
     longest_s += 2 * borders * send_s
-    for rank, own in enumerate(owned(name, ranks, virtual)):
+    for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)):
         work_s = 0.0
         for stage in own:
-            forward_s, input_s, weight_s = times[stage]
-            work_s += forward_s + input_s + weight_s
-        left_s = _left_s(name, rank, m, [times[stage][2] for stage in own]) if split else 0.0
+            one = stages[stage]
+            work_s += one.forward_s + one.input_s + one.weight_s
+        left_s = _left_s(name, rank, m, [stages[stage].weight_s for stage in own]) if split else 0.0
         took_s = ahead_s + m * work_s + (behind_s - left_s if behind_s > left_s else 0.0)
         if took_s > longest_s:
             longest_s = took_s
-        forward_s, input_s, weight_s = times[rank]  # its first stage, whatever the placement
-        ahead_s += forward_s + send_s
-        behind_s += input_s + send_s + (0.0 if split else weight_s)
+        one = stages[rank]  # its first stage, whatever the placement
+        ahead_s += one.forward_s + send_s
+        behind_s += one.input_s + send_s + (0.0 if split else one.weight_s)
     return longest_s
 
 
@@ -226,12 +155,8 @@ def _left_s(name: str, rank: int, m: int, weights_s: list[float]) -> float:
     return min(m * len(weights_s), rank + 1) * max(weights_s)
 
 
-def _both(cost: Cost) -> float:
-    return cost.forward_s + cost.backward_s
-
-
-def _owned(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return owned(layout.schedule, layout.pp, layout.vp)
+def _both(stage: Timed) -> float:
+    return stage.forward_s + (stage.input_s + stage.weight_s)
 
 
 @cache
@@ -240,7 +165,7 @@ def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> fl
     later: their reductions begin then, behind nothing."""
     if name not in SPLIT:
         return 0.0
-    last = last_of(actions_of(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
+    last = last_of(schedule(name, ranks, micro_batches, virtual)[0], ("W", "BW"))
     return sum(action.kind == "W" for action in last.values()) / len(last)
 
 
