@@ -7,7 +7,7 @@ derivative and a tenth of the evaluations that a simplex search takes; nothing i
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,8 +196,8 @@ def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
 
 def _has(parameter: Parameter, row: Row) -> bool:
     place, _, key = parameter.name.partition(".")
-    owners: dict[str, type] = {"stack": Stack, "speeds": Speeds, "links": Links}
-    return key in owners[place].__dataclass_fields__  # type: ignore[attr-defined]
+    owners: dict[str, Any] = {"stack": Stack, "speeds": Speeds, "links": Links}
+    return key in {field.name for field in fields(owners[place])}
 
 
 def _changes(parameters: Sequence[Parameter], x: Sequence[float]) -> dict[str, Change]:
