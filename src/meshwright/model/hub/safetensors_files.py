@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -126,12 +126,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _stored(path: Path, base: int, entry: Mapping[str, object]) -> Stored:
+def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
     code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code not in DTYPES:
         raise ValueError(f"dtype {code} is not supported")
-    start, end = (int(offset) for offset in offsets)  # type: ignore[attr-defined]
-    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])  # type: ignore[call-overload]
+    start, end = (int(offset) for offset in offsets)
+    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])
     if start < 0 or min(stored.size, default=0) < 0 or end - start != stored.num_bytes:
         raise ValueError(f"offsets {start}..{end} do not fit the shape {list(stored.size)}")
     return stored
@@ -166,7 +166,7 @@ class ShardWriter:
             self._open(name, shard)
 
     def _open(self, name: str, shard: list[Planned]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in shard:
             start, end = end, end + tensor.num_bytes
@@ -176,7 +176,7 @@ class ShardWriter:
         self.files[name] = open(self.folder / name, "wb")  # noqa: SIM115  (closed in __exit__)
         self.files[name].write(len(raw).to_bytes(8, "little") + raw)
         for tensor in shard:
-            start = header[tensor.name]["data_offsets"][0]  # type: ignore[index]
+            start = header[tensor.name]["data_offsets"][0]
             self.waiting[tensor.name] = (name, 8 + len(raw) + start, tensor)
             self.weight_map[tensor.name] = name
 
