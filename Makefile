@@ -12,7 +12,7 @@ RUN = $(VENV)/bin/python
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
-	@echo "make test-fast    the first case of each test, in about a minute"
+	@echo "make test-fast    the first tests of each module, in about a minute"
 	@echo "make test         the test suite but for what is marked slow"
 	@echo "make test-slow    what is marked slow: large matrices, compiled code, killed and restarted runs"
 	@echo "make test-torch   all tests with another torch, in an environment of its own (TORCH=2.12.0)"

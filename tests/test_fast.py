@@ -1,4 +1,4 @@
-"""What `make test-fast` takes: the first case of each test that is not slow, and of every folder something."""
+"""What `make test-fast` takes: the first tests of each module that are not slow, and of every folder something."""
 
 import ast
 from pathlib import Path
@@ -10,13 +10,16 @@ from tests.conftest import fast
 TESTS = Path(__file__).resolve().parent
 
 
-def test_the_first_case_of_each_test_and_none_that_is_slow() -> None:
+def test_the_first_tests_of_each_module_and_none_that_is_slow() -> None:
     class Item(SimpleNamespace):
         __hash__ = object.__hash__
 
     items: Any = [
         Item(nodeid=name, get_closest_marker=lambda mark, marks=marks: mark if mark in marks else None)
-        for name, *marks in (("a.py::f[1]",), ("a.py::f[2]",), ("a.py::g",), ("a.py::h", "slow"), ("b.py::f[3]",))
+        for name, *marks in (
+            *(("a.py::h", "slow"), ("a.py::f[1]",), ("a.py::f[2]",), ("a.py::g",), ("a.py::k",)),
+            *(("b.py::f[3]",), ("c.py::C::f", "slow")),
+        )
     ]
     assert sorted(one.nodeid for one in fast(items)) == ["a.py::f[1]", "a.py::g", "b.py::f[3]"]
 
