@@ -8,11 +8,14 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-isa lint format schema bench bench-parallel leaderboard claims clean
+.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-parallel leaderboard claims clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
-	@echo "make test         the whole test suite"
+	@echo "make test-fast    the first tests of each module, in about a minute"
+	@echo "make test         the test suite but for what is marked slow"
+	@echo "make test-slow    what is marked slow: large matrices, compiled code, killed and restarted runs"
+	@echo "make test-torch   all tests with another torch, in an environment of its own (TORCH=2.12.0)"
 	@echo "make test-isa     the numerical tests once more, with this CPU's widest instructions switched off"
 	@echo "make lint         ruff, formatting, types"
 	@echo "make format       mend what ruff can mend"
@@ -26,8 +29,23 @@ help:
 quickstart: $(VENV)/.installed
 	@$(VENV)/bin/meshwright quickstart $(ARGS)
 
+# A worker that has nothing left takes tests over from another. Its last ones would else wait behind a long one.
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations 20
+
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: $(VENV)/.installed-dev
+	$(PYTEST) --fast --durations 5 $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow $(ARGS)
+
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=2.12.0+cpu takes the build without CUDA, a tenth of the size.
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.12.0: say which torch" >&2; exit 2; }
+	@echo "torch==$(TORCH)" > .torch-$(TORCH).constraint
+	PIP_CONSTRAINT=$(CURDIR)/.torch-$(TORCH).constraint $(MAKE) VENV=.venv-torch-$(TORCH) test test-slow
 
 # Which kernels run depends on the CPU: on one with AVX-512 (and its 16-bit products) this tries what AVX2 has, on any
 # other what every x86-64 has.

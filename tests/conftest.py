@@ -53,10 +53,11 @@ def no_network() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--strict-collectives SEED`: ranks that tests start run under tests/parallel/strict.py."""
+    """`--strict-collectives SEED`: ranks that tests start run under tests/parallel/strict.py. `--fast`: see `fast`."""
     parser.addoption(
         "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
     )
+    parser.addoption("--fast", action="store_true", help="the first tests of each module, none marked slow")
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +77,12 @@ def strict_collectives(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     monkeypatch.setattr(ranks, "_start", start_strictly)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. `--fast` takes a part."""
+    if config.getoption("--fast"):
+        chosen = fast(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -85,6 +90,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+FIRST = 2
+"""Tests that `--fast` takes from each module."""
+
+
+def fast(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What `--fast` runs: of each module the first tests that are not marked slow, of each its first case."""
+    modules: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        module, _, test = item.nodeid.partition("[")[0].partition("::")
+        chosen = modules.setdefault(module, {})
+        if not item.get_closest_marker("slow") and len(chosen) < FIRST:
+            chosen.setdefault(test, item)
+    return {item for chosen in modules.values() for item in chosen.values()}
 
 
 def _is_local(host: object) -> bool:

@@ -1,8 +1,11 @@
 """The benchmark of context parallelism at toy size."""
 
+import pytest
+
 from benchmarks.context import Case, measure
 
 
+@pytest.mark.slow
 def test_every_route_and_split_is_measured() -> None:
     found = measure([2], Case(sequence=64, heads=2, kv_heads=1, head_dim=8, repeats=2))
     ways = ["one device", "ring zig-zag", "ring plain", "gather zig-zag", "gather plain"]

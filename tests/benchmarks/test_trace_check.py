@@ -1,9 +1,12 @@
 """The benchmark of the trace checker at toy size reports the keys that the claims read."""
 
+import pytest
+
 from benchmarks import trace_check
 from meshwright.observe.verify.feature_matrix import trial
 
 
+@pytest.mark.slow
 def test_schedules_have_rows_without_violations() -> None:
     rows = list(trace_check.schedules((2,)))
     assert {row["name"] for row in rows} == {f"{name} pp=2" for name in trace_check.NAMES}

@@ -48,7 +48,6 @@ def test_no_gpu_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cuda", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["different"] == 0

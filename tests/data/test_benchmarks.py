@@ -20,6 +20,7 @@ def test_encoding() -> None:
     }
 
 
+@pytest.mark.slow
 def test_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_corpus, "ROWS", 2)
     monkeypatch.setattr(large_corpus, "SEQUENCE", 64)

@@ -14,6 +14,7 @@ from meshwright.planner.machine.clusterfile import load
 from meshwright.planner.machine.clusterfile_writer import text
 
 
+@pytest.mark.slow
 def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.toml"
     machine = calibrate(device="cpu", worlds=(1, 2), quick=True)

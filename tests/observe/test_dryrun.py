@@ -60,6 +60,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_peak_and_traffic_of_real_processes(world: int) -> None:
     """All layouts with so many processes in one group: peaks as torch's allocator tells them, traffic exactly."""

@@ -210,7 +210,6 @@ def test_a_torch_without_cuda_has_none() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_of_a_real_gpu() -> None:
     with DeviceWitness(torch.device("cuda", torch.cuda.current_device())) as witness:
         held = torch.empty(8 * MB, dtype=torch.uint8, device="cuda")

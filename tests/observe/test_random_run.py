@@ -159,6 +159,7 @@ def _with_faults(texts: list[tuple[str, str]]) -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
     texts = list(dict.fromkeys(text for _, some in FAULTS.values() for text in some))
     runs = [("", text) for text in texts] + [(fault, text) for fault, (_, some) in FAULTS.items() for text in some]

@@ -113,6 +113,7 @@ def _errors(wanted: list[tuple[Expected, dict[str, Any]]]) -> list[tuple[float, 
     return found
 
 
+@pytest.mark.slow
 def test_layouts_train_what_the_oracle_trains(tmp_path: Path) -> None:
     runs = {id(run): expected(run, tmp_path / str(place)) for place, (run, _) in enumerate(LAYOUTS)}
     wanted = [(runs[id(run)], options) for run, options in LAYOUTS]

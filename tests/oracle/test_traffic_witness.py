@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case
 from tests.oracle.traffic import Drawn, differences, drawn
@@ -14,6 +16,7 @@ FIXED: list[Drawn] = [
 ]
 
 
+@pytest.mark.slow
 def test_the_planner_says_what_the_process_groups_see() -> None:
     wrong = differences([*FIXED, *drawn(8, seed=13)])
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong)

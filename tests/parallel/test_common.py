@@ -86,6 +86,7 @@ def _differences() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_any_number_of_key_heads_trains_the_same_model() -> None:
     wrong = on_ranks(4, _differences, limit_s=600)[0]
     assert not wrong, "\n".join(wrong)

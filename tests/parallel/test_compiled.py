@@ -86,6 +86,7 @@ LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_dense_block_is_one_graph(name: str) -> None:
@@ -188,6 +189,7 @@ def compiled_model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     return on_one_device(model("llama-2-7b"), Layout(compile="on")).model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_more_kinds_of_calls_are_compiled_than_torch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """{training, evaluation} x six numbers of rows; by torch's own limit the ninth would run eager."""

@@ -141,6 +141,7 @@ MIXTRAL = replace(SHAPE, layers=2, family="mixtral", moe=MoEShape(experts=4, top
 TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2, top_k=2, ffn=16, first_dense=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "world", "options"),
     [

@@ -358,7 +358,6 @@ def test_ranks_hear_of_it_at_the_same_step(texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_state_on_a_gpu_comes_through_pinned_memory() -> None:
     tensors = {name: tensor.detach().cuda() for name, tensor in state().items()}
     found = Staging()

@@ -43,7 +43,7 @@ USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ 
 class Verb(TyperCommand):
     """A command whose --help is false, not unknown, when absent: typer reads the unknown through pydantic, 90 ms."""
 
-    def get_help_option(self, ctx: typer.Context) -> Any:
+    def get_help_option(self, ctx: Any) -> Any:
         """As typer makes it, with a default."""
         return _known(super().get_help_option(ctx))
 
@@ -51,7 +51,7 @@ class Verb(TyperCommand):
 class Verbs(TyperGroup):
     """The same for a group of commands."""
 
-    def get_help_option(self, ctx: typer.Context) -> Any:
+    def get_help_option(self, ctx: Any) -> Any:
         """As typer makes it, with a default."""
         return _known(super().get_help_option(ctx))
 
@@ -165,11 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:
+def _usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     """What the parser refused, and where the right spelling is shown."""
-    verbs = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
+    verbs = {entry.name for entry in app.registered_commands} | {entry.name for entry in app.registered_groups}
     verb = next((f"{word} " for word in words if word in verbs), "")
-    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]  # see USAGE_ERROR
     return f"{message}: see meshwright {verb}--help", 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.compat.fakes import FakeMaker as FakeMaker
@@ -38,7 +38,7 @@ DispatchMode = TorchDispatchMode
 """What sees every operation. torch documents it and has no public name for it."""
 
 
-class BareMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BareMode(TorchDispatchMode):
     """The same for a program of which nothing is compiled: torch wraps the methods of modes to keep torch.compile out
     of them, at microseconds a call, unless a mode says that there is no need."""
 
@@ -170,14 +170,16 @@ def cuda_attention(
     flash kernel does not take."""
     if attn_mask is None and takes_flash(q, v):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
-        return found[0]  # type: ignore[no-any-return]
+        out: torch.Tensor = found[0]
+        return out
     assert not enable_gqa, "torch's other fused kernel takes equal heads only"
     bias = None
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    weighted: torch.Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return weighted
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -197,7 +199,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """What rms_norm calls on a GPU, for fake tensors that stand in for a GPU's; see cuda_attention."""
-    found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
@@ -243,7 +245,7 @@ def reduce_scatter_into(
 
 def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """A tensor of a subclass with a shape but no memory; torch documents this only by its own subclasses."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=like.dtype, device=like.device
     )
     return made

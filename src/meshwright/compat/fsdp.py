@@ -36,7 +36,7 @@ def fsdp_keep_reduce_dtype(modules: list[Any]) -> None:
 def _fsdp_state(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard.state(module)  # type: ignore[attr-defined]
+    return fully_shard.state(module)  # type: ignore[attr-defined]  # an attribute that a decorator sets
 
 
 def _fsdp_groups(module: Any) -> list[Any]:

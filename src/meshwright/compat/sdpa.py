@@ -31,4 +31,4 @@ def pin_flash_attention() -> None:
 
     On Hopper recent builds prefer cuDNN's, whose memory and order of sums differ from what a dry run models.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -40,7 +40,8 @@ def _grouped(x: Tensor, keys: int) -> Tensor:
 
 def _ungrouped(x: Tensor, batch: int) -> Tensor:
     """(B K, G, S, E) -> (B, S, H, E)."""
-    return x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out: Tensor = x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out
 
 
 class _Blockwise(torch.autograd.Function):
@@ -96,5 +97,5 @@ class _Blockwise(torch.autograd.Function):
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, scale: float) -> Tensor:
     """Attention of as many queries as keys; 16-bit inputs are widened inside and the result rounded once."""
-    result: Tensor = _Blockwise.apply(q, k, v, allowed, scale)  # type: ignore[no-untyped-call]
+    result: Tensor = _Blockwise.apply(q, k, v, allowed, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

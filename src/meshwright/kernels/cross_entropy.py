@@ -95,5 +95,5 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tens
     """As the reference; one backward pass."""
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
         x, weight = x.detach(), weight.detach()
-    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
+    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

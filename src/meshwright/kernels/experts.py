@@ -31,7 +31,7 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """
     grouped = isinstance(counts, Tensor) and len(rows) > 0 and groups_on_device(rows, weights)
     if splits():
-        found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]
+        found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
     if isinstance(counts, Tensor) and grouped:
         return expert_linear_grouped(rows, weights, counts)
@@ -80,7 +80,7 @@ def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tens
     """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
     ends = counts.cumsum(0, dtype=torch.int32)
     if leaves_garbage(weights.device):
-        weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]
+        weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]  # torch has no annotations there
     product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     return product
 
@@ -154,5 +154,5 @@ class _Spread(torch.autograd.Function):
 
 def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
     """x (N, D) -> (N k, D): k copies of each row, in an order (N k,) of the copies whose inverse (N k,) is given."""
-    rows: Tensor = _Spread.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Spread.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows

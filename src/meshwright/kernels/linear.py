@@ -210,7 +210,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """As the reference."""
     if torch.compiler.is_compiling() and not needs_wide(x):
         return linears_reference(x, weights, biases)
-    results: tuple[Tensor, ...] = _Linears.apply(x, *weights, *biases)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _Linears.apply(x, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return results
 
 

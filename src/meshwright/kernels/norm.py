@@ -28,7 +28,8 @@ class _RmsNorm(torch.autograd.Function):
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        out: Tensor = (x * scale).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -45,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As the reference; only x and one number a row are saved."""
     if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
-        result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":
         return compat.fused_rms_norm(x, weight, eps)

@@ -47,5 +47,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """As the reference; other dtypes than fp32 take the plain form, whose products stay as wide as the tables."""
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return rotate_reference(x, cos, sin, interleaved)
-    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

@@ -36,7 +36,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """As the reference, with one saved tensor less."""
     if torch.compiler.is_compiling():
         return swiglu_reference(gate, up)
-    result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]
+    result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
 
@@ -75,5 +75,5 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
     """As the reference; nothing of the size of the product is saved."""
     if torch.compiler.is_compiling() or needs_wide(gate):
         return linear(swiglu(gate, up), weight, bias)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call]
+    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

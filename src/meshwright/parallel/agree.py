@@ -42,7 +42,7 @@ class FirstRank:
         if self.world.size > 1:
             dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
         found = told[0]
-        return found  # type: ignore[return-value]
+        return found  # type: ignore[return-value]  # broadcast: no None is left
 
     def _raise_together(self, failure: MeshwrightError | None) -> None:
         if self.world.size > 1:

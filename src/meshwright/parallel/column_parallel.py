@@ -41,7 +41,7 @@ class Columns:
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
             return tuple(columns(x, list(weights), present, biased, self.group.number, self.sp))
-        found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
 

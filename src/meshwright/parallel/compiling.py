@@ -95,4 +95,4 @@ def _keep_from_compiler(model: Transformer) -> None:
     """Experts take runs of rows whose lengths would become constants of the code: every step would compile anew."""
     for module in model.modules():
         if isinstance(module, Experts):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]  # outside of the graph

@@ -97,8 +97,8 @@ def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
     experts gathered only there would be gathered inside of what selective recomputation repeats, which wants the very
     operations of the forward pass."""
     for one, following in pairwise(units):
-        one[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]
-        following[0].set_modules_to_backward_prefetch(list(one))  # type: ignore[operator]
+        one[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]  # fully sharded modules
+        following[0].set_modules_to_backward_prefetch(list(one))  # type: ignore[operator]  # fully sharded modules
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

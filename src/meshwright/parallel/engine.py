@@ -155,9 +155,11 @@ class Engine:
             return euclidean_norm(counted)
         device = next(iter(gradients.values())).device
         square = euclidean_norm(counted) ** 2 if counted else torch.zeros((), device=device)
-        return self.mesh["world"].all_reduce(square).sqrt()
+        norm: Tensor = self.mesh["world"].all_reduce(square).sqrt()
+        return norm
 
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:
     """() fp32, over all elements of all tensors of this rank, whatever their dtype."""
-    return torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))
+    return norm

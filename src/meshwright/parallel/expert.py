@@ -42,7 +42,7 @@ def apply_expert_parallel(model: nn.Module, group: Group) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             _cut(module.experts, module.moe.experts, group)
-            module.experts.forward = Dispatch(module.experts, group).forward  # type: ignore[method-assign]
+            module.experts.forward = Dispatch(module.experts, group).forward  # type: ignore[method-assign]  # exchanges around it
 
 
 def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
@@ -115,7 +115,7 @@ class _Travel(torch.autograd.Function):
 
 
 def _travel(rows: Tensor, order: Tensor | None, inverse: Tensor | None, route: Route, outward: bool) -> Tensor:
-    found: Tensor = _Travel.apply(rows, order, inverse, route, outward)  # type: ignore[no-untyped-call]
+    found: Tensor = _Travel.apply(rows, order, inverse, route, outward)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
@@ -150,9 +150,9 @@ class _MeanOver(torch.autograd.Function):
         return gradient, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotations there
 def _mean_over(means: Tensor, group: Group) -> Tensor:
-    found: Tensor = _MeanOver.apply(means, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _MeanOver.apply(means, group)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline, Stage, WarmUp
 from meshwright.parallel.replicas import Replicas
 from meshwright.spec.schedule import Action, last_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class Pass(Protocol):
@@ -130,7 +133,7 @@ class Reduction:
         elif action.kind == "W" and (modules := self._modules_of(action.stage)):
             data.reduce_now(modules)
 
-    def _modules_of(self, stage: int) -> list[data.FSDPModule]:
+    def _modules_of(self, stage: int) -> list["FSDPModule"]:
         return self.modules[self._place_of(stage)]
 
     def _place_of(self, stage: int) -> int:

@@ -282,9 +282,10 @@ def _attend(group: Group, route: str) -> Attend:
             )
         if torch.compiler.is_compiling():
             given = mask.zigzag, scale, group.number, route
-            return context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
+            out: Tensor = context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
+            return out
         shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])
-        result: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]
+        result: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
 
     return attend

@@ -74,7 +74,7 @@ def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
     """Before a product whose matrix is split by rows (outputs)."""
     if torch.compiler.is_compiling():
         return operators.enter(x, group.number, sp)
-    found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]
+    found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
@@ -82,7 +82,7 @@ def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
     """After a product whose matrix is split by columns (inputs)."""
     if torch.compiler.is_compiling():
         return operators.leave(x, group.number, sp)
-    found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]
+    found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
@@ -135,7 +135,7 @@ def _split_embedding(model: Transformer, group: Group, sp: bool) -> None:
     """A rank looks up the tokens of its rows, others give zero; the sum is the embedding. With learned positions and sp
     a rank adds those of its slice."""
     first, number = share(model.shape.vocab, group.size, group.index)
-    model.embed.forward = partial(_look_up, model.embed, first, number)  # type: ignore[method-assign]
+    model.embed.forward = partial(_look_up, model.embed, first, number)  # type: ignore[method-assign]  # a part of the rows
     model.embed.register_forward_hook(lambda module, inputs, out: leave(out, group, sp))
     if sp and model.shape.positions == "learned":
         model.positions.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(group.size, 1)[group.index],))
@@ -165,7 +165,7 @@ class VocabularyParallelLoss:
         """x (N, D) whole, weight (V/tp, D), targets (N,) -> summed loss (), the same on every rank."""
         if not torch.is_grad_enabled():
             x, weight = x.detach(), weight.detach()
-        loss: Tensor = _SplitCrossEntropy.apply(x, weight, targets, scale, self)  # type: ignore[no-untyped-call]
+        loss: Tensor = _SplitCrossEntropy.apply(x, weight, targets, scale, self)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return loss
 
     def chunk(self, logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
@@ -225,4 +225,4 @@ def replace_kernels(model: nn.Module, change: Callable[[Kernels], Kernels]) -> N
     """Give every module that has kernels changed ones."""
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):
-            module.kernels = change(module.kernels)  # type: ignore[assignment]
+            module.kernels = change(module.kernels)  # type: ignore[assignment]  # a field that not every module has

@@ -117,7 +117,9 @@ class _Reader:
     def filled(self, tree: Given, processes: int) -> Given:
         """The tree with a number for a degree that is `auto`: the processes over the other degrees, rounded down; too
         many processes are then refused like those of any other layout. ZeRO has nobody to share with on one rank."""
-        layout = tree.value.get("layout") if isinstance(tree.value, dict) else None
+        if not isinstance(tree.value, dict):
+            return tree
+        layout = tree.value.get("layout")
         if layout is None or not isinstance(layout.value, dict):
             return tree
         items = dict(layout.value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from meshwright.spec.errors import PlanError
 

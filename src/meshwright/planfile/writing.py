@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from meshwright.planfile.keys import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
 from meshwright.planfile.paths import written

@@ -195,7 +195,7 @@ def _spell(stages: tuple[int, int], m: int, *words: tuple[str, int]) -> tuple[Ac
         seen[counted, stage] += 1
         if kind == "B":
             left.append(place)
-        found.append(Action(kind, *place))  # type: ignore[arg-type]
+        found.append(Action(kind, *place))  # type: ignore[arg-type]  # letters of the words that schedules are written in
     return tuple(action for action in found if action.micro_batch < m)
 
 

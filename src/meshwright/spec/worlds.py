@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.plan import Plan
@@ -96,7 +97,7 @@ def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
 
 def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
     """With these degrees; what has no meaning with them any more is put back to its default."""
-    changes: dict[str, object] = dict(degrees)
+    changes: dict[str, Any] = dict(degrees)
     if degrees["dp_shard"] * degrees["cp"] == 1:
         changes["zero"] = 0
     if degrees["tp"] == 1:
@@ -108,7 +109,7 @@ def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
     if plan.model.moe is not None:
         ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
         changes["ep"] = math.gcd(plan.layout.ep, plan.model.moe.experts, ranks)
-    return replace(plan.layout, **changes)  # type: ignore[arg-type]
+    return replace(plan.layout, **changes)
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:

@@ -133,8 +133,8 @@ def newest_whole(
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
-        for error in damaged if _rank(group) == 0 else ():
-            log.warning("passed over: %s", error)
+        for one in damaged if _rank(group) == 0 else ():
+            log.warning("passed over: %s", one)
         return path
     if not damaged:
         return None

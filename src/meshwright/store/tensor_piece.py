@@ -31,12 +31,14 @@ class Piece(Tensor):
         return piece
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function that is not a class method
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operation is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{operation} on a piece of a tensor: take .held")
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch has an option more
         """Box and dtype; the usual one would compute."""
         return f"Piece({self.box}, {self.held.dtype})"
 

@@ -53,7 +53,8 @@ def prepare(device: torch.device, precision: str, *, tf32: bool = False, determi
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over all memory that is taken, for nothing
+        # Filling is a pass over all memory that is taken, for nothing.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
         torch.backends.cudnn.benchmark = False
 
 

@@ -112,7 +112,7 @@ def _plain(axes: "Axes") -> None:
     axes.margins(x=0.01)
 
 
-def _tokens(value: float, _place: int) -> str:
+def _tokens(value: float, _place: float) -> str:
     from meshwright.spec.units import count
 
     return count(value)

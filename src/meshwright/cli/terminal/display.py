@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import IO, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -74,7 +74,7 @@ class QuietDisplay(Silent):
 class PlainDisplay:
     """One line of fixed columns per logged step, for files, pipes and batch systems."""
 
-    def __init__(self, log: TextIO) -> None:
+    def __init__(self, log: IO[str]) -> None:
         self._log = log
         self._smooth = Smoothed()
         self._tenth = -1

@@ -53,9 +53,10 @@ def generate(
 
 def encode(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text."""
-    ids = tokenizer.encode(text, special=True).tolist()
-    opens = tokenizer.bos is not None and (not tokenizer.separator or not ids)
-    return [tokenizer.bos, *ids] if opens and ids[:1] != [tokenizer.bos] else ids
+    ids: list[int] = tokenizer.encode(text, special=True).tolist()
+    if tokenizer.bos is None or (tokenizer.separator and ids) or ids[:1] == [tokenizer.bos]:
+        return ids
+    return [tokenizer.bos, *ids]
 
 
 def continued(

@@ -66,7 +66,7 @@ def _plan(found: "HubFolder", run: Path) -> "Plan":
         model=found.shape,
         data=Data(tokenizer=str(run / "tokenizer.json")),
         run=str(run),
-        recipe=Recipe(precision=precision, sequence=sequence),  # type: ignore[arg-type]
+        recipe=Recipe(precision=precision, sequence=sequence),  # type: ignore[arg-type]  # one of the words of Recipe
     )
 
 
@@ -95,7 +95,11 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "d
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
             keep_extras(found, path)
-            values = {"step": 0, "sequence": plan.recipe.sequence, "tokenizer": tokenizer.fingerprint}
+            values: dict[str, checkpoint.Json] = {
+                "step": 0,
+                "sequence": plan.recipe.sequence,
+                "tokenizer": tokenizer.fingerprint,
+            }
             checkpoint.save(folder.checkpoints, step=0, tensors=tensors, values=values, score=None, keep_last=1)
     except BaseException:
         if begun:

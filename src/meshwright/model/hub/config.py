@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.families import FAMILIES, Family
@@ -25,8 +26,8 @@ def shape_from_config(config: Mapping[str, object]) -> ModelShape:
     _check_quantization(entries)
     for key, supported in family.only.items():
         entries.allow(key, supported)
-    found: dict[str, object] = {field: entries.integer(key) for field, key in family.sizes.items()}
-    if found["layers"] > MOST_LAYERS:  # type: ignore[operator]
+    found: dict[str, Any] = {field: entries.integer(key) for field, key in family.sizes.items()}
+    if found["layers"] > MOST_LAYERS:
         raise entries.fail(f"{family.sizes['layers']}={found['layers']} must be at most {MOST_LAYERS}")
     found |= family.fixed
     found["norm_eps"] = entries.number(family.eps_key, family.eps)
@@ -34,7 +35,7 @@ def shape_from_config(config: Mapping[str, object]) -> ModelShape:
     try:
         for part in family.parts:
             found |= part.read(entries)
-        return ModelShape(name=name, family=name, **found)  # type: ignore[arg-type]
+        return ModelShape(name=name, family=name, **found)  # type: ignore[arg-type]  # one of FAMILIES, asked above
     except PlanError as error:
         raise entries.fail(str(error)) from error
 
@@ -78,14 +79,14 @@ def unwritable(shape: ModelShape) -> str:
     loss = _lost(shape)
     if not loss:
         return ""
-    others = [name for name in FAMILIES if not _lost(replace(shape, family=name))]  # type: ignore[arg-type]
+    others = [name for name in FAMILIES if not _lost(replace(shape, family=name))]  # type: ignore[arg-type]  # one of the families
     advice = f"take model.family={' or '.join(others)}" if others else "no supported family can hold it"
     return f"{loss} in a Hugging Face directory of family {shape.family}: {advice}"
 
 
 def canonical(shape: ModelShape) -> ModelShape:
     """The shape with every field that changes no arithmetic, or that a directory does not hold, set to one value."""
-    neutral: dict[str, object] = {"name": "custom"}
+    neutral: dict[str, Any] = {"name": "custom"}
     if shape.family != "deepseek_v3":
         neutral["rope_interleaved"] = False
     if shape.positions == "learned":
@@ -100,22 +101,26 @@ def canonical(shape: ModelShape) -> ModelShape:
         neutral |= {"ffn": shape.moe.ffn, "mlp_bias": False}
     if shape.window == 0 or shape.window_from_layer >= shape.layers:
         neutral |= {"window": 0, "window_from_layer": 0}
-    return replace(shape, **neutral)  # type: ignore[arg-type]
+    return replace(shape, **neutral)
 
 
 def _canonical_scaling(scaling: RopeScaling, *, latent: bool) -> RopeScaling:
     if scaling.kind == "linear":
         return RopeScaling(kind="linear", factor=scaling.factor, original_positions=1)
-    kept = {"kind": scaling.kind, "factor": scaling.factor, "original_positions": scaling.original_positions}
+    kept: dict[str, Any] = {
+        "kind": scaling.kind,
+        "factor": scaling.factor,
+        "original_positions": scaling.original_positions,
+    }
     if scaling.kind == "llama3":
         kept |= {"low_frequency_factor": scaling.low_frequency_factor}
         kept |= {"high_frequency_factor": scaling.high_frequency_factor}
-        return RopeScaling(**kept)  # type: ignore[arg-type]
+        return RopeScaling(**kept)
     kept |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     both = bool(scaling.mscale and scaling.mscale_all_dim)
     kept |= {"mscale": scaling.mscale} if both else {}
     kept |= {"mscale_all_dim": scaling.mscale_all_dim} if both or latent else {}
-    return RopeScaling(**kept)  # type: ignore[arg-type]
+    return RopeScaling(**kept)
 
 
 def _write(shape: ModelShape) -> dict[str, object]:

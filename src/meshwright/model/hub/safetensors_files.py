@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -134,12 +134,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _stored(path: Path, base: int, entry: Mapping[str, object]) -> Stored:
+def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
     code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code not in DTYPES:
         raise ValueError(f"dtype {code} is not supported")
-    start, end = (int(offset) for offset in offsets)  # type: ignore[attr-defined]
-    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])  # type: ignore[call-overload]
+    start, end = (int(offset) for offset in offsets)
+    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])
     if start < 0 or min(stored.size, default=0) < 0 or end - start != stored.num_bytes:
         raise ValueError(f"offsets {start}..{end} do not fit the shape {list(stored.size)}")
     return stored

@@ -139,7 +139,9 @@ def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
         certainty="measured; the peak is the best product measured, not a data sheet's",
     )
     together = {ranks: _together(kind, ranks, one) for ranks, one in found.items()}
-    eager = {key: _middle([one.eager[key] for one in found.values()]) for key in found[min(found)].eager}
+    eager: dict[str, Any] = {
+        key: _middle([one.eager[key] for one in found.values()]) for key in found[min(found)].eager
+    }
     if kind == "cuda":
         return ClusterFile(device=device, devices_per_node=per_node, together=together)
     stack = replace(
@@ -152,7 +154,12 @@ def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
 def _together(kind: str, ranks: int, one: Measured) -> Together:
     best = max(max(grid.values) for grid in one.curves.products.values())
     crowd = max(1.0, ranks / threads_of(1)) if kind == "cpu" else 1.0
-    plain = {"product_share": 1.0, "memory_share": 1.0, "attention_forward": 1.0, "attention_backward": 1.0}
+    plain: dict[str, Any] = {
+        "product_share": 1.0,
+        "memory_share": 1.0,
+        "attention_forward": 1.0,
+        "attention_backward": 1.0,
+    }
     speeds = Speeds(
         matmul_flop_per_s=best, peak_flop_per_s=best, memory_bytes_per_s=one.curves.passes.values[-1],
         ranks_per_core=crowd, launch_s=0.0, curves=one.curves, **plain,

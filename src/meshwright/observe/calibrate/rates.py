@@ -6,6 +6,7 @@ the rounds counts, since whatever else a machine does only adds.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -136,8 +137,8 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
         made = tensors(int(sequence), int(dim))
         out = forward(*made)
         given = torch.randn_like(out)
-        cases["forward", sequence, dim] = lambda made=made: forward(*made)
-        cases["backward", sequence, dim] = lambda made=made, out=out, given=given: backward(made, out, given)
+        cases["forward", sequence, dim] = partial(forward, *made)
+        cases["backward", sequence, dim] = partial(backward, made, out, given)
     took = seconds_of(cases, effort, device)
     rates: list[list[float]] = [[], []]
     for sequence, dim in product(effort.sequences, effort.head_dims):

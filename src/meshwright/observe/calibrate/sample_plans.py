@@ -57,7 +57,7 @@ def jobs(machine: ClusterFile, worlds: Sequence[int], precision: str) -> list[Pl
     for shape, sequence, batch, layout in PLANS:
         plan = Plan(
             model=shape,
-            recipe=Recipe(sequence=sequence, global_batch=batch, precision=precision),  # type: ignore[arg-type]
+            recipe=Recipe(sequence=sequence, global_batch=batch, precision=precision),  # type: ignore[arg-type]  # one of the words of Recipe
             layout=Layout(compile="off", **layout),
         )
         if plan.layout.world in worlds:

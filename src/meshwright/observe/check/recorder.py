@@ -38,11 +38,11 @@ DEEPEST = 60
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
+class Recorder(compat.BareMode):
     """A mode that keeps the trace of the program that runs inside `listening`."""
 
     def __init__(self, call: Call | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.call = call or _call
         self.operations: list[Operation] = []
         self.events: list[Event] = []
@@ -214,9 +214,8 @@ class Recorder(compat.BareMode):  # type: ignore[no-untyped-call]
                 for number, written, first, last in self._open.get(_key(tensor), ()):
                     here = _extent(tensor)
                     if here[0] < last and first < here[1] and (writes or written):
-                        what = "written" if writes else "read"
                         where = f"{compat.operation_name(operation)}, {self._where()}"
-                        self.events.append(Touch(number, what, where))  # type: ignore[arg-type]
+                        self.events.append(Touch(number, "written" if writes else "read", where))
 
     def _where(self) -> str:
         return ", ".join(filter(None, (self.part, self.action, _line())))

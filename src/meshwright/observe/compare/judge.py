@@ -281,7 +281,7 @@ def _timeless(columns: Columns) -> Whys:
 
 def _times(columns: Columns, tolerance: float) -> Iterator[Row]:
     known = [{one.what: one.seconds for one in column.found.time} if column.found else {} for column in columns]
-    totals = _three(lambda place: columns[place].found.step_seconds if columns[place].found else None)  # type: ignore[union-attr]
+    totals = _three(lambda place: columns[place].found.step_seconds if columns[place].found else None)  # type: ignore[union-attr]  # asked in the same line
     whole = next((total for total in reversed(totals) if total), 0.0)
     whys = _timeless(columns)
     for what in (*TIMES, "data"):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from meshwright.observe.compare.finished_run import DRYRUN, PROFILE, Finished, measured, same_program
 from meshwright.observe.shared_document import Document, Held, Rank, Sent, checked
 from meshwright.planner.plan_document import document
-from meshwright.planner.step.predict import Estimator, Prediction, estimator
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
 

@@ -64,7 +64,7 @@ def examine(
     names = network.gathered_names(world, socket.gethostname())
     nodes = network.node_numbers(names)
     own: list[Finding] = []
-    every = [
+    every: Checks = [
         *_machine(folder, gpu),
         *_kernels(device),
         ("checkpoint", partial(training.round_trip, device, folder, world)),

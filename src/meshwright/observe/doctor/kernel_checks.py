@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,7 +63,8 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
             return found
 
         worst[name] = _error(ours, plain, given)
-        used[name] = _backend(lambda: ours(*given), device)  # noqa: B023
+        q, k, v = given
+        used[name] = _backend(partial(ours, q, k, v), device)
     return _judged("attention", worst, BARS[dtype], {"backends": used}, _said(used))
 
 
@@ -170,7 +172,8 @@ def _normal(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, see
 
 def _error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: list[Tensor]) -> float:
     """The largest relative error of the result and the gradients, beside the plain form in fp64."""
-    found, right = ([], [])
+    found: list[Tensor] = []
+    right: list[Tensor] = []
     for function, inputs, into in ((ours, given, found), (plain, [x.double() for x in given], right)):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         value = function(*leaves)

@@ -111,7 +111,7 @@ class Remembered:
             return operation(*args, **kwargs)
         if before is not self:
             try:
-                return before.make(self.maker, tensors)  # type: ignore[union-attr]
+                return before.make(self.maker, tensors)  # type: ignore[union-attr]  # self stands for "unknown"
             except NotSo:
                 return operation(*args, **kwargs)
         out = operation(*args, **kwargs)

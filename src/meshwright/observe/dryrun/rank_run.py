@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -83,9 +84,9 @@ class Watched:
         program.told = self._part
         resized = watch.resized
 
-        def noticed(inner: object) -> object:
+        def noticed(inner: Any) -> object:
             def resize_(storage: torch.UntypedStorage, size: int) -> object:
-                found = inner(storage, size)  # type: ignore[operator]
+                found = inner(storage, size)
                 resized(storage)
                 return found
 

@@ -74,12 +74,12 @@ Within = Callable[[Any, tuple[Any, ...]], int]
 """(operation, its arguments) -> bytes."""
 
 
-class Watch(compat.DispatchMode):  # type: ignore[no-untyped-call]
+class Watch(compat.DispatchMode):
     """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands
     for calling an operation. `within`: bytes that an operation takes and gives back before it ends."""
 
     def __init__(self, round_bytes: int = 1, call: Call | None = None, within: Within | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.round_bytes = round_bytes
         self.call = call or _call
         self.within = within

@@ -75,7 +75,7 @@ class DeviceClock:
 
     def mark(self) -> torch.cuda.Event:
         """An event behind all that was started on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from meshwright import planfile
 from meshwright.observe.compare.finished_run import Finished

@@ -134,8 +134,8 @@ def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[fr
             wanted[frozenset(pair)] = found
     chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
     covered = {pair for found in chosen.values() for pair in _pairs(found)}
-    for pair, found in sorted(wanted.items(), key=lambda item: "bf16" in item[0]):
-        if pair not in covered:
+    for names_of_pair, found in sorted(wanted.items(), key=lambda item: "bf16" in item[0]):
+        if names_of_pair not in covered:
             richer = _enriched(found, covered, exact)
             chosen[richer.title] = richer
             covered |= set(_pairs(richer))

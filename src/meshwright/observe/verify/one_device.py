@@ -89,7 +89,8 @@ class Outcome:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
-    tensors: dict[str, tuple[Box, Tensor]]
+    tensors: dict[str, tuple[Box, Any]]
+    """Tensors; arrays while it travels between processes."""
     scales: tuple[float, ...] = ()
     """After each step, in fp16."""
     balances: tuple[float, ...] = ()
@@ -274,9 +275,9 @@ def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS
     for name in one.tensors:
         if name not in whole:
             return f"{name} is on no rank"
-        error = distance(name, one, whole, band)
-        if not error <= (band.weight if begins_large(name) else band.gradient):
-            return f"{name} differs by {error:.1e} of its {'length' if band.by_length else 'largest element'}"
+        off = distance(name, one, whole, band)
+        if not off <= (band.weight if begins_large(name) else band.gradient):
+            return f"{name} differs by {off:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
 
 

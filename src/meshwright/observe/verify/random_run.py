@@ -6,7 +6,7 @@ answer, is run again case by case.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, sqrt
 from time import monotonic
 
 from meshwright.observe.ranks import RankError, on_ranks
@@ -160,7 +160,7 @@ def wider_band(case: Case, alone: Outcome) -> Band:
         """A norm is as far off as the length of the difference at most, and by chance much nearer."""
         names = [name for name in apart if name.startswith(f"step {step} gradient of ")]
         squares = [float((whole[name] - alone.tensors[name][1]).square().sum()) for name in names]
-        return sum(squares) ** 0.5 / exact.norms[step - 1]
+        return sqrt(sum(squares)) / exact.norms[step - 1]
 
     return replace(
         fixed,

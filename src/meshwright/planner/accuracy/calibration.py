@@ -5,7 +5,7 @@ Method: planner/machine/fitting.py.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,8 @@ def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
 
 def _has(scalar: Scalar, row: Row) -> bool:
     place, _, key = scalar.name.partition(".")
-    owners: dict[str, type] = {"stack": Stack, "speeds": Speeds, "links": Links}
-    return key in owners[place].__dataclass_fields__  # type: ignore[attr-defined]
+    owners: dict[str, Any] = {"stack": Stack, "speeds": Speeds, "links": Links}
+    return key in {field.name for field in fields(owners[place])}
 
 
 def _predicted_s(row: Row, changes: Mapping[str, Adjustment]) -> float:

@@ -107,7 +107,7 @@ def _row(line: int, columns: dict[str, str]) -> Row | Unreadable:
         derived=derived,
         peak_bytes=value if part == "peak" else peak,
         out_of_memory=failed and "oom" in columns["status"].lower(),
-        part=part or ("peak" if peak else ""),  # type: ignore[arg-type]
+        part=part or ("peak" if peak else ""),  # type: ignore[arg-type]  # checked where the columns are read
         part_value=value or peak,
         columns=columns,
     )

@@ -70,7 +70,7 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     if stack == NANOTRON and "benchmarks_interactive" in columns["source"]:
         stack = run_of_sweep(layout, number(columns, "params_b", 0.0))
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16")
-    layout = replace(layout, **changes)  # type: ignore[arg-type]
+    layout = replace(layout, **changes)  # type: ignore[arg-type]  # fields of Layout, from `stack_of`
     if layout.vp * layout.pp > shape.layers and layout.vp * layout.pp <= shape.layers + 2:
         # Llama 3: the first and the last stage have a layer less, their place is taken by embedding and head.
         shape = replace(shape, layers=layout.vp * layout.pp)
@@ -129,11 +129,11 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
         pp=pp,
         ep=_experts(columns, shape, dp * cp * tp),
         vp=vp,
-        zero=zero if sharded else 0,  # type: ignore[arg-type]
+        zero=zero if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
         sp=tp > 1 and _sequence_parallel(columns.get("sp", ""), recompute),
         schedule="interleaved" if vp > 1 else "1f1b",
         micro_batch=micro,
-        recompute=_recompute(recompute, devices),  # type: ignore[arg-type]
+        recompute=_recompute(recompute, devices),  # type: ignore[arg-type]  # one of the words that Layout allows
     )
     return layout, batch
 

@@ -64,4 +64,4 @@ def balance(of: "Local") -> tuple[Exchange, ...]:
     assert of.shape.moe is not None
     size = 2.0 * of.batch * of.shape.moe.experts * 4
     axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
-    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]
+    return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]  # two of the axes

@@ -118,5 +118,5 @@ def links_of(cluster: Cluster, **changes: float) -> Links:
         per_node=cluster.devices_per_node,
         link_bytes_per_s=link,
         network_bytes_per_s=device.network_bytes_per_s or link / 10,
-        **(known | changes),  # type: ignore[arg-type]
+        **(known | changes),  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -208,6 +208,6 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
         attention_forward=forward * slow,
         attention_backward=backward * slow,
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
-        **known,  # type: ignore[arg-type]
+        **known,  # type: ignore[arg-type]  # fields that are numbers
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]  # fields that are numbers

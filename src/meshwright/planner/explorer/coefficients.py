@@ -91,7 +91,7 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
 
 def _costs(of: Estimator, one: Degrees, recompute: str, tokens: int) -> Any:
     layout = Layout(
-        dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1, recompute=recompute,  # type: ignore[arg-type]
+        dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1, recompute=recompute,  # type: ignore[arg-type]  # one of the words that Layout allows
     )  # fmt: skip
     recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
     alone = replace(of, recipe=recipe)
@@ -122,7 +122,7 @@ def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
 
 def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:
     """phase -> kind -> bytes of an element of each of ELEMENTS. `sums`: gradients are sums of several."""
-    layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]
+    layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]  # 0 to 3
     units = [Counts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
     precision, reduce_dtype = of.recipe.precision, of.recipe.reduce_dtype
     made = [states(of.stack, layout, precision, unit, reduce_dtype=reduce_dtype) for unit in units]

@@ -188,7 +188,7 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
         for name in SPEED_SCALARS
         if name in table
     }
-    plain = {
+    plain: dict[str, Any] = {
         "launch_s": 0.0,
         "product_share": 1.0,
         "memory_share": 1.0,
@@ -199,25 +199,27 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
     return replace(
         speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.bf16_flop_per_s or best,
         curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None,
-        **(plain | scalars),  # type: ignore[arg-type]
+        **(plain | scalars),
     )  # fmt: skip
 
 
 def _host(where: str, table: Any) -> Host:
     _known(where, table, KINDS)
-    found = {}
+    found: dict[str, Any] = {}
     for name, values in table.items():
         if not isinstance(values, list) or len(values) != 3:
             raise ValueError(f"{where}.{name} must be three numbers, forward, backward, selective: {MENDING}")
         found[name] = tuple(_number(f"{where}.{name}", value, zero=True) for value in values)
-    return Host(**found)  # type: ignore[arg-type]
+    return Host(**found)
 
 
 def _links(device: Device, ranks: int, table: Any) -> Links:
     base = links_of(Cluster(device=device, devices_per_node=ranks))
     if table is None:
         return base
-    where, found, scalars = f"links.{ranks}", {}, {}
+    where = f"links.{ranks}"
+    found: dict[tuple[str, int], Any] = {}
+    scalars: dict[str, Any] = {}
     if not isinstance(table, dict):
         raise ValueError(f"[{where}] must be a table")
     for key, value in table.items():
@@ -231,16 +233,16 @@ def _links(device: Device, ranks: int, table: Any) -> Links:
             raise ValueError(f"[{where}.{key}]: a group has 2 to {ranks} ranks")
         _known(f"{where}.{key}", value, COLLECTIVES)
         found.update({(name, size): _grid(f"{where}.{key}.{name}", name, one) for name, one in value.items()})
-    return replace(base, curves=LinkCurves(seconds=found), **scalars)  # type: ignore[arg-type]
+    return replace(base, curves=LinkCurves(seconds=found), **scalars)
 
 
 def _stack(table: dict[str, Any]) -> Stack:
     _known("stack", table, STACK_SCALARS)
-    found = {name: _number(f"stack.{name}", value, zero=True) for name, value in table.items()}
+    found: dict[str, Any] = {name: _number(f"stack.{name}", value, zero=True) for name, value in table.items()}
     for name, value in found.items():
         if name in SHARES and value > 1:
             raise ValueError(f"stack.{name}={value:g} is a share: 0 to 1")
-    return replace(MESHWRIGHT, **found)  # type: ignore[arg-type]
+    return replace(MESHWRIGHT, **found)
 
 
 def _grid(where: str, name: str, table: Any) -> Grid:

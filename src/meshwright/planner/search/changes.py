@@ -4,7 +4,7 @@ sequence or half the machine would do."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.planner.search.ranking import Found, search, usable_bytes
 from meshwright.planner.search.regions import batches
@@ -71,12 +71,12 @@ def _less(layout: Layout, axis: str) -> Layout | None:
     if axis == "ep":
         return replace(layout, ep=1)
     share = {"dp_shard": layout.dp_shard * degree} if layout.zero else {"dp_replicate": layout.dp_replicate * degree}
-    changes: dict[str, object] = {axis: 1, **share}
+    changes: dict[str, Any] = {axis: 1, **share}
     if axis == "tp":
         changes["sp"] = False
     if axis == "pp":
         changes |= {"vp": 1, "schedule": "1f1b"}
-    return replace(layout, **changes)  # type: ignore[arg-type]
+    return replace(layout, **changes)
 
 
 def _with_batch(layout: Layout, plan: Plan) -> Layout:
@@ -125,12 +125,12 @@ def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
     name = "dp_shard" if layout.zero else "dp_replicate"
     if getattr(layout, name) % factor:
         return None
-    changes: dict[str, object] = {axis: getattr(layout, axis) * factor, name: getattr(layout, name) // factor}
+    changes: dict[str, Any] = {axis: getattr(layout, axis) * factor, name: getattr(layout, name) // factor}
     if axis == "tp":
         changes["sp"] = True
     if axis == "pp" and layout.zero > 1:
         changes["zero"] = 1
-    return replace(layout, **changes)  # type: ignore[arg-type]
+    return replace(layout, **changes)
 
 
 def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:

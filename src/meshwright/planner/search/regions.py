@@ -50,16 +50,16 @@ class Region(NamedTuple):
         return Layout(
             dp_replicate=dp_replicate or cell.dp,
             dp_shard=dp_shard,
-            zero=zero,  # type: ignore[arg-type]
+            zero=zero,  # type: ignore[arg-type]  # 0 to 3, as of the search
             tp=cell.tp,
             sp=cell.sp,
             cp=cell.cp,
             pp=cell.pp,
             vp=self.vp,
             ep=cell.ep,
-            schedule=self.schedule,  # type: ignore[arg-type]
+            schedule=self.schedule,  # type: ignore[arg-type]  # one of the words that Layout allows
             micro_batch=self.micro_batch,
-            recompute=self.recompute,  # type: ignore[arg-type]
+            recompute=self.recompute,  # type: ignore[arg-type]  # one of the words that Layout allows
             context=base.context,
             zigzag=base.zigzag,
             stages=base.stages if by_hand else (),
