@@ -11,7 +11,7 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import GIB, short_gib, step_time
+from meshwright.spec.units import GIB, count, short_gib, step_time
 
 ALTERNATIVES = 4
 """Rows that are shown besides the recommended layout."""
@@ -102,10 +102,11 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     first, *rest = wrapped(explain.words_of(best.plan) + (f" ({note})" if note else ""), columns, f"  {word}  ")
     yield first.replace(word, coloured(word, colour), 1)
     yield from rest
+    speed = best.tokens_per_s_per_device
+    speed = f"{speed:,.0f}" if 10 <= speed < 1e5 else count(speed)
     device = "GPU" if best.plan.cluster.device.is_gpu else "device"
     yield (
-        f"    step     {step_time(best.step_s):<10} {best.tokens_per_s_per_device:,.0f} tokens/s per {device}   "
-        f"MFU {best.mfu(causal=False):.1%}"
+        f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
     )
     peak, where = best.peak_bytes, best.worst
     if room < float("inf"):

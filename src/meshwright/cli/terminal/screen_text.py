@@ -37,6 +37,18 @@ def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str 
     yield line.rstrip()
 
 
+def folded(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as they are; one that is longer than the terminal goes on below, two columns to the right. In files and
+    pipes none is broken, unless COLUMNS says how wide they are."""
+    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
+    for line in lines:
+        lead = line[: len(line) - len(line.lstrip())]
+        if fixed and len(line) > width():
+            yield from wrapped(line, width(), lead, lead + "  ")
+        else:
+            yield line
+
+
 def bar(share: float, cells: int = 20) -> str:
     """How much of a whole is used, as a bar."""
     full, empty = ("\u2588", "\u2591") if _unicode() else ("#", ".")
