@@ -166,3 +166,19 @@ def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main([*command, "--top", "30"]) == 0
     assert LISTED < len(printed(capsys.readouterr().out)) <= 31, "some are merged"
     assert main([*command, "--top", "0"]) == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_the_list_of_verbs_and_long_lines_keep_to_the_width(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns and "\x1b" not in said
+    long = "  " + "word " * 60
+    lines = list(text.folded(["a  table  row", long]))
+    assert lines[0] == "a  table  row" and max(map(len, lines)) <= columns
+    assert " ".join(lines[1:]).split() == long.split() and all(line.startswith("    ") for line in lines[2:])
+    monkeypatch.delenv("COLUMNS")
+    assert list(text.folded([long])) == [long], "a pipe's lines are not broken"
