@@ -101,7 +101,7 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
 def test_verbs_and_options_in_the_pages_exist() -> None:
     import typer.main
 
-    from meshwright.cli.main import app
+    from meshwright.cli.commands import app
 
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     wrong = []

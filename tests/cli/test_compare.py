@@ -1,6 +1,7 @@
 """`meshwright compare` and `meshwright report`: what they print, leave and refuse."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.C
     moments = next(row for row in found["rows"] if row["what"] == "moments")
     assert moments["planned"] == moments["measured"] > 0 and moments["dryrun"] is None
     code, out, _ = call(capsys, "compare", run, "--no-dry-run")
-    assert code == 0 and "moments" in out and "agree: traffic exactly" in out
+    assert code == 0 and re.match(r"AGREES  (\d+) of \1 rows agree \(tolerance 10%, traffic exact\)", out)
+    assert " equal (--all)" in out
+    code, out, _ = call(capsys, "compare", run, "--no-dry-run", "--all")
+    assert code == 0 and re.search(r"moments +[\d.]+ += +- +[\d.]+ [KM]iB", out)
     code, out, _ = call(capsys, "report", run)
     assert code == 0 and str(run / "report.html") in out
     assert "llama-tiny" in (run / "report.html").read_text()
@@ -93,3 +97,28 @@ def test_two_runs_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == 0 and "2 runs" in out
     text = (tmp_path / "both.html").read_text()
     assert '"name":"a/run"' in text and '"name":"b/run"' in text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_the_table_keeps_to_its_width(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict first, one unit in a row, no word broken, what is equal or known once is a sentence."""
+    monkeypatch.chdir(tmp_path)
+    document = profiled(PLAN)
+    document["ranks"][0]["peak_bytes"] = round(1.03 * document["ranks"][0]["peak_bytes"])
+    write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
+    monkeypatch.setenv("COLUMNS", "200")
+    whole = call(capsys, "compare", "run")[1]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for option in ([], ["--all"]):
+        code, out, _ = call(capsys, "compare", "run", *option)
+        lines = out.splitlines()
+        assert code == 0 and lines[0].startswith("AGREES  ") and "\x1b" not in out
+        assert max(map(len, lines)) <= columns
+        for line in lines:
+            assert len(re.findall(r"\b(?:[GKM]iB|calls)\b", line)) <= 1 or "only" in out
+        known_once = [line for line in lines if len(re.findall(r" - ", line + " ")) == 2 and re.search(r"\d", line)]
+        assert option or not known_once
+    assert "collectives, all equal to the byte" in whole
+    assert set(out.split()) >= {"peak,", "activations", "optimizer"}

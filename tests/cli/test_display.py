@@ -48,7 +48,16 @@ def test_plain_lines_keep_their_columns_and_name_every_figure() -> None:
     steps = [line for line in lines if "| loss" in line]
     assert len(steps) == 40
     assert len({line[: line.index("eta")].__len__() for line in steps}) == 1
-    for word in ("loss", "raw", "grad", "rate", "tokens/s", "mem 0.75/1.00 GiB", "data wait  2.0%", "eta"):
+    for word in (
+        "loss",
+        "smoothed",
+        "grad",
+        "lr 3.00e-04",
+        "tokens/s",
+        "mem 0.75 GiB (process)",
+        "data wait  2.0%",
+        "eta",
+    ):
         assert all(word in line for line in steps), word
     assert not any("MFU" in line for line in lines)
     assert watched.EQUATION in log.getvalue()
@@ -56,6 +65,17 @@ def test_plain_lines_keep_their_columns_and_name_every_figure() -> None:
     assert sum("saved runs/made-up/checkpoints/step-" in line for line in lines) == 4
     assert lines[-1].startswith("trained 40 of 40 steps")
     assert "\x1b" not in log.getvalue()
+
+
+def test_the_loss_of_the_step_is_the_headline_and_memory_says_whose_it_is() -> None:
+    """The smoothed loss lags behind where it falls: it stands beside, with its name."""
+    log, info = io.StringIO(), replace(watched.info(steps=4), device="NVIDIA H100")
+    watched.tell(PlainDisplay(log), info)
+    for number, line in enumerate((line for line in log.getvalue().splitlines() if "| loss" in line), 1):
+        assert f"| loss {watched.step(number).loss:7.4f} smoothed " in line and "mem 0.75/1.00 GiB" in line
+    assert " GiB (tensors)" in log.getvalue().splitlines()[-1]
+    said = shown(panel_after(5))
+    assert f"{watched.step(5).loss:.4f}" in said[said.index(" loss  ") :][:20] and "smoothed" in said
 
 
 def test_utilization_is_printed_with_its_conventions_where_the_peak_is_known() -> None:
@@ -71,7 +91,14 @@ def test_the_panel_shows_curve_figures_evaluation_and_checkpoint() -> None:
     text = shown(panel)
     for word in ("made-up", "1.26M parameters", "CPU, 2 threads", "step 20/40", "50%", "10 s left", "9.12K tokens/s"):
         assert word in text, word
-    for word in ("0.75/1.00 GiB", "2.0%", "3.00e-04", "1.490 bits per byte", "checkpoints/step-40", "runs/made-up"):
+    for word in (
+        "0.75 GiB (process)",
+        "2.0%",
+        "3.00e-04",
+        "1.490 bits per byte",
+        "checkpoints/step-40",
+        "runs/made-up",
+    ):
         assert word in text, word
     assert any(0x2800 < ord(letter) < 0x2900 for letter in text)
     assert text.count("\u25c6") == 2, "one point and its legend"

@@ -147,7 +147,7 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
             patch.setattr(PlainDisplay, "stepped", press)
             found, out, err = call(capsys, "train", "--no-dry-run", "plan.yaml", "recipe.steps=9")
         assert found == code and not err
-        [line] = [line for line in out.splitlines() if line.startswith("go on with: ")]
+        [line] = [line for line in out.splitlines() if line.startswith("to resume: ")]
         run = os.readlink("runs/latest")
         assert f" run=runs/{run} " in line and line.endswith(" resume=auto")
         assert (project / "runs/latest/checkpoints/step-000001/COMMIT").is_file()

@@ -316,7 +316,7 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
         "print('LOADED', *sorted({{name.partition('.')[0] for name in sys.modules}}))"
     )
     for words, absent in (
-        (["--help"], {"torch", "numpy", "rich", "pydantic", "yaml", "tokenizers"}),
+        (["--help"], {"torch", "numpy", "rich", "pydantic", "yaml", "tokenizers", "typer"}),
         (["train", "--help"], {"torch", "numpy", "rich", "yaml", "tokenizers"}),
         (["init"], {"torch", "numpy", "rich", "tokenizers"}),
         (["schema"], {"torch", "numpy", "rich", "tokenizers"}),
@@ -325,7 +325,22 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
             [sys.executable, "-c", code.format(words=words)], capture_output=True, text=True, check=True, timeout=60
         )
         loaded = set(done.stdout.rpartition("LOADED")[2].split())
-        assert "typer" in loaded and not loaded & absent, words
+        assert "meshwright" in loaded and not loaded & absent, words
+
+
+def test_the_list_of_verbs_is_whole_and_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each verb once, under its group; types in a verb's help have names, and --out is also -o."""
+    from meshwright.cli.commands import app
+    from meshwright.cli.terminal import help as listed
+
+    known = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
+    assert known == set(listed.VERBS) and len(known) == sum(map(len, listed.GROUPS.values()))
+    out = call(capsys, "--help")[1]
+    assert [line.rstrip(":") for line in out.splitlines() if line.endswith(":")][:5] == list(listed.GROUPS)
+    for verb in sorted(known - {"data"}):
+        said = call(capsys, verb, "--help")[1]
+        assert "<" not in said, verb
+        assert ("--out" in said) == ("-o, --out" in said)
 
 
 def test_waiting_threads_are_told_to_sleep_soon_unless_the_user_has_a_wish(

@@ -50,19 +50,26 @@ def test_one_layout_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["plan"]["layout"]["recompute"] == "full" and found["plan"]["layout"]["dp_shard"] == 8
 
 
-def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main([*SMALL, "--tokens", "1T", "--price", "2"]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines()[2].startswith("Fits: ") and " of 80 GiB" in said
+    assert said.splitlines()[2].startswith("  FITS  ") and " of 78.4 GiB" in said
     for words in (
-        "Fastest of",
+        "(recommended",
         "MFU",
-        "Half the devices",
-        "Longer: ",
+        "Also possible",
+        "Limit: sequence ",
         "1T tokens",
-        "at 2 a device hour",
-        "To run it: ",
+        "at 2 per device-hour",
+        "layouts searched",
+        "--save plan.yaml",
     ):
+        assert words in said, words
+    assert "Half the devices" not in said
+    assert main([*SMALL, "--details"]) == 0
+    said = capsys.readouterr().out
+    for words in ("Half the devices", "optimizer moments", "Time of a step", "Rejected", "provably no faster"):
         assert words in said, words
 
 
@@ -249,7 +256,12 @@ def test_an_example_of_what_is_too_large_can_be_any_kind(tmp_path: Path, capsys:
 def test_nothing_fits_is_exit_code_3_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-405b", "--cluster", "h100x8"]) == 3
     error = capsys.readouterr().err
-    assert "the nearest needs" in error and "take more nodes" in error and error.count("\n") == 1
+    assert (
+        "the nearest needs" in error
+        and " is usable: " in error
+        and "take more nodes" in error
+        and error.count("\n") == 1
+    )
 
 
 def test_a_layout_that_does_not_fit_is_told_its_cheapest_fixes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +308,7 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
     assert (
         planfile.read(saved).layout == planfile.read(None, [f"layout={json.dumps(document['plan']['layout'])}"]).layout
     )
-    assert "Faster by" in said and "but tight (" in said and "  (tight)" in said
+    assert " GiB !  " in said and "leaves less than 5%" in said
     only = Found(best=open_hand.best[:1], legal=2)
     only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
     first, second = recommended(estimator(asked), asked, only).best

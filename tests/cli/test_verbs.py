@@ -203,11 +203,12 @@ def test_quickstart_leaves_everything_and_its_three_commands_work(
     run = tmp_path / "runs" / "quickstart"
     assert {"plan.yaml", "metrics.jsonl", "loss.png", "checkpoints", "hf"} <= {path.name for path in run.iterdir()}
     assert (run / "hf" / "model.safetensors").is_file()
-    proposed = [line.strip() for line in out.partition("Go on:")[2].splitlines() if line and "#" not in line]
+    assert "Memory: planned " in out and " of tensors (the process: " in out
+    proposed = [line.strip().partition("  # ")[0] for line in out.partition("\nNext\n")[2].splitlines() if line]
     assert len(proposed) == 3
     for line in proposed:
-        words = shlex.split(line.partition(" > ")[0])
-        verb = words[max(words.index(word) for word in words if word in ("generate", "train", "init")) :]
+        words = shlex.split(line)
+        verb = words[max(words.index(word) for word in words if word in ("generate", "train", "report")) :]
         assert call(capsys, *verb)[0] == 0, line
 
 
@@ -222,7 +223,21 @@ def test_quickstart_takes_the_next_free_folder_and_prints_one_document(
     found = json.loads(out)
     assert code == 0 and not err
     assert found["run"] == "runs/quickstart-2" and found["bits_per_byte"] > 0
-    assert found["before"].startswith("def ") and found["after"].startswith("def ")
+    [held_out] = [path.read_text() for path in texts.iterdir() if found["before"].split()[0] in path.read_text()][:1]
+    for sample in (found["before"], found["after"]):
+        assert " ".join(sample.split()[:1]) in held_out
+
+
+def test_a_prompt_belongs_to_the_text(texts: Path, tmp_path: Path) -> None:
+    from meshwright.data import prepare
+    from meshwright.spec import Data
+
+    code, prose = tmp_path / "a.py", tmp_path / "a.txt"
+    code.write_text("X = {1: 2}\n\n\nclass Reader(Base):\n    pass\n" * 40)
+    prose.write_text("To be, or not to be.\n" * 400)
+    assert quickstart.first_words(prepare(Data(path=str(code)))) == "class Reader(Base):"
+    words = quickstart.first_words(prepare(Data(path=str(prose))))
+    assert len(words.split()) == 3 and words in " ".join(prose.read_text().split())
 
 
 def test_the_plan_of_quickstart_is_legal_and_small() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from meshwright.cli.terminal.compare_answer import answer
 from meshwright.observe.compare.disagreement import explanation
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import Comparison, compare
 from meshwright.observe.compare.sources_of_columns import columns
-from meshwright.observe.compare.table import as_json, lines
+from meshwright.observe.compare.table import as_json
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
@@ -91,7 +92,7 @@ def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
     assert (peak.what, activations.what) == ("peak", "activations")
     words = " ".join(explanation(found, peak))
     assert "Of it activations: 39.1 KiB more" in words and "layers.*.mlp mm 3.9 KiB and 43.0 KiB" in words
-    assert "as large as norm mul" in words and "step 2, BW 0 1" in words
+    assert "as large as norm mul" in words and "step 2, backward of stage 0, micro-batch 1" in words
 
 
 def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
 def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
     found = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
     assert found.columns[1].found is None and "of another plan" in found.columns[1].about
-    assert "left aside" in found.columns[2].about
+    assert "and not used" in found.columns[2].about
     assert row(found, "memory", "activations", rank=0).values[2] is None
 
 
@@ -175,7 +176,7 @@ def test_json_and_lines_say_the_same(tmp_path: Path) -> None:
     document = json.loads(json.dumps(as_json(found, "run"), allow_nan=False))
     assert document["rank"] == found.rank and len(document["rows"]) == len(found.rows)
     assert document["agrees"] == (not found.disagreeing) and document["columns"]["dryrun"]["there"]
-    printed = "\n".join(lines(found))
+    printed = "\n".join(answer(found, "run", every=True))
     for one in document["rows"]:
         if one["rank"] in (None, found.rank):
             assert one["what"] in printed
@@ -235,8 +236,8 @@ def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
     logits = row(found, "memory", "logits", rank=0)
     assert logits.aside == (1,) and logits.error(1) is None and "dry run at head and loss" in logits.note
     assert row(found, "memory", "moments", rank=0).aside == ()
-    told = "\n".join(lines(found))
-    assert "not of one moment: " in told and "peak of rank 0 at: planned" in told
+    told = " ".join(" ".join(answer(found, "run")).split())
+    assert "sampled at different moments, not comparable: " in told and "peak of rank 0 at: planned" in told
     json.dumps(as_json(found, "run"), allow_nan=False)
 
 

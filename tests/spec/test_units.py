@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.units import GIB, MIB, count, duration, gib
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import GIB, MIB, count, duration, gib, short_gib, step_time
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,38 @@ def test_durations(seconds: float, text: str) -> None:
 @given(st.floats(0, 1e9))
 def test_a_duration_is_one_short_phrase(seconds: float) -> None:
     assert re.fullmatch(r"\d+(\.\d)? m?s|\d+ min \d\d s|\d+ h \d\d min|\d+ d \d+ h", duration(seconds))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.000124, "0.1240 ms"),
+        (0.1628, "162.8 ms"),
+        (8.15, "8.150 s"),
+        (21.756, "21.76 s"),
+        (4101.3, "4101 s"),
+        (123_456.0, "123,456 s"),
+    ],
+)
+def test_a_step_has_four_digits(seconds: float, text: str) -> None:
+    assert step_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(7.5 * MIB, "7.5 MiB"), (9.08 * GIB, "9.08 GiB"), (856.79 * GIB, "856.8 GiB")]
+)
+def test_memory_of_a_plan_has_one_decimal(num_bytes: float, text: str) -> None:
+    assert short_gib(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("phase", "text"),
+    [
+        ("step 2, F 0 1", "step 2, forward of stage 0, micro-batch 1"),
+        ("step 1, BW 3 0", "step 1, backward of stage 3, micro-batch 0"),
+        ("W 1 2", "backward for weights of stage 1, micro-batch 2"),
+        ("head and loss", "head and loss"),
+    ],
+)
+def test_passes_are_spelled_out(phase: str, text: str) -> None:
+    assert phase_words(phase) == text

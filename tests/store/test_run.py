@@ -167,7 +167,7 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is no run folder: it does not exist"):
         RunFolder.open(tmp_path / "nowhere")
     (tmp_path / "plan.yaml").write_text("# mine, with comments\n")
-    assert "a plan.yaml that is no run's" in refusal(tmp_path)
+    assert "a plan.yaml that belongs to no training run" in refusal(tmp_path)
     assert (tmp_path / "plan.yaml").read_text() == "# mine, with comments\n"
     assert len(list(tmp_path.iterdir())) == 1
     (tmp_path / "file").write_text("")

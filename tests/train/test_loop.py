@@ -417,7 +417,7 @@ def test_raised_steps_go_on_and_all_done_is_said(begun: Plan, make: Make, tmp_pa
     assert notes.steps[0].lr == learning_rate(longer.recipe, 13) and notes.steps[0].tokens == 13 * 48
     assert list(steps_of(metrics(tmp_path / "run"))) == list(range(1, 16))
     assert RunFolder.open(tmp_path / "run").plan == longer
-    assert any("goes on otherwise than before: recipe.steps=15 (was 12)" in note for note in notes.info.notes)
+    assert any("resuming with changes: recipe.steps=15 (was 12)" in note for note in notes.info.notes)
 
 
 def test_a_refused_sequence_leaves_no_folder(make: Make, tmp_path: Path) -> None:

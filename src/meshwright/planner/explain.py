@@ -3,17 +3,19 @@
 from collections.abc import Iterator
 
 from meshwright.planner.search.changes import Change, fixes, longest_sequence, on_half, without
-from meshwright.planner.search.ranking import Found, techniques, usable_bytes
+from meshwright.planner.search.ranking import Found, search, usable_bytes
 from meshwright.planner.search.recommend import FREE, is_tight
+from meshwright.planner.search.regions import Fixed, divisors
 from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import GIB, count, duration, gib
+from meshwright.spec.shape import ModelShape
+from meshwright.spec.units import count, duration, many, short_gib, step_time
 
-TIE = 0.02
-"""Step times nearer than this are no choice of the planner's."""
+SHOWN = 3
+"""Kinds of memory named in a few words; the rest is one figure."""
 COLLAPSED = 0.25
 """MFU below which a warning is due, where fewer devices would use each better by as much as WORTH."""
 WORTH = 1.25
@@ -21,104 +23,97 @@ NAMES = {
     "moments": "optimizer moments", "masters": "fp32 master weights", "shards": "own shards",
     "buffers": "gathered layers and exchange buffers",
 }  # fmt: skip
+PASSING = ("activations", "logits", "temporaries", "buffers")
+"""Kinds that a shorter sequence makes smaller."""
+NOT_STATES = (*PASSING, "tokens", "staging", "reserve")
+"""Kinds that are not kept from step to step."""
 
 
-def layout_words(layout: Layout) -> str:
-    """`dp=8 (zero=3) tp=4 sp pp=2 1f1b micro_batch=1 recompute=full`: what is not the default."""
-    words = [
-        f"dp={layout.dp_replicate}x{layout.dp_shard}"
-        if layout.dp_replicate > 1 < layout.dp_shard
-        else f"dp={layout.dp}"
-    ]
-    if layout.zero:
-        words[0] += f" zero={layout.zero}"
-    for axis in ("tp", "cp", "pp", "ep"):
-        if getattr(layout, axis) > 1:
-            words.append(f"{axis}={getattr(layout, axis)}" + (" sp" if axis == "tp" and layout.sp else ""))
+def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
+    """`dp_shard=8 zero=3 tp=4 sp pp=2 1f1b micro_batch=1 recompute=none`: given back to --layout of the same model and
+    cluster, it is this layout and no other. `model`: one with experts, of which ep=1 is a choice."""
+    words = [f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) > 1]
+    if layout.zero or layout.dp_shard * layout.cp > 1:
+        words.append(f"zero={layout.zero}")
+    if layout.tp > 1:
+        words.append(f"tp={layout.tp} {'sp' if layout.sp else 'sp=false'}")
+    words += [f"{axis}={getattr(layout, axis)}" for axis in ("cp", "pp") if getattr(layout, axis) > 1]
     if layout.pp > 1:
         words.append(layout.schedule + (f" vp={layout.vp}" if layout.vp > 1 else ""))
-    words.append(f"micro_batch={layout.micro_batch}")
-    if layout.recompute != "none":
-        words.append(f"recompute={layout.recompute}")
-    return " ".join(words)
+    if layout.ep > 1 or (model is not None and model.moe is not None):
+        words.append(f"ep={layout.ep}")
+    return " ".join((*words, f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"))
 
 
-def fits(found: Prediction) -> str:
-    """`Fits: 61.3 of 80 GiB (worst: pipeline rank 0; largest: activations 30.1 GiB).`"""
-    worst, room = found.worst, found.plan.cluster.device.memory_bytes
-    kind, size = max(worst.kinds.items(), key=lambda item: item[1])
-    whole = f" of {room / GIB:.0f}" if room else ""
-    where = f"worst: pipeline rank {worst.pp_rank}, " if found.plan.layout.pp > 1 else ""
-    verb = "Fits" if worst.total_bytes <= usable_bytes(found.plan) else "Does not fit"
-    return (
-        f"{verb}: {worst.total_bytes / GIB:.1f}{whole} GiB ({where}{worst.when}; largest: {NAMES.get(kind, kind)} "
-        f"{gib(size)})."
-    )
+def words_of(plan: Plan) -> str:
+    """The same of a plan."""
+    return layout_words(plan.layout, plan.model)
 
 
-def speed(found: Prediction) -> str:
-    """Step time, tokens/s, MFU of both conventions."""
-    return (
-        f"{duration(found.step_s)} a step, {count(found.tokens_per_s_per_device)} tokens/s a device, "
-        f"MFU {found.mfu(causal=False):.1%} (attention in full; {found.mfu(causal=True):.1%} causal by half)"
-    )
+def kind_name(kind: str) -> str:
+    """What people call a kind of memory."""
+    return NAMES.get(kind, kind)
 
 
-def summary(found: Found) -> Iterator[str]:
-    """The first lines of an answer."""
-    best = found.best[0]
-    if found.legal == 1:
-        yield f"{fits(best)} {layout_words(best.plan.layout)}: {speed(best)}."
-        return
-    roomy = f" that leaves {FREE:.0%} of memory free" if any(map(is_tight, found.best)) and not is_tight(best) else ""
-    fastest = f"Fastest of {found.legal:,} legal layouts{roomy}"
-    yield f"{fits(best)} {fastest}: {layout_words(best.plan.layout)}: {speed(best)}."
-    yield from _tight(found)
-    yield from _others(found)
-    yield f"Of the others {found.too_large:,} do not fit and {found.slower:,} cannot be faster than those listed."
+def largest_kind(found: Prediction) -> tuple[str, float]:
+    """Name and bytes of the kind that holds most at the peak."""
+    kind, size = max(found.worst.kinds.items(), key=lambda item: item[1])
+    return kind_name(kind), size
+
+
+def groups(found: Prediction) -> list[tuple[str, float]]:
+    """The peak in a few words: (name, bytes), the largest first; what is kept from step to step is one of them."""
+    kinds = found.worst.kinds
+    states = sum(size for kind, size in kinds.items() if kind not in NOT_STATES)
+    passing = [(kind, size) for kind, size in kinds.items() if kind in NOT_STATES]
+    rows = sorted([("states", states), *passing], key=lambda row: -row[1])
+    return [*rows[:SHOWN], ("other", sum(size for _, size in rows[SHOWN:]))]
+
+
+def searched(found: Found) -> str:
+    """How many layouts were searched, and what became of those that are not shown."""
+    do = "does" if found.too_large == 1 else "do"
+    return f"{found.legal:,} layouts searched; {found.too_large:,} {do} not fit."
+
+
+def rejected(found: Found) -> Iterator[str]:
+    """Each reason with the nearest layout that it rejects, and how many were not counted at all."""
+    plan = found.best[0].plan
     for one in found.rejected[:3]:
-        room = usable_bytes(best.plan)
         yield (
-            f"  {one.count:,} have too large {NAMES.get(one.reason, one.reason)}; one of the nearest "
-            f"needs {gib(one.peak_bytes)}, {gib(one.peak_bytes - room)} more than a program can have: "
-            f"{layout_words(one.layout)}"
+            f"{one.count:,} {'has' if one.count == 1 else 'have'} too much memory in {kind_name(one.reason)}. One of "
+            f"the nearest needs {short_gib(one.peak_bytes)}, {short_gib(one.peak_bytes - usable_bytes(plan))} over "
+            f"the usable memory: {layout_words(one.layout, plan.model)}"
         )
+    if found.slower:
+        yield f"{found.slower:,} {'is' if found.slower == 1 else 'are'} provably no faster than those listed."
 
 
-def _tight(found: Found) -> Iterator[str]:
-    """Where little memory is left: what is faster than the recommended one, or that nothing leaves more."""
-    best, room = found.best[0], usable_bytes(found.best[0].plan)
+def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
+    """What makes the recommended layout a risk: little memory left, or tensor parallelism between nodes."""
+    best, plan = found.best[0], found.best[0].plan
     if is_tight(best):
+        room = usable_bytes(plan)
+        none = f", and no layout that was found leaves {FREE:.0%} free" if found.legal > 1 else ""
         yield (
-            f"Tight: {gib(room - best.peak_bytes)} of {gib(room)} are left, the planner errs by several percent, and "
-            f"no layout that was found leaves {FREE:.0%}."
+            f"Only {short_gib(room - best.peak_bytes)} of {short_gib(room)} are free. The planner errs by several "
+            f"percent{none}."
         )
+    node = plan.cluster.devices_per_node
+    if plan.layout.tp <= node or "tp" in fixed:
         return
-    fastest = min(found.best, key=lambda one: one.step_s)
-    if is_tight(fastest) and fastest.step_s < best.step_s:
-        yield (
-            f"Faster by {best.step_s / fastest.step_s - 1:.1%}, but tight ({gib(room - fastest.peak_bytes)} of "
-            f"{gib(room)} left, and the planner errs by several percent): {layout_words(fastest.plan.layout)}."
-        )
-
-
-def _others(found: Found) -> Iterator[str]:
-    best, rest = found.best[0], [one for one in found.best[1:] if is_tight(found.best[0]) or not is_tight(one)]
-    ties = sum(other.step_s <= best.step_s * (1 + TIE) for other in rest)
-    if ties:
-        some = "At least " if ties == len(found.best) - 1 else ""
-        number = f"{some}{ties} more {'is' if ties == 1 else 'are'}"
-        yield f"{number} within {TIE:.0%} of it: choose among them by memory and habit."
-    simpler = next((o for o in rest if techniques(o.plan.layout) < techniques(best.plan.layout)), None)
-    if simpler:
-        slower = simpler.step_s / best.step_s - 1
-        yield f"Simpler, {slower:.1%} slower: {layout_words(simpler.plan.layout)}."
+    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=1 - FREE).best
+    other = f"With tp={node} or less none leaves {FREE:.0%} of memory free."
+    if inside:
+        slower = inside[0].step_s / best.step_s - 1
+        other = f"The fastest layout with tp={node} or less takes {slower:.1%} longer: {words_of(inside[0].plan)}"
+    yield f"Note: tp={plan.layout.tp} spans nodes of {many(node, 'device')}. {other}"
 
 
 def reasons(of: Estimator, best: Prediction) -> Iterator[str]:
     """Why each technique is there: the same layout without it."""
     for change in without(of, best.plan):
-        yield f"{_technique(best.plan.layout, change.what)}: {_compared(best, change)}"
+        yield f"without {_technique(best.plan.layout, change.what)} {_compared(best, change)}."
 
 
 def _technique(layout: Layout, without_it: str) -> str:
@@ -130,63 +125,71 @@ def _compared(best: Prediction, change: Change) -> str:
     other, less = change.prediction, change.prediction.peak_bytes - best.peak_bytes
     time = other.step_s / best.step_s - 1
     speed_words = f"{abs(time):.0%} {'slower' if time > 0 else 'faster'}" if abs(time) >= 0.005 else "as fast"
-    memory = f"{gib(abs(less))} {'more' if less > 0 else 'less'}"
+    speed_words = speed_words if time < 1 else f"{1 + time:.1f} times as slow"
     if not change.fits:
-        return f"without it {gib(other.peak_bytes)} are needed, and it would be {speed_words}"
-    return f"without it {memory} memory and {speed_words}"
+        return f"it needs {short_gib(other.peak_bytes)} per device, and would be {speed_words}"
+    return f"it takes {short_gib(abs(less))} {'more' if less > 0 else 'less'} memory and is {speed_words}"
 
 
-def outlook(of: Estimator, best: Prediction, tokens: float, price: float) -> Iterator[str]:
-    """Sensitivities: a longer sequence, half the machine, the critical batch, the bill."""
+def limit(of: Estimator, best: Prediction) -> str:
+    """The longest sequence that fits with this layout; empty where no longer one is legal."""
+    sequence, beyond = longest_sequence(of, best.plan)
+    if not beyond:
+        return ""
+    over = beyond.prediction.peak_bytes - usable_bytes(best.plan)
+    reach = f"{int(beyond.what.partition('=')[2]):,} is {short_gib(over)} over, most of it"
+    fits = f"sequence {sequence:,} fits; " if sequence > best.plan.recipe.sequence else "sequence "
+    return f"{fits}{reach} {largest_kind(beyond.prediction)[0]}."
+
+
+def half_machine(of: Estimator, best: Prediction) -> Iterator[str]:
+    """The best layout of half the devices; nothing where there is no half."""
+    plan, half = best.plan, on_half(of, best.plan)
+    if half is None:
+        return
+    devices = f"Half the devices ({plan.cluster.devices // 2})"
+    if not half.best:
+        yield f"{devices}: nothing fits."
+        return
+    other = half.best[0]
+    yield (
+        f"{devices}: {step_time(other.step_s)} per step ({other.step_s / best.step_s:.2f} times as long), MFU "
+        f"{other.mfu(causal=False):.1%}, with {words_of(other.plan)}"
+    )
+
+
+def scale_warnings(of: Estimator, best: Prediction, tokens: float) -> Iterator[str]:
+    """More devices than the model and its batch can use."""
     plan = best.plan
-    sequence, beyond = longest_sequence(of, plan)
-    if beyond:
-        over = beyond.prediction.peak_bytes - usable_bytes(plan)
-        kind = max(beyond.prediction.worst.kinds, key=beyond.prediction.worst.kinds.__getitem__)
-        reach = f"{beyond.what.partition('.')[2]} overflows by {gib(over)} ({NAMES.get(kind, kind)})"
-        yield f"Longer: sequence={sequence} fits with this layout; {reach}."
-    half = on_half(of, plan)
-    if half and half.best:
-        ratio = half.best[0].step_s / best.step_s
+    half = on_half(of, plan) if best.mfu(causal=False) < COLLAPSED else None
+    if half and half.best and (ratio := half.best[0].step_s / best.step_s) < 2 / WORTH:
         yield (
-            f"Half the devices ({plan.cluster.devices // 2}): {ratio:.2f}x as long a step, MFU "
-            f"{half.best[0].mfu(causal=False):.1%}, with {layout_words(half.best[0].plan.layout)}."
+            f"Warning: {plan.cluster.devices} devices are too many for this model and batch. MFU is "
+            f"{best.mfu(causal=False):.1%}, and half of them do {2 / ratio:.2f} times the work per device."
         )
-        if best.mfu(causal=False) < COLLAPSED and ratio < 2 / WORTH:
-            yield (
-                f"Warning: {plan.cluster.devices} devices are too many for this model and batch: MFU is "
-                f"{best.mfu(causal=False):.1%}, half of them would do {2 / ratio:.2f}x the work per device."
-            )
-    elif half:
-        yield f"Half the devices ({plan.cluster.devices // 2}): nothing fits."
-    yield from _batch_words(plan, best, tokens)
-    if tokens:
-        bill = budget(tokens, best.tokens_per_step, best.step_s, plan.layout.world, price)
-        money = f", {_amount(bill.price)} at {price:g} a device hour" if price else ""
-        long = f"{bill.days:.1f} days" if bill.days >= 1 else duration(bill.days * 86400)
+    critical_batch = critical(plan.model, tokens)
+    if best.tokens_per_step > 2 * critical_batch.batch_tokens:
         yield (
-            f"{count(tokens)} tokens: {bill.steps:,} steps, {long}, {_amount(bill.device_hours)} device hours"
-            f"{money} (without failures, evaluation, checkpoints)."
+            f"Warning: {count(best.tokens_per_step)} tokens per step are far above the critical batch of about "
+            f"{count(critical_batch.batch_tokens)} (Kaplan et al. 2020, at a loss of {critical_batch.loss_nats:.2f}). "
+            "More devices will buy little."
         )
+
+
+def bill(best: Prediction, tokens: float, price: float) -> str:
+    """Time and money of a token budget."""
+    total = budget(tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, price)
+    money = f", {_amount(total.price)} at {price:g} per device-hour" if price else ""
+    long = f"{total.days:.1f} days" if total.days >= 1 else duration(total.days * 86400)
+    return (
+        f"{count(tokens)} tokens: {total.steps:,} {'step' if total.steps == 1 else 'steps'}, {long}, "
+        f"{_amount(total.device_hours)} device-hours{money} (without failures, evaluation, checkpoints)."
+    )
 
 
 def _amount(value: float) -> str:
     """Whole where it is large, else to three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _batch_words(plan: Plan, best: Prediction, tokens: float) -> Iterator[str]:
-    limit = critical(plan.model, tokens)
-    if best.tokens_per_step > 2 * limit.batch_tokens:
-        yield (
-            f"Warning: {count(best.tokens_per_step)} tokens a step are far above the critical batch of about "
-            f"{count(limit.batch_tokens)} (Kaplan et al. 2020, at a loss of {limit.loss_nats:.2f}): more devices will "
-            "buy little."
-        )
-
-
-PASSING = ("activations", "logits", "temporaries", "buffers")
-"""Kinds that a shorter sequence makes smaller."""
 
 
 def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
@@ -195,15 +198,15 @@ def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
     nearest = found.nearest
     assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)
-    kind, size = max(worst.kinds.items(), key=lambda item: item[1])
+    kind, size = largest_kind(nearest)
     cures = [f"{nodes} nodes are enough: take more nodes"] if nodes else ["take more nodes"]
     if not free:
         cures = ["fix fewer degrees"]
     elif not nodes and worst.total_bytes - sum(worst.kinds.get(kind, 0.0) for kind in PASSING) <= room:
         cures.append("a shorter sequence")
     return (
-        f"none of {found.legal:,} legal layouts fits: the nearest needs {gib(worst.total_bytes)} of {gib(room)} a "
-        f"device, {NAMES.get(kind, kind)} {gib(size)} of them: {layout_words(nearest.plan.layout)}; "
+        f"none of {found.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
+        f"({kind} {short_gib(size)}); {short_gib(room)} is usable: {words_of(nearest.plan)}; "
         + ", ".join(cures)
         + " or another device"
     )
@@ -212,8 +215,14 @@ def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
 def unfit(of: Estimator, found: Prediction) -> str:
     """Where one given layout does not fit: the largest term and the cheapest changes, each with its price in time."""
     ways = [
-        f"{change.what} ({change.prediction.step_s / found.step_s - 1:+.0%} time, {gib(change.prediction.peak_bytes)})"
+        f"{change.what} ({change.prediction.step_s / found.step_s - 1:+.0%} time, "
+        f"{short_gib(change.prediction.peak_bytes)})"
         for change in fixes(of, found.plan)
     ]
+    worst, (kind, size) = found.worst, largest_kind(found)
+    where = f"pipeline rank {worst.pp_rank}, {worst.when}" if found.plan.layout.pp > 1 else worst.when
     cure = f"; cheapest fixes: {'; or '.join(ways)}" if ways else "; no single change of the layout makes it fit"
-    return fits(found).rstrip(".").replace("Does not fit", "does not fit") + cure
+    return (
+        f"does not fit: needs {short_gib(worst.total_bytes)} per device; {short_gib(usable_bytes(found.plan))} is "
+        f"usable (peak: {where}; largest: {kind} {short_gib(size)}){cure}"
+    )

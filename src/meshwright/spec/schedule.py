@@ -11,6 +11,7 @@ of the weights, which B left) or BW (both at once). The planner, the executor an
     dualpipe-v   DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) cut in half: a V as well
 """
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,17 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+PASSES = {"F": "forward", "BW": "backward", "B": "backward for inputs", "W": "backward for weights"}
+"""Kinds of passes in words."""
+
+
+def phase_words(phase: str) -> str:
+    """`step 2, F 0 1` as people read it: `step 2, forward of stage 0, micro-batch 1`."""
+    return re.sub(
+        r"\b(F|BW|B|W) (\d+) (\d+)\b", lambda one: f"{PASSES[one[1]]} of stage {one[2]}, micro-batch {one[3]}", phase
+    )
 
 
 Actions = tuple[tuple[Action, ...], ...]

@@ -14,6 +14,18 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def short_gib(num_bytes: float) -> str:
+    """The same with one decimal from 10 GiB on: figures of a plan are not known to the MiB."""
+    return f"{num_bytes / GIB:,.1f} GiB" if abs(num_bytes) >= 9.995 * GIB else gib(num_bytes)
+
+
+def step_time(seconds: float) -> str:
+    """Seconds of a step, four digits, so that layouts that differ by a tenth of a percent can be told apart."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:#.4g} ms".replace(". ", " ")
+    return f"{seconds:#.4g} s".replace(". ", " ") if seconds < 9999.5 else f"{seconds:,.0f} s"
+
+
 def count(number: float) -> str:
     """A count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
     if not isfinite(number):

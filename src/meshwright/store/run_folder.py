@@ -43,7 +43,10 @@ class RunFolder:
         with _one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "checkpoints").exists() and _is_others(path / "plan.yaml", plan):
-                raise RunError(f"{path} holds a plan.yaml that is no run's, and would be replaced: choose another run=")
+                raise RunError(
+                    f"{path} holds a plan.yaml that belongs to no training run; refusing to overwrite it: "
+                    "choose another run="
+                )
             run = cls(path=path, plan=plan, lock=RunLock.take(path))
             try:
                 run._prepare(tokenizer, resume)

@@ -4,6 +4,7 @@ import torch
 
 from meshwright.data import Corpus
 from meshwright.spec import Plan, num_parameters
+from meshwright.spec.units import many
 from meshwright.train import device
 from meshwright.train.watch import Foreseen, RunInfo
 
@@ -27,7 +28,7 @@ def run_info(
         first_step=first_step,
         steps=plan.recipe.steps,
         batch_equation=(
-            f"global batch {batch} sequences = micro-batch {layout.micro_batch_of(batch)} "
+            f"global batch {many(batch, 'sequence')} = micro-batch {layout.micro_batch_of(batch)} "
             f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
         ),
         train_tokens=corpus.train.num_tokens,

@@ -292,7 +292,7 @@ class Trainer:
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
         if self.changes:
-            found.append(f"goes on otherwise than before: {', '.join(self.changes)}")
+            found.append(f"resuming with changes: {', '.join(self.changes)}")
         return tuple(found)
 
     def _finish(self, seconds: float, tokens: int, stop: Interrupt) -> Summary:

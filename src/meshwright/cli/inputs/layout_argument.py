@@ -15,8 +15,8 @@ Fixed = dict[str, tuple[Any, ...]]
 def fixed_layout(asked: "Plan", texts: list[str]) -> Fixed:
     """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved)."""
     found: Fixed = {}
-    for part in ",".join(texts).replace(" ", ",").split(","):
-        for key, value in _parts(part.strip(), asked.layout):
+    for part in " ".join(texts).replace(",", " ").split():
+        for key, value in _parts(part, asked.layout):
             if found.setdefault(key, (value,)) != (value,):
                 _refuse(f"--layout has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them")
     _agree(asked, found)

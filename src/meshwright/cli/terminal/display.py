@@ -100,7 +100,7 @@ class PlainDisplay:
         """Print what is trained on what, and the batch equation."""
         self._pace = fields.Pace(info.steps)
         self._digits = len(str(info.steps))
-        self._steps = info.steps
+        self._steps, self._device = info.steps, info.device
         for loss in info.losses:
             self._smooth.add(loss)
         for label, sentence in fields.opening(info):
@@ -112,12 +112,12 @@ class PlainDisplay:
         self._pace.seen(metrics.step, time.monotonic())
         parts = [
             f"{self._step(metrics.step)} {100 * metrics.step / self._steps:5.1f}%",
-            f"loss {self._smooth.value:7.4f} raw {metrics.loss:7.4f}",
+            f"loss {metrics.loss:7.4f} smoothed {self._smooth.value:7.4f}",
             f"grad {metrics.grad_norm:8.3f}",
-            f"rate {metrics.lr:.2e}",
+            f"lr {metrics.lr:.2e}",
             f"{count(metrics.tokens_per_second):>5} tokens/s",
             fields.utilization(metrics),
-            f"mem {fields.memory(metrics)}",
+            f"mem {fields.memory(metrics, self._device)}",
             f"data wait {fields.data_wait(metrics):>5}",
             *(f"{label} {value}" for label, value in fields.extras(metrics)),
             f"eta {duration(self._pace.left_s(metrics.step_seconds))}",
@@ -134,7 +134,7 @@ class PlainDisplay:
 
     def ended(self, summary: Summary) -> None:
         """Print the last line."""
-        self._print(fields.closing(summary))
+        self._print(fields.closing(summary, self._device))
 
     def _step(self, step: int) -> str:
         return f"step {step:>{self._digits}}/{self._steps}"
@@ -207,7 +207,7 @@ class LiveDisplay:
         """Leave the last state on the screen, and the closing line below it."""
         self._draw()
         self.__exit__(None, None, None)
-        self._console.print(fields.closing(summary), markup=False, highlight=False)
+        self._console.print(fields.closing(summary, self._panel.info.device), markup=False, highlight=False)
 
     def _draw(self) -> None:
         began = time.monotonic()

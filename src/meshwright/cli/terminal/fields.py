@@ -80,8 +80,11 @@ def speed(metrics: StepMetrics) -> str:
     return f"{count(metrics.tokens_per_second)} tokens/s"
 
 
-def memory(metrics: StepMetrics) -> str:
-    """Allocated and reserved."""
+def memory(metrics: StepMetrics, device: str) -> str:
+    """What tensors take of a GPU, and what the allocator holds for them; on a CPU all that the process takes, with
+    Python and torch."""
+    if device.startswith("CPU"):
+        return f"{metrics.allocated_bytes / GIB:.2f} GiB (process)"
     return f"{metrics.allocated_bytes / GIB:.2f}/{metrics.reserved_bytes / GIB:.2f} GiB"
 
 
@@ -121,15 +124,17 @@ def held_out(metrics: EvalMetrics) -> str:
     )
 
 
-def closing(summary: Summary) -> str:
+def closing(summary: Summary, device: str) -> str:
     """How the run ended, in one line."""
     if summary.stopped == "done" and not summary.tokens_per_second:
-        return f"nothing was left to train: {summary.step} steps were done already, the plan has {summary.steps}"
+        done = f"the run is at step {summary.step}, and the plan has {many(summary.steps, 'step')}"
+        return f"nothing was left to train: {done}"
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
-    parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {summary.steps} steps"]
+    parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
     parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)}")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s")
-    parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB")
+    of = "process" if device.startswith("CPU") else "tensors"
+    parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({of})")
     if summary.bits_per_byte is not None:
         parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
     return ", ".join(parts)

@@ -135,14 +135,14 @@ class Panel:
 
     def _pairs(self, metrics: StepMetrics) -> list[tuple[str, str, str]]:
         pairs = [
-            ("loss", f"{self._smooth.value:.4f}", f"bold {CURVE}"),
-            ("this step", f"{metrics.loss:.4f}", ""),
+            ("loss", f"{metrics.loss:.4f}", "bold"),
+            ("smoothed", f"{self._smooth.value:.4f}", CURVE),
             ("grad norm", f"{metrics.grad_norm:.3f}", ""),
             ("speed", fields.speed(metrics), "bold"),
-            ("rate", f"{metrics.lr:.2e}", ""),
+            ("lr", f"{metrics.lr:.2e}", ""),
             ("data wait", fields.data_wait(metrics), ""),
             ("tokens", count(metrics.tokens), ""),
-            ("memory", fields.memory(metrics), ""),
+            ("memory", fields.memory(metrics, self.info.device), ""),
             ("elapsed", duration(metrics.seconds), ""),
         ]
         return pairs + [(label, value, "") for label, value in fields.extras(metrics)]

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.toml", help="Where the file goes; without it to the screen.")
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE.toml", help="Where the file goes; without it to the screen."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few sizes in seconds, no training steps: to try it.")

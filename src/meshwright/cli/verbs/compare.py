@@ -20,30 +20,36 @@ if TYPE_CHECKING:
 def compare(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder: of train, quickstart or profile.")],
     tolerance: Annotated[
-        float, typer.Option("--tolerance", help="How far a row may be off, relatively; traffic must be exact.")
+        float,
+        typer.Option(
+            "--tolerance", metavar="SHARE", help="How far a row may be off, relatively; traffic must be exact."
+        ),
     ] = 0.1,
     dryrun: Annotated[
         bool,
         typer.Option("--dry-run/--no-dry-run", help="Make the dry run where the folder keeps none, and keep it there."),
     ] = True,
     cluster: RunCluster = None,
+    every: Annotated[bool, typer.Option("--all", help="Every row of every rank, also those that are equal.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:
-    """Lay plan, dry run and measurement of a run side by side: memory by kind, traffic, time, MFU, bubble.
+    """Compare plan, dry run and measurement of a run: memory by kind, traffic, time, MFU, bubble.
 
-    What is not known is left open, with the reason. Exit code 4 where a row disagrees by more than the tolerance; the
+    What is not known is left open, with the reason. Exit code 4 where a row differs by more than the tolerance; the
     first one is explained.
     """
     from meshwright.spec.errors import OutsideTolerance, PlanError, RunError
 
     if not 0 <= tolerance < float("inf"):
         raise PlanError(f"--tolerance {tolerance} must be a number of 0 or more, as 0.1 for a tenth")
+    from meshwright.cli.terminal.compare_answer import answer
     from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.screen_text import show
     from meshwright.observe.compare.disagreement import explanation
     from meshwright.observe.compare.finished_run import open_run
     from meshwright.observe.compare.judge import compare as lay
     from meshwright.observe.compare.sources_of_columns import columns
-    from meshwright.observe.compare.table import as_json, lines
+    from meshwright.observe.compare.table import as_json
 
     finished = open_run(run)
     plan = finished.plan_as_run
@@ -52,8 +58,7 @@ def compare(
     if json:
         print_json(as_json(found, str(run)))
     else:
-        for line in lines(found):
-            print(line)
+        show(answer(found, str(run), every=every))
     if not found.judged:
         raise RunError(f"{run}: nothing could be compared, no figure is known twice: {_wanting(found)}")
     bad = found.disagreeing

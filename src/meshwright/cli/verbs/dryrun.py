@@ -23,7 +23,7 @@ def dryrun(
     words: Words = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option("--rank", help="Only this rank; may be given again. [default: one of each pipeline place]"),
+        typer.Option("--rank", help="Only this rank; may be given again. [default: one of each pipeline stage]"),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", help="cuda or cpu: whose kernels. [default: those of the plan's cluster]")
@@ -39,9 +39,8 @@ def dryrun(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
-    """Run the very program that `train` runs, on tensors without values in a world that is not there: two optimizer
-    steps, an evaluation and a checkpoint's reading, for one rank of each pipeline place. Exit code 3 where it does not
-    fit."""
+    """Run the program that `train` runs on fake tensors in a simulated process group: two optimizer steps, an
+    evaluation and a checkpoint's reading, for one rank of each pipeline stage. Exit code 3 where it does not fit."""
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.spec.errors import DoesNotFit, PlanError
 
@@ -69,13 +68,14 @@ def dryrun(
             plan, ranks=rank or (), device=device, load=load, whole=whole,
             told=lambda done, of: status.update(f"dry run: {done} of {of} ranks"),
         )  # fmt: skip
+    from meshwright.cli.terminal.screen_text import folded, show
+
     room = room_of(found.plan, found.device)
     document = dry(found, room)
     if json:
         print_json(document)
     else:
-        for line in lines(found, room):
-            print(line)
+        show(folded(lines(found, room)))
     if document["fits"] is False:
         raise DoesNotFit(unfit(found, room, needed_bytes(found, room)))
 
@@ -95,12 +95,13 @@ def _plan(path: "Path | None", overrides: list[str]) -> "Plan":
 
 def unfit(found: "DryRun", room: "Room", needed_bytes: int) -> str:
     """One line: how much is missing, of what."""
+    from meshwright.spec.schedule import phase_words
     from meshwright.spec.units import gib
 
     worst = found.worst
     kind = max(worst.kinds, key=worst.kinds.__getitem__)
     return (
-        f"the dry run of rank {worst.rank} needs {_needed(found)} ({worst.when}; most of it "
+        f"the dry run of rank {worst.rank} needs {_needed(found)} ({phase_words(worst.when)}; most of it "
         f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
         "fit"
     )
@@ -132,22 +133,23 @@ def _needed(found: "DryRun") -> str:
 def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
     from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes
-    from meshwright.spec.units import gib
+    from meshwright.spec.schedule import phase_words
+    from meshwright.spec.units import gib, many
 
     plan, worst = found.plan, found.worst
     yield (
-        f"{plan.model.name}, {plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}, "
-        f"{plan.recipe.global_batch} sequences of {plan.recipe.sequence} a step, {plan.recipe.precision}, "
+        f"{plan.model.name}, {many(plan.layout.world, 'rank')}, {many(plan.recipe.global_batch, 'sequence')} of "
+        f"{plan.recipe.sequence} tokens per step, {plan.recipe.precision}, "
         f"kernels of {KERNELS[found.device]}"
     )
-    yield ""
-    yield from _table(found)
-    yield ""
     verdict = ""
     if room.usable_bytes:
         verdict = judged(found, room, needed_bytes(found, room))
         verdict += f": {'fits' if fits(found, room) else 'does not fit'}"
-    yield f"Peak {_needed(found)} (rank {worst.rank}, {worst.when}){verdict}"
+    yield f"Peak {_needed(found)} (rank {worst.rank}, {phase_words(worst.when)}){verdict}"
+    yield ""
+    yield from _table(found)
+    yield ""
     if worst.staging_bytes and found.device == "cuda":
         yield f"Host memory, pinned: {gib(worst.staging_bytes)} for the copy that a thread saves (layout.saving)"
     yield from _largest(worst)
@@ -155,17 +157,21 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     traffic = found.traffic(worst.rank)
     yield f"Rank {worst.rank} sends in a step:" if traffic else f"Rank {worst.rank} sends nothing."
     for (axis, collective), (calls, sent) in sorted(traffic.items()):
-        yield f"  {axis:<14}{collective:<16}{calls:>8} calls {gib(sent):>12}"
+        yield f"  {axis:<14}{collective:<16}{calls:>8} {'call ' if calls == 1 else 'calls'} {gib(sent):>12}"
     for note in found.notes:
         yield f"note: {note}"
 
 
 def _table(found: "DryRun") -> Iterator[str]:
-    """A column for each rank; beyond eight, the lightest are left out."""
+    """A column for each rank; beyond eight, and what the terminal has room for, the lightest are left out."""
+    from meshwright.cli.terminal.screen_text import width
     from meshwright.spec.ledger import KINDS
     from meshwright.spec.units import gib
 
-    ranks = sorted(sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[:8], key=lambda seen: seen.rank)
+    ranks = sorted(
+        sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[: min(8, (width() - 20) // 12)],
+        key=lambda seen: seen.rank,
+    )
     yield f"{'at the peak of rank':<20}" + "".join(f"{seen.rank:>12}" for seen in ranks)
     for kind in KINDS:
         if any(seen.kinds.get(kind) for seen in ranks):

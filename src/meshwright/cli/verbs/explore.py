@@ -20,7 +20,7 @@ def explore(
     cluster: AskedCluster = None,
     nodes: AskedNodes = None,
     recipe: AskedRecipe = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where the page goes.")] = Path(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.html", help="Where the page goes.")] = Path(
         "explorer.html"
     ),
 ) -> None:

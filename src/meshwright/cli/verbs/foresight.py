@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from meshwright.planner.step.prediction import Prediction
     from meshwright.spec import Plan
-    from meshwright.train.watch import Foreseen
+    from meshwright.train.watch import Foreseen, Summary
 
 LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
@@ -26,6 +26,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
     from meshwright.planner.step.predict import estimator
     from meshwright.spec.errors import DoesNotFit
     from meshwright.spec.places import pipeline_ranks
+    from meshwright.spec.schedule import phase_words
     from meshwright.spec.units import gib
     from meshwright.train.watch import Foreseen
 
@@ -44,7 +45,10 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
     document = dry(found, room, of_places)
     needed = needed_bytes(found, room, of_places)
     said.append(
-        ("dryrun", f"peak {gib(found.peak_bytes)} (rank {rank}, {found.worst.when}){judged(found, room, needed)}")
+        (
+            "dryrun",
+            f"peak {gib(found.peak_bytes)} (rank {rank}, {phase_words(found.worst.when)}){judged(found, room, needed)}",
+        )
     )
     if document["fits"] is False and not anyway:
         raise DoesNotFit(f"{unfit(found, room, needed)}; --anyway tries all the same")
@@ -74,21 +78,22 @@ def _costs(found: "Prediction") -> list[str]:
     ]
 
 
-def hindsight(run: Path) -> list[str]:
-    """Plan, dry run and measurement of a run that has ended, row by row; no rows where it keeps no dry run."""
+def hindsight(run: Path, summary: "Summary") -> str:
+    """The peak of a run that has ended, planned, dry run and measured, in one sentence; empty where it keeps no dry
+    run."""
     from meshwright.observe.compare.finished_run import open_run
     from meshwright.observe.compare.judge import compare
     from meshwright.observe.compare.sources_of_columns import columns
-    from meshwright.observe.compare.table import brief
+    from meshwright.observe.compare.table import memory_line
     from meshwright.spec.errors import MeshwrightError
 
     if not (run / "dryrun.json").is_file():
-        return []
+        return ""
     try:
         finished = open_run(run)
-        return list(brief(compare(finished.plan_as_run, columns(finished)), str(run)))
-    except MeshwrightError as error:  # the run itself is well: say what its table lacks
-        return [f"no comparison with the plan: {error}"]
+        return memory_line(compare(finished.plan_as_run, columns(finished)), summary.peak_allocated_bytes)
+    except MeshwrightError as error:  # the run itself is well: say what its comparison lacks
+        return f"no comparison with the plan: {error}"
 
 
 def _planned(found: "Prediction") -> str:
@@ -102,6 +107,6 @@ def _planned(found: "Prediction") -> str:
     if not found.plan.cluster.device.bf16_flop_per_s:
         return memory
     return (
-        f"{memory}, {duration(found.step_s)} a step, {count(found.tokens_per_s_per_device)} tokens/s a device, "
+        f"{memory}, {duration(found.step_s)} per step, {count(found.tokens_per_s_per_device)} tokens/s per device, "
         f"MFU {found.mfu(causal=True):.1%} causal"
     )

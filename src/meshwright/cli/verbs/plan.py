@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from meshwright.planner.step.predict import Estimator
     from meshwright.planner.step.prediction import Prediction
     from meshwright.spec import Plan
-
-SHOWN = 8
+MOST_SHOWN = 1000
+"""Alternatives that --top may ask for."""
 
 
 def plan(
@@ -33,32 +33,42 @@ def plan(
         typer.Option(
             "--layout",
             metavar="KEY=N,...",
-            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml.",
+            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml. A "
+            "layout as this verb prints it, in quotes, is that one.",
         ),
     ] = None,
     recipe: AskedRecipe = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
     ] = None,
-    price: Annotated[float, typer.Option("--price", help="Of a device hour, for the bill of --tokens.")] = 0.0,
+    price: Annotated[
+        float,
+        typer.Option("--price", metavar="NUMBER", help="Price per device-hour; with --tokens, prints the total cost."),
+    ] = 0.0,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
+    ] = False,
+    top: Annotated[int | None, typer.Option("--top", metavar="INT", help="So many alternatives. [default: 4]")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
     from meshwright.cli.inputs.layout_argument import fixed_layout
-    from meshwright.planner.search.ranking import search
+    from meshwright.cli.terminal.plan_answer import Asked, answer
+    from meshwright.cli.terminal.screen_text import show
+    from meshwright.planner.search.ranking import LISTED, search
     from meshwright.planner.search.recommend import recommended
     from meshwright.planner.search.refused import answered
 
     if save is not None and save == Path(model):
         _refuse(f"--save {save} is the plan that was read: name another file")
     asked, budget = asked_plan(model, cluster, nodes, recipe or []), _tokens(tokens)
-    _positive(price, budget)
+    _positive(price, budget, top)
     fixed = fixed_layout(asked, layout or [])
     of = asked_estimator(asked, cluster)
-    found = search(of, asked, fixed=fixed)
+    found = search(of, asked, fixed=fixed, listed=max(LISTED, (top or 0) + 1))
     if not found.legal:
         found = answered(of, asked, fixed)
     if not found.best:
@@ -72,7 +82,10 @@ def plan(
 
         print_json({**document(found.best[0]), **ranked(found), **_bill(found.best[0], budget, price)})
     else:
-        _print(of, found, budget, price, save)
+        show(answer(of, found, Asked(fixed=fixed, tokens=budget, price=price, details=details, top=top,
+                                     saved=str(save or ""))))  # fmt: skip
+        if save:
+            show(["", *_command(found.best[0].plan, save)])
 
 
 def _nothing(of: "Estimator", found: "Found", *, free: bool, json: bool) -> None:
@@ -88,6 +101,11 @@ def _nothing(of: "Estimator", found: "Found", *, free: bool, json: bool) -> None
         from meshwright.planner.plan_document import document, ranked
 
         print_json({**document(one), **ranked(found)})
+    else:
+        from meshwright.cli.terminal.plan_answer import unfit as lines
+        from meshwright.cli.terminal.screen_text import show
+
+        show(lines(one))
     raise DoesNotFit(
         unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0, free=free)
     )
@@ -143,40 +161,13 @@ def _tokens(text: str | None) -> float:
     return number
 
 
-def _positive(price: float, tokens: float) -> None:
+def _positive(price: float, tokens: float, top: int | None) -> None:
+    if top is not None and not 1 <= top <= MOST_SHOWN:
+        _refuse(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
     if not 0 <= price < float("inf"):
         _refuse(f"--price {price} must be a number of 0 (none) or more")
     if price and not tokens:
         _refuse(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")
-
-
-def _print(of: "Estimator", found: "Found", tokens: float, price: float, save: Path | None) -> None:
-    from meshwright.planner.explain import outlook, reasons, summary
-
-    best, asked = found.best[0], found.best[0].plan
-    print(
-        f"{asked.model.name}, sequence {asked.recipe.sequence}, {asked.recipe.global_batch} sequences a step, "
-        f"{asked.recipe.precision}; {asked.cluster.nodes} x {asked.cluster.devices_per_node} "
-        f"{asked.cluster.device.name}, kernels of {'a GPU' if asked.cluster.device.is_gpu else 'a CPU'}"
-    )
-    print()
-    for line in summary(found):
-        print(line)
-    print()
-    for line in _table(found.best[:SHOWN]):
-        print(line)
-    print()
-    for line in _ledger(best):
-        print(line)
-    print()
-    for line in (*reasons(of, best), *outlook(of, best, tokens, price)):
-        print(line)
-    print()
-    if save:
-        for line in _command(asked, save):
-            print(line)
-    else:
-        print("To run it: --save FILE writes the plan, and says the command.")
 
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
@@ -193,37 +184,3 @@ def _command(best: "Plan", file: Path) -> Iterator[str]:
             f"--nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d --rdzv_endpoint HOST:29400 "
             f"--rdzv_id {file.stem} -m meshwright train {file}"
         )
-
-
-def _table(best: "list[Prediction]") -> Iterator[str]:
-    from meshwright.planner.explain import layout_words
-    from meshwright.planner.search.recommend import is_tight
-    from meshwright.spec.units import count
-
-    yield f"{'step':>8} {'tok/s/dev':>9} {'MFU':>6} {'GiB':>6} {'bubble':>6}  layout"
-    for one in best:
-        yield (
-            f"{_step(one.step_s):>8} {count(one.tokens_per_s_per_device):>9} {one.mfu(causal=False):6.1%} "
-            f"{one.peak_bytes / 2**30:6.1f} {one.time.bubble_s / one.step_s:6.1%}  {layout_words(one.plan.layout)}"
-            f"{'  (tight)' if is_tight(one) else ''}"
-        )
-
-
-def _step(seconds: float) -> str:
-    """Three digits and more, since neighbours differ by a hundredth."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
-
-
-def _ledger(best: "Prediction") -> Iterator[str]:
-    from dataclasses import fields
-
-    from meshwright.planner.explain import NAMES
-    from meshwright.spec.units import duration, gib
-
-    memory = [(NAMES.get(kind, kind), gib(size)) for kind, size in best.worst.kinds.items() if size]
-    time = [(part.name.removesuffix("_s"), getattr(best.time, part.name)) for part in fields(best.time)]
-    shown = [(name, f"{duration(seconds)} ({seconds / best.step_s:.1%})") for name, seconds in time if seconds > 0]
-    for index in range(max(len(memory), len(shown))):
-        left = f"{memory[index][0]:<38}{memory[index][1]:>12}" if index < len(memory) else " " * 50
-        right = f"{shown[index][0]:<12}{shown[index][1]:>20}" if index < len(shown) else ""
-        yield f"{left}     {right}".rstrip()

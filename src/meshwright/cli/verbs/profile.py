@@ -126,6 +126,7 @@ def _written(plan: "Plan", documents: dict[str, object]) -> list[Path]:
 
 def shown(found: "Profile") -> "Iterator[str | Table]":
     """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
+    from meshwright.spec.schedule import phase_words
     from meshwright.spec.units import count, gib, many
 
     plan, world = found.plan, found.plan.layout.world
@@ -139,7 +140,7 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
     yield f"step {_ms(found.step_s)} ({timed}), {speed}{mfu}"
     worst = found.worst
     kinds = sorted(worst.seen.kinds.items(), key=lambda item: -item[1])
-    yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {worst.seen.when}: " + ", ".join(
+    yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {phase_words(worst.seen.when)}: " + ", ".join(
         f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
     )
     yield from found.notes

@@ -1,5 +1,6 @@
 """`meshwright quickstart`: from nothing to a small model of Python, in about three minutes on a laptop."""
 
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -15,21 +16,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.cli.inputs.trained_model import Opened
+    from meshwright.data import Corpus
     from meshwright.spec import Plan
     from meshwright.train.watch import Summary
 
 PLAN = Path(__file__).with_name("quickstart.yaml")
 RUN = "runs/quickstart"
-PROMPT = "def "
 SAMPLE_TOKENS = 160
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
-LEFT = {
-    "plan.yaml": "what was run; train it again with it",
-    "metrics.jsonl": "every step: loss, gradient norm, rate, tokens/s",
-    "loss.png": "the loss curve",
-    "checkpoints/": "weights, optimizer and random states: resume=auto goes on from here",
-    "hf/": "the model for transformers, vLLM, llama.cpp",
-}
+HEADS = re.compile(r"^(?:async def|def|class) .+:$", re.MULTILINE)
+"""Lines of a source text that open a definition."""
+READ_TOKENS = 20_000
+"""Of the held-out text, where a prompt is looked for."""
+PROMPT_WORDS = 3
 
 
 def quickstart(
@@ -57,11 +56,12 @@ def quickstart(
     people = console(json=json)
     outcome = run(plan, people)
     if isinstance(outcome, str):
-        people.print(f"\nSaved. Go on with:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
+        people.print(f"\nSaved. To resume:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
         if outcome == "interrupted":
             raise typer.Exit(INTERRUPTED)
     elif json:
-        print_json({"run": plan.run, "seconds": time.monotonic() - began, **asdict(outcome)})
+        found = {key: value for key, value in asdict(outcome).items() if key != "prompt"}
+        print_json({"run": plan.run, "seconds": time.monotonic() - began, **found})
     else:
         farewell(people, plan, outcome, time.monotonic() - began)
 
@@ -78,6 +78,8 @@ class Outcome:
 
     bits_per_byte: float | None
     """On held-out text; None where nothing was held out."""
+    prompt: str
+    """Of the held-out text."""
     before: str
     """What the untrained model makes of the prompt."""
     after: str
@@ -86,6 +88,7 @@ class Outcome:
 
 def run(plan: "Plan", people: "Console") -> Outcome | str:
     """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
+    people.print(_opening(plan), markup=False)  # before torch is loaded, which takes seconds
     from meshwright.cli.inputs.trained_model import Opened, open_model
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.verbs.export import write_directory
@@ -95,34 +98,47 @@ def run(plan: "Plan", people: "Console") -> Outcome | str:
     from meshwright.train import loop
 
     with choose(people) as display:
-        people.print(_opening(plan), markup=False)
-        tokenizer = prepare(plan.data, progress=display.encoding).tokenizer
+        corpus = prepare(plan.data, progress=display.encoding)
+        tokenizer, prompt = corpus.tokenizer, first_words(corpus)
         model = build(plan.model, seed=plan.recipe.seed)
         fresh = Opened(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
-        before = sample(fresh)
-        show(people, "Before training", before, 6)
+        before = sample(fresh, prompt)
+        show(people, "Before training", prompt, before, 6)
         summary = loop.run(plan, watchers=[display], foresee=foresee)
     if summary.stopped != "done":
         return summary.stopped
     opened = open_model(Path(plan.run), None)
-    after = sample(opened)
-    show(people, "After training", after, 18)
+    after = sample(opened, prompt)
+    show(people, "After training", prompt, after, 18)
     write_directory(Path(plan.run), Path(plan.run) / "hf")
-    return Outcome(bits_per_byte=summary.bits_per_byte, before=before, after=after, summary=summary)
+    return Outcome(bits_per_byte=summary.bits_per_byte, prompt=prompt, before=before, after=after, summary=summary)
 
 
-def sample(opened: "Opened") -> str:
+def first_words(corpus: "Corpus") -> str:
+    """A prompt that belongs to the data: the first definition of the held-out text where that is source code, else its
+    first words; of the training text where nothing is held out."""
+    from meshwright.cli.terminal.streaming import printable
+
+    stream = corpus.validation if corpus.validation.num_tokens else corpus.train
+    marks = {corpus.tokenizer.bos, corpus.tokenizer.eos}
+    ids = [token for token in stream.read(0, min(READ_TOKENS, stream.num_tokens)).tolist() if token not in marks]
+    text = printable(corpus.tokenizer.decode(ids))
+    head = HEADS.search(text)
+    return head[0] if head else " ".join(text.split()[:PROMPT_WORDS])
+
+
+def sample(opened: "Opened", prompt: str) -> str:
     """The prompt and what the model makes of it."""
     from meshwright.cli.verbs.generate import continued, encode
     from meshwright.model import Sampling
 
     assert opened.tokenizer is not None
-    ids = encode(opened.tokenizer, PROMPT)
+    ids = encode(opened.tokenizer, prompt)
     found = continued(opened, ids, SAMPLE_TOKENS, Sampling(temperature=TEMPERATURE, top_p=TOP_P, seed=SEED))
-    return PROMPT + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
+    return prompt + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
 
 
-def show(people: "Console", title: str, text: str, most_lines: int) -> None:
+def show(people: "Console", title: str, prompt: str, text: str, most_lines: int) -> None:
     """A sample in its frame; coloured like Python on a terminal."""
     from rich.padding import Padding
     from rich.syntax import Syntax
@@ -133,7 +149,7 @@ def show(people: "Console", title: str, text: str, most_lines: int) -> None:
     lines = printable(text).rstrip().splitlines()[:most_lines]
     body = "\n".join(lines)
     colours = Syntax(body, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-    people.print(f"\n{title}, the model continues [bold]{PROMPT.strip()}[/bold] like this:")
+    people.print(f"\n{title} the model continues a line of the held-out text, {prompt}", markup=False, soft_wrap=True)
     if people.is_terminal:
         people.print(Padding(colours, (0, 0, 0, 4)))
     else:
@@ -142,31 +158,26 @@ def show(people: "Console", title: str, text: str, most_lines: int) -> None:
 
 
 def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) -> None:
-    """What was reached, where it lies, and three commands to go on with."""
-    from meshwright.spec.units import duration
-
-    if outcome.bits_per_byte is not None:
-        found = f"[bold]{outcome.bits_per_byte:.3f} bits per byte[/bold]"
-        people.print(f"{found} on held-out text, after {duration(seconds)} in all.")
-    people.print(f"\n{plan.run} holds:", markup=False)
-    for name, what in LEFT.items():
-        people.print(f"  {name:<14} [dim]{what}[/dim]")
+    """The result, one line of memory, and three commands to go on with."""
     from meshwright.cli.verbs.foresight import hindsight
+    from meshwright.spec.units import duration, many
 
-    for line in hindsight(Path(plan.run)):
-        people.print(line, markup=False, soft_wrap=True)
-    people.print("\nGo on:")
-    for line, what in commands(plan):
-        people.print(f"  [dim]# {what}[/dim]")
-        people.print(f"  {line}", markup=False, soft_wrap=True)
+    result = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""
+    said = f"Trained {many(outcome.summary.step, 'step')} in {duration(seconds)}{': ' if result else ''}{result}."
+    memory = hindsight(Path(plan.run), outcome.summary)
+    for line in [said, *([memory] if memory else []), "", "Next"]:
+        people.print(line, markup=False)
+    for line, what in commands(plan, outcome.prompt):
+        people.print(f"  {line}", markup=False, soft_wrap=True, end="")
+        people.print(f"  [dim]# {what}[/dim]" if what else "", soft_wrap=True)
 
 
-def commands(plan: "Plan") -> list[tuple[str, str]]:
+def commands(plan: "Plan", prompt: str) -> list[tuple[str, str]]:
     """(command, what it does); they work as they stand, from this folder."""
     return [
-        (command(["generate", plan.run, "--prompt", "class "]), "write with the model"),
-        (_longer(plan, 4 * plan.recipe.steps), "train it four times as long, from where it is"),
-        (command(["init"]) + " > plan.yaml", "a commented plan; then: train plan.yaml data=FOLDER_OF_TEXTS"),
+        (command(["generate", plan.run, "--prompt", prompt]), ""),
+        (command(["report", plan.run]), "curves, memory, timeline in the browser"),
+        (_longer(plan, 4 * plan.recipe.steps), "four times as long"),
     ]
 
 
@@ -177,9 +188,7 @@ def _longer(plan: "Plan", steps: int) -> str:
 def _opening(plan: "Plan") -> str:
     from meshwright.data.sources import Source
     from meshwright.spec.units import MIB
-    from meshwright.train.device import pick_device, title
 
     source = Source(plan.data)
     size = sum(path.stat().st_size for path in source.files)
-    found = f"{title(pick_device())} and the {source.title}, {size / MIB:.1f} MiB of text"
-    return f"Found {found}. Nothing leaves this machine."
+    return f"Found the {source.title}, {size / MIB:.1f} MiB of text. Nothing leaves this machine."

@@ -13,7 +13,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE.html", help="Where the page goes. [default: RUN/report.html, of the first]"
+            "-o", "--out", metavar="FILE.html", help="Where the page goes. [default: RUN/report.html, of the first]"
         ),
     ] = None,
     tolerance: Annotated[float, typer.Option("--tolerance", help="Of the table, as for compare.")] = 0.1,

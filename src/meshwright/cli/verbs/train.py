@@ -69,6 +69,7 @@ def train(
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.cli.process.failure import INTERRUPTED
+    from meshwright.cli.process.invocation import command
     from meshwright.cli.terminal.display import Chosen, choose
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.cli.verbs.foresight import foresee, hindsight
@@ -94,9 +95,9 @@ def train(
             if json:
                 print_json({"run": chosen.run, **asdict(summary)})
             elif summary.stopped != "done":
-                print(f"go on with: {again(words or (), chosen.run)}", flush=True)
-            elif look_ahead is not None:
-                print("\n".join(("", *hindsight(Path(chosen.run)))), flush=True)
+                print(f"to resume: {again(words or (), chosen.run)}", flush=True)
+            elif look_ahead is not None and (said := hindsight(Path(chosen.run), summary)):
+                print(f"{said}\nmore: {command(['compare', chosen.run])}", flush=True)
     if summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

@@ -31,6 +31,7 @@ def verify(
     from meshwright.observe.verify.feature_matrix import FEATURES, run, trials
     from meshwright.observe.verify.support_page import support_page
     from meshwright.spec.errors import OutsideTolerance, PlanError
+    from meshwright.spec.units import many
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - FEATURES.keys()
@@ -53,7 +54,7 @@ def verify(
     for trial, difference in run(chosen, device):
         outcomes.append((trial, difference))
         if not json:
-            print(f"{trial.layout.world} ranks  {trial.title}: {difference or 'equal'}", flush=True)
+            print(f"{many(trial.layout.world, 'rank')}  {trial.title}: {difference or 'equal'}", flush=True)
     failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if page:
         page.write_text(support_page(outcomes, refused))
@@ -72,7 +73,10 @@ def verify(
     if failed:
         raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
     if not json:
-        print(f"{len(outcomes)} layouts equal one device; {len(refused)} pairs of features are refused")
+        print(
+            f"{many(len(outcomes), 'layout')} {'equals' if len(outcomes) == 1 else 'equal'} one device; "
+            f"{many(len(refused), 'pair')} of features {'is' if len(refused) == 1 else 'are'} refused"
+        )
 
 
 def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":

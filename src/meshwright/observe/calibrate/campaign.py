@@ -57,7 +57,7 @@ def calibrate(
     all on GPUs). `quick`: seconds instead of a minute, and no training: to see that it works."""
     started, load = time.perf_counter(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY:
-        say(f"something else runs here (load {load:.1f}): what is measured now is too slow")
+        say(f"other processes are running (load {load:.1f}); results will be unreliable")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     worlds = worlds or ((1, 2, 4) if device == "cpu" else sorted({1, torch.cuda.device_count()}))
     effort = QUICK if quick else Effort() if device == "cpu" else ON_GPU

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from meshwright.observe.compare.judge import Comparison, Row
 from meshwright.observe.compare.sources_of_columns import Column
 from meshwright.observe.shared_document import Rank
+from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 
 NAMED = 3
@@ -60,8 +61,8 @@ def _memory(found: Comparison, row: Row, seen: Rank, difference: float) -> Itera
         for what, gap, against in sorted(apart, key=lambda item: -abs(item[1]))[:NAMED]:
             yield f"Of it {what}: {shown(abs(gap), 'bytes')} {'more' if gap > 0 else 'less'} than {against}."
     measured = found.columns[2].rank(row.rank or 0)
-    also = f", the measured one at {measured.when}" if measured and measured.when else ""
-    yield f"The dry run's peak is at {seen.when}{also}."
+    also = f", the measured one at {phase_words(measured.when)}" if measured and measured.when else ""
+    yield f"The dry run's peak is at {phase_words(seen.when)}{also}."
     kind = row.what if row.what != "peak" else "activations"
     sources = [(one.where.strip(), one.bytes) for one in seen.activations] if kind == "activations" else []
     sources = sources or [

@@ -10,6 +10,7 @@ from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.units import many
 
 DryRunner = Callable[[Plan, str], Document]
 """(plan, device) -> its dry run, where the run folder keeps none."""
@@ -84,22 +85,22 @@ def dried(run: Finished, plan: Plan, dryer: DryRunner | None = None) -> Column:
     ours = kept is not None and same_program(plan, kept) and run.device in ("", kept.device)
     whole = kept is not None and {one.rank for one in kept.ranks}.issuperset(pipeline_ranks(plan.layout))
     if kept is not None and ours and (whole or dryer is None):
-        about = f"the real program on tensors without values, as on a {kept.device} device ({DRYRUN})"
+        about = f"the real program on fake tensors, as on a {kept.device} device ({DRYRUN})"
         return Column(title="dry run", found=kept, about=about, timeless=timeless)
     if dryer is None:
         why = f"its {DRYRUN} is of another plan, device or version" if kept else f"there is no {DRYRUN} in the folder"
         return Column(title="dry run", found=None, about=f"{why}: meshwright compare makes it", timeless=timeless)
     found = dryer(plan, run.device)
-    about = f"the real program on tensors without values, as on a {found.device} device"
+    about = f"the real program on fake tensors, as on a {found.device} device"
     return Column(title="dry run", found=found, about=about, timeless=timeless)
 
 
 def of_measured(run: Finished, plan: Plan) -> Column:
     """The profile that the folder keeps, with what training measured where there is none or it says nothing."""
     own, profile = measured(run), run.profile
-    trained = f"{len(run.steps)} steps of training"
+    trained = f"{many(len(run.steps), 'step')} of training"
     if profile is None or not same_program(plan, profile):
-        other = f"; {PROFILE} is of another plan and left aside" if profile else ""
+        other = f"; {PROFILE} is of another plan and not used" if profile else ""
         if own is None:
             return Column(title="measured", found=None, about=f"nothing was trained here{other}")
         what = "" if run.ledger else ", which left no ledger.json"

@@ -1,11 +1,13 @@
-"""A comparison as JSON, and as lines for people."""
+"""A comparison as JSON, and in the sentences that terminal and page share."""
 
 from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
-from meshwright.observe.compare.disagreement import TITLES, explanation, shown
+from meshwright.observe.compare.disagreement import TITLES, explanation
 from meshwright.observe.compare.judge import Comparison, Row
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import GIB
 
 KEYS = ("planned", "dryrun", "measured")
 
@@ -58,46 +60,22 @@ def _row(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lines(found: Comparison) -> Iterator[str]:
-    """The table, the rows of the fullest rank and those of others that disagree; what is missing, and why; the verdict
-    and the explanation of the first row that disagrees."""
-    for column in found.columns:
-        yield f"{column.title:<9} {column.about}"
-    section = ""
-    for row in found.rows:
-        if row.rank not in (None, found.rank) and row.what != "peak" and row.agrees():
-            continue
-        if row.section != section:
-            section = row.section
-            yield ""
-            yield f"{section:<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
-        yield _line(found, row)
-    yield ""
-    yield from _missing(found)
-    yield from verdict(found)
+def memory_line(found: Comparison, process_bytes: int) -> str:
+    """One sentence under a run that has ended: the peak of tensors, planned, in the dry run and measured; apart from it
+    what the process took, where that is known (0 = it is not)."""
+    peak = next((row for row in found.rows if row.what == "peak" and row.rank == found.rank), None)
+    known = [
+        f"{title} {value / GIB:.2f}"
+        for title, value in zip(TITLES, peak.values if peak else (), strict=False)
+        if value is not None
+    ]
+    process_bytes = 0 if peak and peak.values[2] is not None else process_bytes
+    process = f" (the process: {process_bytes / GIB:.2f} GiB with Python and torch)" if process_bytes else ""
+    return f"Memory: {', '.join(known)} GiB of tensors{process}." if known else ""
 
 
-def brief(found: Comparison, run: str) -> Iterator[str]:
-    """Under a run that has just ended: the rows that are not empty, and where the rest is."""
-    rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
-    yield f"{'':<27}" + "".join(f"{title:>12}" for title in TITLES) + f"{'planned':>10}{'dry run':>9}"
-    yield from (_line(found, row) for row in rows)
-    yield from _notes(rows)
-    yield f"more: meshwright compare {run}; what is missing: meshwright profile {run}/plan.yaml"
-
-
-def _line(found: Comparison, row: Row) -> str:
-    several = found.plan.layout.pp > 1 and row.rank is not None
-    name = (
-        f"{row.what}{', rank ' + str(row.rank) if several and (row.what == 'peak' or row.rank != found.rank) else ''}"
-    )
-    name = f"  {row.unit}" if row.unit == "calls" and row.rank == found.rank else name
-    cells = "".join(f"{shown(value, row.unit):>12}" for value in row.values)
-    errors = f"{_percent(row.error(0)):>10}{_percent(row.error(1)):>9}"
-    return f"{name:<27}{cells}{errors}{'' if row.agrees() else '  <'}".rstrip()
-
-
-def _percent(error: float | None) -> str:
+def percent(error: float | None) -> str:
+    """How far a figure is off; empty where nothing is known to compare it with."""
     if error is None:
         return ""
     if error == 0:
@@ -107,11 +85,9 @@ def _percent(error: float | None) -> str:
     return f"{error:+.1%}" if abs(error) < 9.995 else f"{error:+.0%}" if abs(error) < 100 else f"{error + 1:.0f} x"
 
 
-def _missing(found: Comparison) -> Iterator[str]:
-    """Each reason once, with the rows it is of."""
+def missing(found: Comparison) -> Iterator[str]:
+    """Each reason why a figure is not known once, with the rows it is of."""
     rows = [row for row in found.rows if row.rank in (None, found.rank)]
-    yield from _peaks(found)
-    yield from _notes(rows)
     for place, title in enumerate(TITLES):
         reasons: dict[str, list[str]] = {}
         for row in rows:
@@ -121,20 +97,20 @@ def _missing(found: Comparison) -> Iterator[str]:
             yield f"not {title}: {', '.join(dict.fromkeys(names))} - {why}"
 
 
-def _notes(rows: Iterable[Row]) -> Iterator[str]:
+def notes(rows: Iterable[Row]) -> Iterator[str]:
     """Each note once, with the rows it is of."""
-    notes: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for row in rows:
         if row.note:
-            notes.setdefault(row.note, []).append(row.what)
-    for note, names in notes.items():
-        yield f"not of one moment: {', '.join(names)} - {note}"
+            found.setdefault(row.note, []).append(row.what)
+    for note, names in found.items():
+        yield f"sampled at different moments, not comparable: {', '.join(names)} - {note}"
 
 
-def _peaks(found: Comparison) -> Iterator[str]:
+def peaks(found: Comparison) -> Iterator[str]:
     """Where in the step the peak of the fullest rank stands, by each column that knows."""
     seen = [(column.title, column.rank(found.rank)) for column in found.columns]
-    told = [f"{title} {one.when}" for title, one in seen if one and one.when]
+    told = [f"{title} {phase_words(one.when)}" for title, one in seen if one and one.when]
     if told:
         yield f"peak of rank {found.rank} at: {'; '.join(told)}"
 

@@ -4,6 +4,8 @@ The planner errs by several percent, and fragmentation takes some. A run that en
 more than a few percent of speed. The faster ones stay listed.
 """
 
+from dataclasses import replace
+
 from meshwright.planner.search.ranking import Found, search, usable_bytes
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
@@ -30,3 +32,28 @@ def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = N
     if chosen is not None:
         found.best = [chosen, *(one for one in found.best if one is not chosen)]
     return found
+
+
+ALIKE = 0.001
+"""Layouts whose step times differ by less, and which differ in their virtual stages only, are one choice."""
+
+
+def merged(best: list[Prediction]) -> list[tuple[Prediction, list[int]]]:
+    """Each layout with the numbers of virtual stages that do as well: those rows differ in nothing else, and by less
+    than ALIKE of the time. The order stays."""
+    rows: list[tuple[Prediction, list[int]]] = []
+    for one in best:
+        same = next((alike for first, alike in rows if _alike(first, one)), None)
+        if same is None:
+            rows.append((one, []))
+        else:
+            same.append(one.plan.layout.vp)
+    return rows
+
+
+def _alike(first: Prediction, other: Prediction) -> bool:
+    return (
+        replace(first.plan.layout, vp=other.plan.layout.vp) == other.plan.layout
+        and is_tight(first) == is_tight(other)
+        and abs(other.step_s / first.step_s - 1) < ALIKE
+    )

@@ -1,0 +1,134 @@
+"""All verbs, one a file, as a typer application: loaded when a verb is to be run, not for the list of them."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.terminal import help
+from meshwright.cli.verbs.accuracy import accuracy
+from meshwright.cli.verbs.calibrate import calibrate
+from meshwright.cli.verbs.compare import compare
+from meshwright.cli.verbs.doctor import doctor
+from meshwright.cli.verbs.dryrun import dryrun
+from meshwright.cli.verbs.eval import evaluate
+from meshwright.cli.verbs.explore import explore
+from meshwright.cli.verbs.export import export
+from meshwright.cli.verbs.generate import generate
+from meshwright.cli.verbs.import_ import import_
+from meshwright.cli.verbs.init import init
+from meshwright.cli.verbs.plan import plan
+from meshwright.cli.verbs.profile import profile
+from meshwright.cli.verbs.quickstart import quickstart
+from meshwright.cli.verbs.report import report
+from meshwright.cli.verbs.schema import schema
+from meshwright.cli.verbs.train import train
+from meshwright.cli.verbs.verify import verify
+
+EXIT = typer.Exit
+"""How a verb ends with an exit code of its own."""
+
+USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Base of what the parser raises; some versions of typer carry their own copy of click."""
+
+
+class Verb(TyperCommand):
+    """A command whose help names types as NAME, INT, FILE. Its --help is false, not unknown, when absent: typer reads
+    the unknown through pydantic, 90 ms."""
+
+    def get_help_option(self, ctx: typer.Context) -> Any:
+        """As typer makes it, with a default."""
+        return _known(super().get_help_option(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments by their name, options with a word for what they take."""
+        found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            argument = parameter.param_type_name == "argument"
+            if record is not None:
+                title = "Arguments" if argument else "Options"
+                found[title].append((_named(record[0], argument=argument), record[1]))
+        for title, rows in found.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
+"""What typer calls a type, and what the help calls it."""
+
+
+def _named(name: str, *, argument: bool) -> str:
+    if argument:  # its name says what it is
+        return re.sub(r" <[^<>]*>$", "", name)
+    return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)
+
+
+class Verbs(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_help_option(self, ctx: typer.Context) -> Any:
+        """As typer makes it, with a default."""
+        return _known(super().get_help_option(ctx))
+
+
+def _known(option: Any) -> Any:
+    if option is not None and option.default is None:
+        option.default = False
+    return option
+
+
+# Plain help: rich's costs 60 ms of imports on every start.
+app = typer.Typer(
+    cls=Verbs,
+    name="meshwright",
+    help=help.ABOUT,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb, function in {
+    "quickstart": quickstart, "init": init, "train": train, "generate": generate,
+    "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
+    "profile": profile, "compare": compare, "report": report, "eval": evaluate,
+    "export": export, "import": import_, "schema": schema,
+    "verify": verify, "accuracy": accuracy, "doctor": doctor,
+}.items():  # fmt: skip
+    app.command(cls=Verb, name=verb, short_help=help.VERBS[verb])(function)
+data = typer.Typer(cls=Verbs, help="Look at text, split and tokens before training.", short_help=help.VERBS["data"])
+app.add_typer(data, name="data")
+
+
+@data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
+def data_show(
+    words: Words = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
+    from meshwright.cli.verbs.data import show
+
+    path, overrides, _ = sort_words(words or ())
+    show(path, overrides, json)
+
+
+@app.callback()
+def options() -> None:
+    """A group without options of its own: cli/main.py takes --debug, --version and --help of the whole program."""
+
+
+def run(words: Sequence[str]) -> None:
+    """Parse and run one verb; it raises what typer and the verb raise, and does not end the process."""
+    verbs = typer.main.get_command(app)
+    with verbs.make_context("meshwright", list(words)) as context:
+        verbs.invoke(context)
+
+
+def usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:
+    """What the parser refused, and where the right spelling is shown."""
+    verb = next((f"{word} " for word in words if word in help.VERBS), "")
+    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+    return f"{message}: see meshwright {verb}--help", 2

@@ -1,0 +1,126 @@
+"""What `compare` prints: does it agree, then the rows that differ; what is equal or known once is one sentence."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from meshwright.cli.terminal.screen_text import coloured, width, wrapped
+from meshwright.observe.compare.disagreement import TITLES, explanation, shown
+from meshwright.observe.compare.judge import Comparison, Row
+from meshwright.observe.compare.table import missing, notes, peaks, percent
+from meshwright.spec.units import many
+
+SCALES = {
+    "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
+    "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "share": ((0.01, "%"),),
+}  # fmt: skip
+"""Units of a row, the largest first: the largest figure of the row chooses."""
+VALUE, ERROR, UNIT = 8, 8, 9
+"""Columns of a figure, of its error, and of the unit at the end."""
+UNKNOWN = "--all also says why a figure is not known; meshwright profile measures the most."
+
+
+def answer(found: Comparison, run: str, *, every: bool = False) -> Iterator[str]:
+    """All lines. `every`: all rows of all ranks, also those that agree or are known once."""
+    columns = width()
+    yield from _verdict(found, run)
+    rows = [row for row in found.rows if any(value is not None for value in row.values)]
+    table = rows if every else [row for row in rows if _differs(row)]
+    names = {id(row): _name(found, row) for row in table}
+    wide = min(max((len(name) for name in names.values()), default=0) + 2, columns - 3 * VALUE - 2 * ERROR - UNIT)
+    if table:
+        yield ""
+        yield " " * wide + f"{TITLES[0]:>{VALUE}}{'':{ERROR}}{TITLES[1]:>{VALUE}}{'':{ERROR}}{TITLES[2]:>{VALUE}}"
+    for section in dict.fromkeys(row.section for row in rows):
+        listed = [row for row in table if row.section == section]
+        if listed:
+            yield section
+        for row in listed:
+            yield from _line(row, names[id(row)], wide)
+        if not every:
+            yield from _rest(found, [row for row in rows if row.section == section and row not in listed], section)
+    yield ""
+    own = [row for row in found.rows if row.rank in (None, found.rank)]
+    for sentence in (*peaks(found), *notes(own), *(missing(found) if every else [UNKNOWN])):
+        yield from wrapped(sentence, columns, "", "  ")
+    for column in found.columns:
+        yield from wrapped(column.about, columns, f"{column.title + ':':<10}")
+
+
+def _verdict(found: Comparison, run: str) -> Iterator[str]:
+    """The first lines: whether it agrees; where it does not, the first row that differs, explained."""
+    bad, judged, columns = found.disagreeing, found.judged, width()
+    bounds = f"tolerance {found.tolerance:.0%}, traffic exact"
+    if not judged:
+        yield from wrapped(f"Nothing could be compared: no figure is known twice. {run}", columns)
+        return
+    good = len(judged) - len(bad)
+    word, colour = ("DIFFERS", "red") if bad else ("AGREES", "green")
+    told = f"{good} of {many(len(judged), 'row')} {'agrees' if good == 1 else 'agree'} ({bounds})  {run}"
+    first, *rest = wrapped(told, columns, f"{word}  ")
+    yield first.replace(word, coloured(word, colour), 1)
+    yield from rest
+    for sentence in explanation(found, bad[0]) if bad else ():
+        yield from wrapped(sentence, columns, "  ")
+    small = sum(row.small for row in judged)
+    if small and not bad:
+        yield from wrapped(
+            f"{many(small, 'small part')} {'was' if small == 1 else 'were'} judged by a quarter of the whole.",
+            columns, "  ",
+        )  # fmt: skip
+
+
+def _differs(row: Row) -> bool:
+    """Whether a row is worth its line: known twice, and not equal; or a peak that is known twice."""
+    known = sum(value is not None for value in row.values)
+    if known < 2:
+        return False
+    return row.what.startswith("peak") or bool(row.note) or any(row.error(place) for place in (0, 1))
+
+
+def _rest(found: Comparison, rows: Sequence[Row], section: str) -> Iterator[str]:
+    """What has no line of its own: rows that are equal, and rows of one column."""
+    equal = [row for row in rows if sum(value is not None for value in row.values) > 1]
+    if section == "traffic" and equal:
+        number = len({row.what for row in equal})
+        all_of = "all " if len(equal) == len([row for row in found.rows if row.section == section]) else ""
+        yield f"traffic  {many(number, 'collective')}, {all_of}equal to the byte (--all)"
+    elif equal:
+        yield f"  ... {many(len(equal), 'row')} equal (--all)"
+    for place, title in enumerate(TITLES):
+        alone = [row for row in rows if row not in equal and row.values[place] is not None]
+        named = [row for row in alone if row.rank in (None, found.rank) and row.unit != "calls" and row.values[place]]
+        if named:
+            told = ", ".join(f"{row.what} {shown(row.values[place], row.unit)}" for row in named)
+            yield from wrapped(f"{told}", width(), f"{section}, only {title}: ", "  ")
+
+
+def _name(found: Comparison, row: Row) -> str:
+    several = found.plan.layout.pp > 1 and row.rank is not None
+    rank = f", rank {row.rank}" if several and (row.what == "peak" or row.rank != found.rank) else ""
+    return f"{row.what}{rank}"
+
+
+def _line(row: Row, name: str, wide: int) -> Iterator[str]:
+    """Name, planned and its error, dry run and its error, measured, unit; a long name has a line of its own."""
+    lead = f"  {name}"
+    if len(lead) > wide:
+        yield lead
+        lead = ""
+    numbers, unit = in_one_unit(row)
+    errors = [
+        "small" if row.small and row.agrees() and abs(error or 0.0) > (row.tolerance or 0.0) else percent(error)
+        for error in (row.error(0), row.error(1))
+    ]
+    cells = "".join(f"{number:>{VALUE}}{error:>{ERROR}}" for number, error in zip(numbers, errors, strict=False))
+    end = "" if row.agrees() else coloured(" !", "red")
+    yield f"{lead:<{wide}}{cells}{numbers[2]:>{VALUE}} {unit}{end}"
+
+
+def in_one_unit(row: Row) -> tuple[list[str], str]:
+    """The three figures of a row in the unit of the largest, with three digits of it; a dash where one is not known."""
+    most = max((abs(value) for value in row.values if value is not None), default=0.0)
+    scales: Iterable[tuple[float, str]] = SCALES.get(row.unit, ((1.0, row.unit),))
+    scale, unit = next((one for one in scales if most >= one[0]), list(scales)[-1])
+    digits = 0 if row.unit == "calls" or unit == "B" else max(0, 2 - len(f"{most / scale:.0f}") + 1)
+    digits = 1 if row.unit == "share" else digits
+    return ["-" if value is None else f"{value / scale:,.{digits}f}" for value in row.values], unit

@@ -1,0 +1,56 @@
+"""The list of verbs, in groups: printed by `meshwright --help` without loading any of them."""
+
+from collections.abc import Iterator
+
+from meshwright.cli.terminal.screen_text import width, wrapped
+
+ABOUT = "Plans, trains and observes transformer language models: from text on disk to a model that others can load."
+GROUPS = {
+    "Start": {
+        "quickstart": "Train a first model, here and now.",
+        "init": "Print a commented plan.",
+        "train": "Train a plan.",
+        "generate": "Continue a prompt.",
+    },
+    "Plan": {
+        "plan": "Rank the layouts of a model on a cluster.",
+        "explore": "Write a page of all layouts.",
+        "dryrun": "Peak memory and traffic of a plan, without its hardware.",
+        "calibrate": "Measure this machine for plan.",
+    },
+    "Observe": {
+        "profile": "Measure a few real steps of a plan.",
+        "compare": "Compare planned, dry run and measured.",
+        "report": "Write a page of one or several runs.",
+        "eval": "Score a model on a text.",
+    },
+    "Share": {
+        "export": "Write a run as a Hugging Face directory.",
+        "import": "Make a run of a Hugging Face directory.",
+        "data": "Show text, split and tokens.",
+        "schema": "Print the JSON Schema of plan files.",
+    },
+    "Prove": {
+        "doctor": "Check whether this machine is fit to train.",
+        "verify": "Compare every kind of layout with one device.",
+        "accuracy": "Score the planner on published runs.",
+    },
+}
+VERBS = {verb: what for verbs in GROUPS.values() for verb, what in verbs.items()}
+OPTIONS = {
+    "--debug": "Show the traceback of an error, and warnings.",
+    "--version": "Show the version and exit.",
+    "-h, --help": "Show this message; after a verb, its own.",
+}
+
+
+def lines() -> Iterator[str]:
+    """The help of the whole program."""
+    yield "Usage: meshwright VERB [OPTIONS] [WORDS]"
+    yield ""
+    yield from wrapped(ABOUT, width(), "  ")
+    for title, rows in {**GROUPS, "Options": OPTIONS}.items():
+        yield f"\n{title}:"
+        for name, what in rows.items():
+            yield from wrapped(what, width(), f"  {name:<12}")
+    yield "\nStart with: meshwright quickstart"

@@ -1,0 +1,202 @@
+"""What `plan` prints: does it fit, how fast, what else is possible, why; with --details all that it was made of."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from meshwright.cli.terminal.screen_text import bar, coloured, dot, width, wrapped
+from meshwright.planner import explain
+from meshwright.planner.search.ranking import Found, usable_bytes
+from meshwright.planner.search.recommend import FREE, is_tight, merged
+from meshwright.planner.search.regions import Fixed
+from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec.plan import Plan
+from meshwright.spec.units import GIB, count, short_gib, step_time
+
+ALTERNATIVES = 4
+"""Rows that are shown besides the recommended layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be printed besides the verdict."""
+
+    fixed: Fixed
+    tokens: float = 0.0
+    price: float = 0.0
+    details: bool = False
+    top: int | None = None
+    saved: str = ""
+    """The file that --save wrote."""
+
+
+def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
+    """All lines for layouts that fit."""
+    best, columns = found.best[0], width()
+    chosen = found.legal > 1
+    yield from headline(best.plan)
+    yield ""
+    rows = merged(found.best)
+    yield from _verdict(best, _note(rows[0][1], recommended=chosen))
+    for line in explain.caution(of, found, asked.fixed):
+        yield from _marked(line)
+    shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
+    if shown:
+        yield ""
+        yield from _alternatives(shown, bubble=asked.details)
+    yield ""
+    yield from _why(of, best, asked)
+    if chosen:
+        yield from wrapped(explain.searched(found), columns, "  ")
+    if asked.details:
+        yield ""
+        yield from details(of, found)
+    if not asked.saved:
+        yield ""
+        yield from wrapped(_next(asked, chosen), columns, "  Next:  ")
+
+
+def unfit(nearest: Prediction) -> Iterator[str]:
+    """The lines before an error: the layout that comes nearest, and by how much it is too large."""
+    yield from headline(nearest.plan)
+    yield ""
+    yield from _verdict(nearest, "")
+
+
+def headline(plan: Plan) -> Iterator[str]:
+    """Which question this answers: model, machine, precision, batch."""
+    cluster, recipe = plan.cluster, plan.recipe
+    nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
+    parts = [
+        plan.model.name,
+        f"{nodes}{cluster.devices_per_node} {cluster.device.name}",
+        recipe.precision,
+        f"{recipe.global_batch:,} x {recipe.sequence:,} tokens per step",
+    ]
+    yield from wrapped(dot().join(parts), width(), "", "  ")
+
+
+def _note(vps: list[int], *, recommended: bool) -> str:
+    words = ["recommended"] if recommended else []
+    return ", ".join(words + ([f"vp={_runs(vps)} as fast"] if vps else []))
+
+
+def _runs(numbers: list[int]) -> str:
+    """`14..18, 20`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in found)
+
+
+def _verdict(best: Prediction, note: str) -> Iterator[str]:
+    """The verdict, the layout, and its three figures."""
+    columns, room = width(), usable_bytes(best.plan)
+    fits = best.peak_bytes <= room
+    word, colour = ("TIGHT", "yellow") if is_tight(best) else ("FITS", "green")
+    if not fits:
+        word, colour = "DOES NOT FIT", "red"
+    first, *rest = wrapped(explain.words_of(best.plan) + (f" ({note})" if note else ""), columns, f"  {word}  ")
+    yield first.replace(word, coloured(word, colour), 1)
+    yield from rest
+    speed = best.tokens_per_s_per_device
+    speed = f"{speed:,.0f}" if 10 <= speed < 1e5 else count(speed)
+    device = "GPU" if best.plan.cluster.device.is_gpu else "device"
+    yield (
+        f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
+    )
+    peak, where = best.peak_bytes, best.worst
+    if room < float("inf"):
+        left = f"{short_gib(room - peak)} free" if fits else f"{short_gib(peak - room)} too much"
+        yield f"    memory   {_of(peak, room)}  {bar(peak / room, 20 if columns >= 80 else 10)}  {left}"
+    else:
+        yield f"    memory   {short_gib(peak)} per device"
+    parts = dot().join(f"{name} {_number(size, peak)}" for name, size in explain.groups(best) if size)
+    at = f"pipeline rank {where.pp_rank}, {where.when}" if best.plan.layout.pp > 1 else where.when
+    yield from wrapped(f"{parts} {_unit(peak)} ({at})", columns, "    peak is  ")
+
+
+def _of(part: float, whole: float) -> str:
+    return f"{_number(part, whole)} of {_number(whole, whole)} {_unit(whole)}"
+
+
+def _number(size: float, whole: float) -> str:
+    """In the unit of the whole."""
+    return f"{size / GIB:,.1f}" if whole >= 9.995 * GIB else f"{size / GIB:.2f}" if whole >= GIB / 10 else _mib(size)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def _unit(whole: float) -> str:
+    return "GiB" if whole >= GIB / 10 else "MiB"
+
+
+def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> Iterator[str]:
+    columns = width()
+    yield "  Also possible"
+    yield f"  {'step':>10} {'MFU':>6} {'memory':>10}    {' bubble  ' if bubble else ''}layout"
+    for one, vps in rows:
+        memory = f"{_number(one.peak_bytes, one.peak_bytes)} {_unit(one.peak_bytes)}"
+        idle = f"{one.time.bubble_s / one.step_s:7.1%}  " if bubble else ""
+        lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} "
+        mark = "!" if is_tight(one) else " "
+        note = f" (vp={_runs(vps)} as fast)" if vps else ""
+        first, *rest = wrapped(explain.words_of(one.plan) + note, columns, f"{lead}{mark}  {idle}")
+        yield first.replace(f"{lead}!", f"{lead}{coloured('!', 'yellow')}", 1)
+        yield from rest
+    if any(is_tight(one) for one, _ in rows):
+        room = short_gib(usable_bytes(rows[0][0].plan))
+        yield from _marked(f"leaves less than {FREE:.0%} of the {room} free; the planner errs by several percent.")
+
+
+def _marked(sentence: str) -> Iterator[str]:
+    """A caution."""
+    first, *rest = wrapped(sentence, width(), "  ! ")
+    yield first.replace("!", coloured("!", "yellow"), 1)
+    yield from rest
+
+
+def _why(of: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
+    columns = width()
+    for sentence in explain.reasons(of, best):
+        yield from wrapped(sentence, columns, "  Why: ")
+    if sentence := explain.limit(of, best):
+        yield from wrapped(sentence, columns, "  Limit: ")
+    for sentence in explain.scale_warnings(of, best, asked.tokens):
+        yield from _marked(sentence)
+    if asked.tokens:
+        yield from wrapped(explain.bill(best, asked.tokens, asked.price), columns, "  ")
+
+
+def _next(asked: Asked, chosen: bool) -> list[str]:
+    words = ["--save plan.yaml"]
+    words += [] if asked.details else ["--details (memory, time, rejected)"]
+    words += ["--top 20"] if chosen and asked.top is None and not asked.details else []
+    return words
+
+
+def details(of: Estimator, found: Found) -> Iterator[str]:
+    """The recommended layout's memory and time by part, the layouts that were rejected, half the machine."""
+    best, columns = found.best[0], width()
+    whole = best.peak_bytes
+    yield f"  Memory at the peak, {_unit(whole)}"
+    for kind, size in best.worst.kinds.items():
+        if size:
+            yield f"    {explain.kind_name(kind):<37}{_number(size, whole):>9}"
+    yield "  Time of a step"
+    for part in fields(best.time):
+        seconds = getattr(best.time, part.name)
+        if seconds > 0:
+            yield f"    {part.name.removesuffix('_s'):<26}{step_time(seconds):>12}  {seconds / best.step_s:6.1%}"
+    yield f"    MFU {best.mfu(causal=False):.1%} (attention in full), {best.mfu(causal=True):.1%} (causal by half)"
+    if found.legal > 1:
+        yield "  Rejected"
+        for sentence in explain.rejected(found):
+            yield from wrapped(sentence, columns, "    ", "      ")
+    for sentence in explain.half_machine(of, best):
+        yield from wrapped(sentence, columns, "  ", "    ")

@@ -1,0 +1,184 @@
+"""What `plan` prints: layouts can be given back, no word is broken at any width, colour is for a terminal alone."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.cli.inputs.plan_arguments import asked_plan
+from meshwright.cli.main import main
+from meshwright.cli.terminal import screen_text as text
+from meshwright.cli.terminal.plan_answer import ALTERNATIVES
+from meshwright.planner.search.ranking import LISTED, search
+from meshwright.planner.search.recommend import ALIKE, merged
+from meshwright.planner.step.predict import estimator
+
+TWENTY = [
+    "gpt2-124m h100x1",
+    "gpt2-355m a100x8",
+    "gpt2-774m h100x4",
+    "mistral-7b-v0.3 h100x8",
+    "llama-2-7b a100x8",
+    "llama-2-13b h100x8 --nodes 3",
+    "llama-2-70b h100x8 --nodes 4",
+    "llama-3.2-1b h100x1",
+    "llama-3.2-1b h100x8 --recipe sequence=32768",
+    "llama-3.1-8b h100x8",
+    "llama-3.1-8b h100x8 --nodes 4",
+    "llama-3.1-8b h200x8 --nodes 2",
+    "llama-3.1-8b a100x8 --nodes 8 --recipe global_batch=64",
+    "llama-3.1-8b h100x8 --nodes 4 --recipe sequence=131072,global_batch=16",
+    "llama-3.1-70b h100x8 --nodes 2",
+    "qwen3-0.6b h100x2",
+    "qwen3-8b h100x8",
+    "qwen3-30b-a3b h100x8 --nodes 2",
+    "mixtral-8x7b h100x8 --nodes 4",
+    "qwen2.5-7b h100x8 --nodes 2",
+]
+ROW = re.compile(r"^ +[\d.,]+ (?:ms|s) +[\d.]+% +[\d.,]+ [GM]iB [ !] +(?:[\d.]+%  )?(\S.*?)(?: \(vp=.*)?$")
+VERDICT = re.compile(r"^  (?:FITS|TIGHT|DOES NOT FIT)  (\S.*?)(?: \(.*)?$")
+
+
+def words(asked: str) -> list[str]:
+    model, cluster, *others = asked.split()
+    return ["plan", model, "--cluster", cluster, *others]
+
+
+def printed(said: str) -> list[str]:
+    """The layouts in a plan's lines, the recommended one first."""
+    return [found[1] for line in said.splitlines() for found in [VERDICT.match(line) or ROW.match(line)] if found]
+
+
+def document(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main([*command, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("asked", TWENTY)
+def test_a_printed_layout_given_back_is_the_same(
+    asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recommended one and each alternative: one layout, with the same fields and the same figures."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(words(asked)) == 0
+    shown = printed(capsys.readouterr().out)
+    before = document(words(asked), capsys)
+    ranked = {json.dumps(one["layout"]): one for one in before["layouts"]}
+    apart = {json.dumps({**one["layout"], "vp": 0}) for one in before["layouts"]}
+    assert len(shown) == len(set(shown)) >= min(1 + ALTERNATIVES, len(apart))
+    for layout in shown:
+        again = document([*words(asked), "--layout", layout], capsys)
+        assert again["legal"] == 1, layout
+        one = ranked.pop(json.dumps(again["plan"]["layout"]))
+        assert (again["step_seconds"], again["peak_bytes"]) == (one["step_seconds"], one["peak_bytes"])
+        if layout == shown[0]:
+            assert again["plan"]["layout"] == before["plan"]["layout"]
+
+
+def test_the_examples_of_what_is_too_large_can_be_given_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = words("llama-3.1-8b h100x8 --recipe global_batch=64,sequence=8192")
+    assert main([*command, "--details"]) == 0
+    found = re.findall(
+        r"One of the nearest needs ([\d.]+ GiB), .* over the usable memory: (.*)", capsys.readouterr().out
+    )
+    assert found
+    for size, layout in found:
+        assert main([*command, "--layout", layout]) == 3
+        assert f"needs {size} per device" in capsys.readouterr().err
+
+
+def test_rows_that_differ_in_virtual_stages_alone_are_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = asked_plan("llama-3.1-70b", "h100x8", 2, [])
+    best = search(estimator(asked), asked).best
+    rows = merged(best)
+    assert 1 + sum(len(vps) for _, vps in rows[:1]) + len(rows[1:]) <= len(best) and len(rows) < len(best)
+    for first, vps in rows:
+        for other in best:
+            alike = replace(first.plan.layout, vp=other.plan.layout.vp) == other.plan.layout
+            if other is not first and other.plan.layout.vp in vps and alike:
+                assert abs(other.step_s / first.step_s - 1) < ALIKE
+    assert main(words("llama-3.1-70b h100x8 --nodes 2")) == 0
+    assert " as fast)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_no_word_is_broken_and_nothing_is_coloured(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the widest are those of every other width, in order, and no line is longer than the terminal."""
+    command = [*words("llama-3.1-8b h100x8 --nodes 2"), "--details", "--tokens", "1T", "--price", "2"]
+    said = []
+    for width in (10_000, columns):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(text, "WIDEST", max(width, 200))
+        assert main(command) == 0
+        said.append(capsys.readouterr().out)
+    without_bar = [one.translate({ord(cell): None for cell in "\u2588\u2591"}) for one in said]
+    assert without_bar[0].split() == without_bar[1].split()
+    assert max(map(len, said[1].splitlines())) <= columns
+    assert "\x1b" not in said[1]
+
+
+def test_colour_is_for_verdicts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert text.coloured("FITS", "green") == "\x1b[1;32mFITS\x1b[0m"
+    monkeypatch.setenv("TERM", "dumb")
+    assert text.coloured("FITS", "green") == "FITS"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert text.coloured("FITS", "green") == "FITS"
+
+
+def test_a_verdict_comes_first_also_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words("llama-3.1-405b h100x8")) == 3
+    found = capsys.readouterr()
+    assert found.out.splitlines()[2].startswith("  DOES NOT FIT  ") and " too much" in found.out
+    assert found.err.count("\n") == 1
+
+
+def test_tensor_parallelism_between_nodes_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = words("llama-3.1-405b h100x8 --nodes 256")
+    fixed = ["--layout", "dp_shard=16 zero=1 tp=16 sp pp=8 interleaved vp=8 micro_batch=1 recompute=none"]
+    assert main([*asked, *fixed]) == 0
+    assert "spans nodes" not in capsys.readouterr().out, "it was asked for"
+    assert main([*asked, "--layout", "pp=8,schedule=interleaved,recompute=none,cp=1,vp=8,micro_batch=1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tp=16 spans nodes of 8 devices. With tp=8 or less none leaves 5% of memory free." in said
+
+
+def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = words("llama-3.1-8b h100x8")
+    for number in (1, 7):
+        assert main([*command, "--top", str(number)]) == 0
+        assert len(printed(capsys.readouterr().out)) == 1 + number
+    assert main([*command, "--top", "30"]) == 0
+    assert LISTED < len(printed(capsys.readouterr().out)) <= 31, "some are merged"
+    assert main([*command, "--top", "0"]) == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_the_list_of_verbs_and_long_lines_keep_to_the_width(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns and "\x1b" not in said
+    long = "  " + "word " * 60
+    lines = list(text.folded(["a  table  row", long]))
+    assert lines[0] == "a  table  row" and max(map(len, lines)) <= columns
+    assert " ".join(lines[1:]).split() == long.split() and all(line.startswith("    ") for line in lines[2:])
+    monkeypatch.delenv("COLUMNS")
+    assert list(text.folded([long])) == [long], "a pipe's lines are not broken"
