@@ -1,7 +1,7 @@
 """All verbs, one a file, as a typer application: loaded when a verb is to be run, not for the list of them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +39,7 @@ class Verb(TyperCommand):
     """A command whose help names types as NAME, INT, FILE. Its --help is false, not unknown, when absent: typer reads
     the unknown through pydantic, 90 ms."""
 
-    def get_help_option(self, ctx: typer.Context) -> Any:
+    def get_help_option(self, ctx: Any) -> Any:
         """As typer makes it, with a default."""
         return _known(super().get_help_option(ctx))
 
@@ -71,7 +71,7 @@ def _named(name: str, *, argument: bool) -> str:
 class Verbs(TyperGroup):
     """The same for a group of commands."""
 
-    def get_help_option(self, ctx: typer.Context) -> Any:
+    def get_help_option(self, ctx: Any) -> Any:
         """As typer makes it, with a default."""
         return _known(super().get_help_option(ctx))
 
@@ -91,13 +91,14 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb, function in {
+FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "generate": generate,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "schema": schema,
     "verify": verify, "accuracy": accuracy, "doctor": doctor,
-}.items():  # fmt: skip
+}  # fmt: skip
+for verb, function in FUNCTIONS.items():
     app.command(cls=Verb, name=verb, short_help=help.VERBS[verb])(function)
 data = typer.Typer(cls=Verbs, help="Look at text, split and tokens before training.", short_help=help.VERBS["data"])
 app.add_typer(data, name="data")
@@ -127,8 +128,8 @@ def run(words: Sequence[str]) -> None:
         verbs.invoke(context)
 
 
-def usage(error: Exception, words: Sequence[str]) -> tuple[str, int]:
+def usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     """What the parser refused, and where the right spelling is shown."""
     verb = next((f"{word} " for word in words if word in help.VERBS), "")
-    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]  # see USAGE_ERROR
     return f"{message}: see meshwright {verb}--help", 2

@@ -102,8 +102,8 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     first, *rest = wrapped(explain.words_of(best.plan) + (f" ({note})" if note else ""), columns, f"  {word}  ")
     yield first.replace(word, coloured(word, colour), 1)
     yield from rest
-    speed = best.tokens_per_s_per_device
-    speed = f"{speed:,.0f}" if 10 <= speed < 1e5 else count(speed)
+    rate = best.tokens_per_s_per_device
+    speed = f"{rate:,.0f}" if 10 <= rate < 1e5 else count(rate)
     device = "GPU" if best.plan.cluster.device.is_gpu else "device"
     yield (
         f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
