@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from docs.generate import run
@@ -85,10 +86,10 @@ def gather() -> None:
         file.write_text(embedded(gathered(source, to), place.parent), encoding="utf-8")
 
 
-def main() -> int:
+def main(options: Sequence[str]) -> int:
     """Gather and build; the exit code of the generator."""
     gather()
-    if "--gather" in sys.argv:
+    if "--gather" in options:
         return 0
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT, check=False)
@@ -97,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -153,6 +153,7 @@ def bars(table: str, shown: Sequence[str], title: str, label: str, rows: int = 9
         va="top",
     )
     axes.set_xlim(0, most * 1.14)
+    axes.set_ylim(0.4 - len(named), 0.75)
     axes.set_xlabel(label, fontsize=SIZE)
     axes.tick_params(labelsize=SIZE)
     axes.spines[["top", "right"]].set_visible(False)
@@ -265,7 +266,8 @@ def pipeline() -> Figure:
     names = ("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
     sheet = figure(10, 9.6)
     panels = sheet.subplots(len(names), 1, sharex=True)
-    colors = {"F": BLUE, "B": ORANGE, "BW": ORANGE, "W": GREEN}
+    colour = colours()
+    colors = {"F": colour["forward"], "B": colour["input"], "BW": colour["both"], "W": colour["weight"]}
     for axes, name in zip(panels, names, strict=True):
         virtual = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
         unit = 1.0 / virtual
@@ -293,7 +295,7 @@ def pipeline() -> Figure:
                     ha="center",
                     va="center",
                     fontsize=6.5,
-                    color="white",
+                    color=colour["forward-ink"],
                 )
         axes.set_xlim(0, 3 * (micro_batches + ranks - 1) + 0.5)
         axes.set_ylim(0, ranks)
@@ -308,7 +310,7 @@ def pipeline() -> Figure:
             fontweight="bold",
         )
     panels[-1].set_xlabel(
-        "time in forward passes of a rank. Blue F, orange B or BW (double), green W; pale: the rank's second stage",
+        "time in forward passes of a rank. Blue: F. Pale green: B. Yellow: W. Dark green: BW. Paler: the second stage",
         fontsize=SIZE,
     )
     return sheet
