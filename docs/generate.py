@@ -167,21 +167,23 @@ def _cell(text: str) -> str:
 
 def verbs(_: str = "") -> str:
     """Every verb with its options, from the command line's own parser."""
-    return "\n".join(_verbs())
-
-
-def _verbs() -> Iterator[str]:
     import typer.main
 
     from meshwright.cli.main import app
 
-    for name, verb in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
-        yield f"## {name}\n\n{_cell(verb.help or '')}\n"
+    return "\n".join(_verbs(typer.main.get_command(app), "##"))
+
+
+def _verbs(group: Any, level: str) -> Iterator[str]:
+    for name, verb in sorted(group.commands.items()):
+        yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"
         options = [one for one in verb.params if one.param_type_name == "option" and "--help" not in one.opts]
         if options:
             yield "| option | meaning |\n|---|---|"
             yield from (f"| `{', '.join(one.opts)}` | {_cell(one.help or '')} |" for one in options)
             yield ""
+        if hasattr(verb, "commands"):
+            yield from _verbs(verb, level + "#")
 
 
 FILLED_BY: dict[str, Callable[[str], str]] = {"output": output, "table": table, "keys": keys, "verbs": verbs}
