@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("docs/accuracy.md", "docs/claims.md", "docs/support.md", "docs/parallel_speed.md", "docs/benchmarks.md")
 """Evidence: tables that programs write, and records of what was measured. So are docs/decisions and the changelog."""
 MOST_WORDS = 30
+WIDEST = 120
 BANNED = {
     r"\bdear(er)?\b": "expensive",
     r"\bfor ever\b": "deadlock",
@@ -65,13 +66,21 @@ def long_sentences(text: str) -> list[str]:
 
 def banned_words(text: str) -> list[str]:
     """Every word that the guide replaces, with what to write."""
-    found = prose(text)
+    found = " ".join(prose(text).split())
     return [f"{match[0]!r}: {better}" for word, better in BANNED.items() for match in re.finditer(word, found)]
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines of prose that do not fit a terminal; tables and code may be as wide as they are."""
+    text = FENCED.sub("", GENERATED_PART.sub("", text))
+    return [line for line in text.splitlines() if len(line) > WIDEST and not line.startswith(("|", "    ", "!", "<"))]
 
 
 def faults(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    return [f"more than {MOST_WORDS} words: {one}" for one in long_sentences(text)] + banned_words(text)
+    found = [f"more than {MOST_WORDS} words: {one}" for one in long_sentences(text)]
+    found += [f"wider than {WIDEST} columns: {line}" for line in wide_lines(text)]
+    return found + banned_words(text)
 
 
 @pytest.mark.parametrize("page", written(), ids=shown)
@@ -103,6 +112,7 @@ def test_the_checks_find_what_they_look_for() -> None:
     long = " ".join(["word"] * (MOST_WORDS + 1))
     assert long_sentences(f"# Title\n\nShort. {long.capitalize()}.") and not long_sentences(f"```\n{long}\n```")
     assert not long_sentences("One and two. " * 20) and not long_sentences(f"| {long} |")
+    assert wide_lines("x" * (WIDEST + 1)) and not wide_lines("| " + "x" * WIDEST)
     assert banned_words("It costs 4 bytes a parameter, which is dear.") and not banned_words(
         "`dear`, 4 bytes per token"
     )
