@@ -12,7 +12,7 @@ from docs import site
 from tests.planner.browser import CHROMIUM, Browser
 
 pytest.importorskip("zensical")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
 PAGES = ("index.html", "learn/data-and-zero.html", "lookup/keys.html", "lectures.html")
 SHADOW = "[...document.querySelectorAll('*')].find((one) => one.shadowRoot)"
 """The search window keeps its elements to itself."""
