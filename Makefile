@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-parallel leaderboard claims clean
+.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-parallel leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -24,6 +24,8 @@ help:
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make leaderboard  score the planner on every published run at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
+	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables and outputs of plan"
+	@echo "make docs         build the pages as a site in build/site; no network is needed to read it"
 	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
 
 quickstart: $(VENV)/.installed
@@ -86,6 +88,12 @@ leaderboard: $(VENV)/.installed-dev
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
+pages: $(VENV)/.installed
+	$(RUN) -m docs.generate
+
+docs: $(VENV)/.installed-docs
+	$(RUN) -m docs.site
+
 clean:
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -100,6 +108,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing Meshwright and its development tools into $(VENV); torch is the big piece, once."
 	$(RUN) -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
+	$(RUN) -m pip install --disable-pip-version-check --editable '.[docs]'
+	@touch $@
 
 # A Python without ensurepip (Debian's python3 without python3-venv) lends its own pip to the new environment.
 $(VENV)/bin/pip:

@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from claims import record, table
+from docs import generate, site
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -71,7 +73,14 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "folder"), [("docs/README.md", "docs"), ("docs/decisions/README.md", "docs/decisions")]
+    ("index", "folder"),
+    [
+        ("docs/README.md", "docs"),
+        ("docs/README.md", "docs/learn"),
+        ("docs/README.md", "docs/lookup"),
+        ("docs/learn/README.md", "docs/learn"),
+        ("docs/decisions/README.md", "docs/decisions"),
+    ],
 )
 def test_an_index_names_every_page_of_its_folder(index: str, folder: str) -> None:
     listed = (ROOT / index).read_text(encoding="utf-8")
@@ -115,6 +124,62 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
         options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help", "--debug"}
         wrong += [f"{page}: meshwright {words[0]} {option}" for option in options - known]
     assert not wrong
+
+
+def words_that_parse(words: list[str]) -> bool:
+    """Not a form such as `meshwright plan MODEL ...` or `meshwright VERB --help`."""
+    return not any(re.search(r"^[A-Z]+$|^\.\.\.$|[\[\]|]", word) for word in words)
+
+
+def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
+    """By the real parser, with the types of arguments: a plan file, a run folder or FILE need not be there."""
+    import typer.main
+    from click.exceptions import UsageError
+
+    from meshwright.cli.main import USAGE_ERROR, app
+
+    parser = typer.main.get_command(app)
+    parsed, wrong = 0, []
+    for page, words in commands("meshwright"):
+        if len(words) < 2 or words[0] not in parser.commands or not words_that_parse(words):  # type: ignore[attr-defined]
+            continue
+        verb = parser.commands[words[0]]  # type: ignore[attr-defined]
+        given = [word for word in words[1:] if word not in ("--debug", "--help")]
+        try:
+            if given:
+                verb.make_context(words[0], given)
+                parsed += 1
+        except (USAGE_ERROR, UsageError) as error:  # type: ignore[misc]
+            named_only = "requires an argument" in str(error) and words[-1].startswith("--")
+            if "does not exist" not in str(error) and not named_only and page != "CHANGELOG.md":
+                wrong.append(f"{page}: meshwright {shlex.join(words)}: {error}")
+    assert parsed > 50
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", generate.pages(), ids=shown)
+def test_generated_parts_are_what_the_program_says(page: Path) -> None:
+    """Keys, verbs, tables of predictions, outputs of `plan`: `make pages` writes them anew."""
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- generated: ") == text.count("<!-- /generated -->") == len(generate.PART.findall(text))
+    assert generate.filled(text) == text, f"{shown(page)}: run `make pages`"
+
+
+def test_the_site_has_every_page_once_and_links_within_itself() -> None:
+    def listed(entry: object) -> Iterator[str]:
+        for one in entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else [entry]:
+            yield from [one] if isinstance(one, str) else listed(one)
+
+    names = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    places = site.places()
+    pages = [place.as_posix() for place in places.values() if place.suffix == ".md"]
+    assert sorted(names) == sorted(pages)
+    for source, place in places.items():
+        for match in LINK.finditer(without_blocks(site.gathered(source, places)) if source.suffix == ".md" else ""):
+            target = (match[1] or match[2]).partition("#")[0]
+            if target and not re.match(r"[a-z]+:", target):
+                there = Path(*(place.parent / target).parts)
+                assert (site.GATHERED / there).resolve().relative_to(site.GATHERED.resolve()) in places.values(), target
 
 
 def test_make_targets_in_the_pages_exist() -> None:

@@ -1,12 +1,16 @@
-"""Draws the pictures of the pages on parallelism from the code they explain.
+"""Draws the pictures of the Learn pages from the code they explain.
 
-    python docs/pictures/draw.py [NAME ...]
+    python -m docs.pictures.draw [NAME ...]
 
 Positions of ranks come from parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from
-spec/schedule.py played by spec/replay.py: a picture cannot say what the code does not do.
+spec/schedule.py played by spec/replay.py, bytes from the planner: a picture cannot say what the code does not do.
 """
 
+import json
+import re
 import sys
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +18,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from docs.generate import run
+from docs.tables import TABLES
 from meshwright.parallel.context import local_positions
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
 from meshwright.spec.replay import Times, replay
 from meshwright.spec.schedule import schedule
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#1f5fa8", "#d9661f", "#3a8f5c", "#7a4fa3", "#555555", "#e6e6e6"
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 SIZE = 9
 """Font size of labels."""
+LIMIT_GIB = 80
+"""Memory of the GPU in the pictures."""
 
 
 def figure(width: float, height: float) -> Figure:
@@ -87,33 +96,86 @@ def mesh() -> Figure:
     return sheet
 
 
-def data() -> Figure:
-    """Bytes a parameter on each of n ranks, bf16 with fp32 masters, for the four stages of ZeRO."""
-    sheet = figure(8, 3.4)
+KINDS = {
+    "parameters": ("parameters", "shards"),
+    "gradients": ("gradients",),
+    "masters": ("masters",),
+    "moments": ("moments", "counters"),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "temporaries": ("buffers", "temporaries", "reserve"),
+}
+"""Bars of memory -> the planner's kinds in each; every bar has the colour that its kind has in the explorer."""
+LABELS = {
+    "parameters": "weights",
+    "masters": "fp32 master weights",
+    "moments": "AdamW moments",
+    "temporaries": "buffers and other",
+}
+STATES = ("parameters", "gradients", "masters", "moments")
+
+
+def colours() -> dict[str, str]:
+    """Light colours of the explorer's page, by name."""
+    sheet = (ROOT / "src" / "meshwright" / "planner" / "explorer" / "colours.css").read_text(encoding="utf-8")
+    return dict(reversed(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", sheet)))
+
+
+def bars(table: str, shown: Sequence[str], title: str, label: str, rows: int = 9) -> Figure:
+    """The first rows of a table of the pages as stacked bars of GiB, beside what one device can give."""
+    asked, colour = TABLES[table], colours()
+    named = dict(islice(asked.rows.items(), rows))
+    sheet = figure(8.6, 0.8 + 0.55 * len(named))
     axes = sheet.subplots()
-    kinds = (
-        ("parameters, bf16", 2, 3, BLUE),
-        ("gradients, bf16", 2, 2, ORANGE),
-        ("master and moments, fp32", 12, 1, GREY),
-    )
-    ranks = 8
-    for zero in range(4):
+    most = 0.0
+    for place, row in enumerate(named.values()):
+        found = json.loads(run(asked.words(row))[1])
         left = 0.0
-        for name, size, sharded_from, color in kinds:
-            width = size / ranks if zero >= sharded_from else size
-            axes.barh(3 - zero, width, left=left, color=color, label=name if zero == 0 else None, height=0.62)
+        for kind in shown:
+            width = sum(one["bytes"] for one in found["memory"] if one["kind"] in KINDS[kind]) / 2**30
+            text = LABELS.get(kind, kind) if not place else None
+            axes.barh(-place, width, left=left, color=colour[kind], label=text, height=0.62)
             left += width
-        axes.text(left + 0.15, 3 - zero, f"{left:.2f} bytes", va="center", fontsize=SIZE)
-    axes.set_yticks(
-        [3, 2, 1, 0], ["zero=0: all whole", "zero=1: states / n", "zero=2: gradients / n", "zero=3: parameters / n"]
+        axes.text(
+            left, -place, f" {left:,.0f} GiB" if left >= 99.95 else f" {left:.1f} GiB", va="center", fontsize=SIZE
+        )
+        most = max(most, left)
+    axes.set_yticks([-place for place in range(len(named))], [name.strip("`") for name in named])
+    axes.axvline(LIMIT_GIB, color="#b3261e", linewidth=1.2, linestyle="--")
+    axes.annotate(
+        "80 GB GPU",
+        (LIMIT_GIB, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -2),
+        textcoords="offset points",
+        fontsize=SIZE - 1,
+        color="#b3261e",
+        va="top",
     )
-    axes.set_xlim(0, 18.5)
-    axes.set_xlabel(f"bytes a parameter on each of n = {ranks} ranks; activations come on top", fontsize=SIZE)
+    axes.set_xlim(0, most * 1.14)
+    axes.set_ylim(0.4 - len(named), 0.75)
+    axes.set_xlabel(label, fontsize=SIZE)
     axes.tick_params(labelsize=SIZE)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=SIZE, frameon=False, loc="lower right")
-    axes.set_title("What a rank keeps", loc="left", fontsize=SIZE + 1, fontweight="bold")
+    axes.legend(fontsize=SIZE - 1, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_title(title, loc="left", fontsize=SIZE + 1, fontweight="bold")
     return sheet
+
+
+def one_gpu() -> Figure:
+    """States of four models on one GPU."""
+    return bars("models", STATES, "Weights, gradients and optimizer: 18 bytes per parameter", "GiB, predicted", rows=3)
+
+
+def memory() -> Figure:
+    """An 8B model by sequence length, ZeRO-3 on 32 GPUs."""
+    title = "Llama-3.1-8B, ZeRO-3 on 32 GPUs: memory per GPU by sequence length"
+    return bars("sequence", tuple(KINDS), title, "GiB per GPU at the peak, predicted")
+
+
+def data() -> Figure:
+    """An 8B model by ZeRO stage on 32 GPUs."""
+    return bars("zero", tuple(KINDS), "Llama-3.1-8B on 32 GPUs: memory per GPU", "GiB per GPU at the peak, predicted")
 
 
 def tensor() -> Figure:
@@ -204,7 +266,8 @@ def pipeline() -> Figure:
     names = ("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
     sheet = figure(10, 9.6)
     panels = sheet.subplots(len(names), 1, sharex=True)
-    colors = {"F": BLUE, "B": ORANGE, "BW": ORANGE, "W": GREEN}
+    colour = colours()
+    colors = {"F": colour["forward"], "B": colour["input"], "BW": colour["both"], "W": colour["weight"]}
     for axes, name in zip(panels, names, strict=True):
         virtual = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
         unit = 1.0 / virtual
@@ -232,7 +295,7 @@ def pipeline() -> Figure:
                     ha="center",
                     va="center",
                     fontsize=6.5,
-                    color="white",
+                    color=colour["forward-ink"],
                 )
         axes.set_xlim(0, 3 * (micro_batches + ranks - 1) + 0.5)
         axes.set_ylim(0, ranks)
@@ -247,7 +310,7 @@ def pipeline() -> Figure:
             fontweight="bold",
         )
     panels[-1].set_xlabel(
-        "time in forward passes of a rank. Blue F, orange B or BW (double), green W; pale: the rank's second stage",
+        "time in forward passes of a rank. Blue: F. Pale green: B. Yellow: W. Dark green: BW. Paler: the second stage",
         fontsize=SIZE,
     )
     return sheet
@@ -295,7 +358,16 @@ def expert() -> Figure:
     return sheet
 
 
-PICTURES = {"mesh": mesh, "data": data, "tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+PICTURES = {
+    "mesh": mesh,
+    "one_gpu": one_gpu,
+    "memory": memory,
+    "data": data,
+    "tensor": tensor,
+    "context": context,
+    "pipeline": pipeline,
+    "expert": expert,
+}
 
 
 def main() -> None:

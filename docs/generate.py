@@ -1,0 +1,217 @@
+"""Writes the parts of the pages that the program knows better than a writer: figures, outputs, keys, verbs.
+
+    python -m docs.generate            # write them anew
+    python -m docs.generate --check    # name the pages that are out of date; exit code 1 if there are any
+
+A part stands between two comments, and the first says what fills it:
+
+    <!-- generated: output meshwright plan llama-3.1-8b --cluster h100x8 --nodes 4 -->
+    <!-- generated: table zero -->
+    <!-- generated: keys recipe -->
+    <!-- /generated -->
+
+Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.
+"""
+
+import io
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+from textwrap import TextWrapper
+from typing import Any
+
+from docs.tables import TABLES, Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(?P<open><!-- generated: (?P<what>.+?) -->\n).*?(?P<close><!-- /generated -->)", re.DOTALL)
+COLUMNS = 88
+GIB = 2**30
+WRAP = TextWrapper(COLUMNS, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
+COMMAND = TextWrapper(COLUMNS - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def pages() -> list[Path]:
+    """Every page that may have generated parts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+@cache
+def run(words: tuple[str, ...]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one `meshwright` command, in this process, at a fixed width and without colour."""
+    from meshwright.cli.main import main
+
+    told, complained = io.StringIO(), io.StringIO()
+    kept = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
+    os.environ.update(COLUMNS=str(COLUMNS), NO_COLOR="1")
+    try:
+        with redirect_stdout(told), redirect_stderr(complained):
+            code = main(list(words))
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return code, told.getvalue(), complained.getvalue()
+
+
+def output(command: str) -> str:
+    """A command and what it prints, as a block; lines that a terminal would break are broken between words."""
+    words = shlex.split(command.replace("\\\n", " "))
+    _, told, complained = run(tuple(words[1:]))
+    text = (told + complained).rstrip()
+    lines = [part for line in text.splitlines() for part in WRAP.wrap(line) or [""]]
+    shown = " \\\n".join(COMMAND.wrap(command))
+    return "```console\n$ " + shown + "\n" + "\n".join(lines) + "\n```\n"
+
+
+def table(name: str) -> str:
+    """Rows of plans, one `meshwright plan` each, and the command of them all."""
+    asked: Table = TABLES[name]
+    lines = [f"| {asked.head} | {' | '.join(asked.columns)} |", "|---|" + "---|" * len(asked.columns)]
+    for label, row in asked.rows.items():
+        _, told, complained = run(asked.words(row))
+        if not told:
+            raise SystemExit(f"{name}, {label}: {complained}")
+        found = json.loads(told)
+        lines.append(f"| {label} | {' | '.join(CELLS[column](found) for column in asked.columns)} |")
+    return "\n".join(lines) + f"\n\nOne command per row; the first is `{asked.command}`.\n"
+
+
+def _gib(*kinds: str) -> Callable[[Any], str]:
+    def of(found: Any) -> str:
+        return _digits(sum(row["bytes"] for row in found["memory"] if row["kind"] in kinds) / GIB)
+
+    return of
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, without an exponent; 0 is 0."""
+    decimals = next((digits for digits, least in enumerate((99.95, 9.995, 0.9995)) if value >= least), 3)
+    return f"{value:,.{decimals}f}" if value else "0"
+
+
+def _peak(found: Any) -> str:
+    return _digits(found["peak_bytes"] / GIB)
+
+
+def _fits(found: Any) -> str:
+    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - _driver_bytes()
+    return "yes" if found["peak_bytes"] <= usable else "**no**"
+
+
+def _driver_bytes() -> int:
+    from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+
+    return DRIVER_BYTES
+
+
+def _sent(*axes: str) -> Callable[[Any], str]:
+    def of(found: Any) -> str:
+        sent = sum(row["bytes"] for row in found["traffic"] if not axes or row["axis"] in axes)
+        return _digits(sent / 1e9)
+
+    return of
+
+
+CELLS: dict[str, Callable[[Any], str]] = {
+    "parameters, GiB": _gib("parameters", "shards"),
+    "gradients, GiB": _gib("gradients"),
+    "optimizer, GiB": _gib("masters", "moments", "counters"),
+    "states, GiB": _gib("parameters", "shards", "gradients", "masters", "moments", "counters"),
+    "activations, GiB": _gib("activations"),
+    "peak, GiB": _peak,
+    "fits 80 GB": _fits,
+    "sent, GB": _sent(),
+    "sent by tp, GB": _sent("tp"),
+    "sent by cp, GB": _sent("cp"),
+    "sent by pp, GB": _sent("pp"),
+    "sent by ep, GB": _sent("ep"),
+    "step, s": lambda found: _digits(found["step_seconds"]),
+    "bubble": lambda found: f"{100 * found['bubble_fraction']:.1f} %",
+    "MFU (full)": lambda found: f"{100 * found['mfu_full']:.1f} %",
+}
+"""Columns of a table, from the document that `plan --json` prints."""
+
+
+def keys(section: str) -> str:
+    """The keys of one section of a plan, from its JSON Schema."""
+    from meshwright import planfile
+
+    lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    found = planfile.schema()["$defs"][section]
+    for name, of in found["properties"].items():
+        missing = "required" if name in found.get("required", ()) else ""
+        default = f"`{json.dumps(of['default'])}`" if "default" in of else missing
+        lines.append(f"| `{name}` | {default} | {_values(of)} | {_cell(of.get('description', ''))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(of: dict[str, Any]) -> str:
+    if "enum" in of:
+        return ", ".join(f"`{value}`" for value in of["enum"])
+    if "anyOf" in of:
+        return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
+    if "$ref" in of:
+        return of["$ref"].rpartition("/")[2]
+    names = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "array": "list"}
+    return names.get(of.get("type", ""), "text")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def verbs(_: str = "") -> str:
+    """Every verb with its options, from the command line's own parser."""
+    import typer.main
+
+    from meshwright.cli.main import app
+
+    return "\n".join(_verbs(typer.main.get_command(app), "##"))
+
+
+def _verbs(group: Any, level: str) -> Iterator[str]:
+    for name, verb in sorted(group.commands.items()):
+        yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"
+        options = [one for one in verb.params if one.param_type_name == "option" and "--help" not in one.opts]
+        if options:
+            yield "| option | meaning |\n|---|---|"
+            yield from (f"| `{', '.join(one.opts)}` | {_cell(one.help or '')} |" for one in options)
+            yield ""
+        if hasattr(verb, "commands"):
+            yield from _verbs(verb, level + "#")
+
+
+FILLED_BY: dict[str, Callable[[str], str]] = {"output": output, "table": table, "keys": keys, "verbs": verbs}
+
+
+def filled(text: str) -> str:
+    """A page with its generated parts as they should be."""
+
+    def fill(match: re.Match[str]) -> str:
+        kind, _, rest = match["what"].partition(" ")
+        return match["open"] + FILLED_BY[kind](rest) + match["close"]
+
+    return PART.sub(fill, text)
+
+
+def main() -> int:
+    """Write all pages, or with --check only compare them."""
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        wanted = filled(text)
+        if wanted != text:
+            stale.append(page.relative_to(ROOT).as_posix())
+            if "--check" not in sys.argv:
+                page.write_text(wanted, encoding="utf-8")
+    print("\n".join(stale) or "every generated part is up to date")
+    return int("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What the tables of the Learn pages ask the planner: a model, a cluster, what stays, what changes from row to row."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One `meshwright plan` a row."""
+
+    model: str
+    cluster: str
+    layout: str
+    """Of every row, `{}` where the row's word goes."""
+    recipe: str = ""
+    """The same for --recipe; empty = the planner's."""
+    head: str
+    rows: dict[str, str]
+    """Label -> what `{}` stands for in it."""
+    columns: tuple[str, ...]
+
+    def words(self, row: str) -> tuple[str, ...]:
+        """Arguments of the command of one row."""
+        return (*self._command(row).split()[1:], "--json")
+
+    @property
+    def command(self) -> str:
+        """The first row's command, as the page shows it."""
+        return self._command(next(iter(self.rows.values())))
+
+    def _command(self, row: str) -> str:
+        recipe = f" --recipe {self.recipe.replace('{}', row)}" if self.recipe else ""
+        layout = self.layout.replace("{}", row)
+        return f"meshwright plan {self.model.replace('{}', row)} --cluster {self.cluster}{recipe} --layout {layout}"
+
+
+FOUR_NODES = "h100x8 --nodes 4"
+PLAIN = "micro_batch=1,recompute=none"
+
+TABLES = {
+    "models": Table(
+        model="{}",
+        cluster="h100x1 --nodes 1",
+        layout=PLAIN,
+        head="model",
+        rows={f"`{name}`": name for name in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b")},
+        columns=(
+            "parameters, GiB",
+            "gradients, GiB",
+            "optimizer, GiB",
+            "states, GiB",
+            "activations, GiB",
+            "fits 80 GB",
+        ),
+    ),
+    "zero": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout=f"dp_shard=32,zero={{}},{PLAIN}",
+        head="`zero`",
+        rows={"0, no ZeRO": "0", "1, ZeRO-1": "1", "2, ZeRO-2": "2", "3, ZeRO-3": "3"},
+        columns=(
+            "parameters, GiB",
+            "gradients, GiB",
+            "optimizer, GiB",
+            "activations, GiB",
+            "peak, GiB",
+            "fits 80 GB",
+            "sent, GB",
+            "step, s",
+        ),
+    ),
+    "sequence": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout=f"dp_shard=32,zero=3,{PLAIN}",
+        recipe="sequence={},document_mask=false",
+        head="`recipe.sequence`",
+        rows={f"{2**power:,}": str(2**power) for power in range(11, 16)},
+        columns=("states, GiB", "activations, GiB", "peak, GiB", "fits 80 GB", "step, s"),
+    ),
+    "recompute": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout="dp_shard=32,zero=3,micro_batch=1,recompute={}",
+        head="`layout.recompute`",
+        rows={f"`{name}`": name for name in ("none", "selective", "full")},
+        columns=("activations, GiB", "peak, GiB", "step, s"),
+    ),
+    "micro_batch": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout="dp_shard=32,zero=3,micro_batch={},recompute=none",
+        head="`layout.micro_batch`",
+        rows={"1": "1", "2": "2", "4": "4"},
+        columns=("activations, GiB", "peak, GiB", "fits 80 GB", "step, s"),
+    ),
+    "tensor": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout=f"{{}},zero=3,{PLAIN}",
+        head="layout",
+        rows={
+            "`tp=1`": "tp=1,dp_shard=32",
+            "`tp=2`": "tp=2,dp_shard=16",
+            "`tp=2 sp=true`": "tp=2,sp=true,dp_shard=16",
+            "`tp=4 sp=true`": "tp=4,sp=true,dp_shard=8",
+            "`tp=8 sp=true`": "tp=8,sp=true,dp_shard=4",
+            "`tp=16 sp=true`, across two nodes": "tp=16,sp=true,dp_shard=2",
+        },
+        columns=("activations, GiB", "peak, GiB", "sent by tp, GB", "step, s", "MFU (full)"),
+    ),
+    "context": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout=f"{{}},zero=3,{PLAIN}",
+        recipe="sequence=65536,global_batch=64,document_mask=false",
+        head="layout",
+        rows={f"`cp={cp}`": f"cp={cp},dp_shard={32 // cp}" for cp in (1, 2, 4, 8, 16)},
+        columns=("activations, GiB", "peak, GiB", "fits 80 GB", "sent by cp, GB", "step, s"),
+    ),
+    "pipeline": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout=f"pp=4,dp_shard=8,zero=1,{PLAIN},{{}}",
+        head="`layout.schedule`",
+        rows={
+            "`afab`": "schedule=afab",
+            "`1f1b`": "schedule=1f1b",
+            "`interleaved`, `vp=2`": "schedule=interleaved,vp=2",
+            "`zb-h1`": "schedule=zb-h1",
+            "`zb-v`": "schedule=zb-v,vp=2",
+            "`dualpipe-v`": "schedule=dualpipe-v,vp=2",
+        },
+        columns=("bubble", "activations, GiB", "peak, GiB", "sent by pp, GB", "step, s"),
+    ),
+    "experts": Table(
+        model="mixtral-8x7b",
+        cluster="h100x8 --nodes 8",
+        layout="dp_shard=64,zero=3,micro_batch=1,recompute=selective,ep={}",
+        head="`layout.ep`",
+        rows={"1": "1", "2": "2", "4": "4", "8": "8"},
+        columns=("states, GiB", "peak, GiB", "sent by ep, GB", "sent, GB", "step, s"),
+    ),
+}

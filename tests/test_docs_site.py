@@ -1,0 +1,80 @@
+"""The site that `make docs` builds: nothing is fetched from elsewhere, pages fit their window, search finds ZeRO-2."""
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from docs import site
+from tests.planner.browser import CHROMIUM, Browser
+
+pytest.importorskip("zensical")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+PAGES = ("index.html", "learn/data-and-zero.html", "lookup/keys.html", "lectures.html")
+SHADOW = "[...document.querySelectorAll('*')].find((one) => one.shadowRoot)"
+"""The search window keeps its elements to itself."""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    assert site.main([]) == 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site.SITE)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as one:
+        yield one
+
+
+def opened(browser: Browser, url: str) -> None:
+    browser.ask("Page.navigate", url=url)
+    until(browser, f"document.readyState === 'complete' && location.href === '{url}'")
+
+
+def until(browser: Browser, expression: str) -> None:
+    """Wait until it holds in the page."""
+    limit = time.monotonic() + 60
+    while not browser.evaluate(expression):
+        assert time.monotonic() < limit, f"never: {expression}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_fits_its_window_and_fetches_nothing(browser: Browser, address: str, page: str) -> None:
+    browser.requested.clear()
+    browser.complaints.clear()
+    for width in (400, 900, 1400):
+        browser.look(width, 900, dark=width == 900)
+        opened(browser, f"{address}/{page}")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels"
+    assert not [url for url in browser.requested if not url.startswith((address, "data:", "blob:", "about:"))]
+    assert not browser.complaints
+
+
+def test_search_finds_zero_2(browser: Browser, address: str) -> None:
+    browser.look(1400, 900)
+    opened(browser, f"{address}/index.html")
+    until(browser, "!!document.querySelector('.md-search button')")
+    browser.evaluate("document.querySelector('.md-search button').click()")
+    until(browser, f"!!{SHADOW}?.shadowRoot.activeElement")
+    browser.ask("Input.insertText", text="ZeRO-2")
+    until(browser, f"!!{SHADOW}.shadowRoot.querySelector('a[href*=html]')")
+    first = browser.evaluate(f"{SHADOW}.shadowRoot.querySelector('a[href*=html]').href")
+    assert "/learn/data-and-zero.html" in first
