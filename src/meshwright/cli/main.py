@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.inputs.plan_words import Words
 from meshwright.cli.process.environment import described, set_defaults
 from meshwright.cli.process.failure import explain
 from meshwright.cli.process.launch import fail, processes, rank
@@ -102,6 +102,7 @@ def data_show(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
+    from meshwright.api.plan_reading import sort_words
     from meshwright.cli.verbs.data import show
 
     path, overrides, _ = sort_words(words or ())

@@ -14,7 +14,7 @@ from meshwright.cli.process.invocation import command
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.cli.inputs.trained_model import Opened
+    from meshwright.api.trained_model import TrainedModel
     from meshwright.spec import Plan
     from meshwright.train.watch import Summary
 
@@ -86,39 +86,34 @@ class Outcome:
 
 def run(plan: "Plan", people: "Console") -> Outcome | str:
     """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
-    from meshwright.cli.inputs.trained_model import Opened, open_model
+    from meshwright.api import training_run
+    from meshwright.api.trained_model import TrainedModel, load
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.verbs.export import write_directory
-    from meshwright.cli.verbs.foresight import foresee
     from meshwright.data import prepare
     from meshwright.model import build
-    from meshwright.train import loop
 
     with choose(people) as display:
         people.print(_opening(plan), markup=False)
         tokenizer = prepare(plan.data, progress=display.encoding).tokenizer
         model = build(plan.model, seed=plan.recipe.seed)
-        fresh = Opened(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
+        fresh = TrainedModel(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
         before = sample(fresh)
         show(people, "Before training", before, 6)
-        summary = loop.run(plan, watchers=[display], foresee=foresee)
+        summary = training_run.run(plan, watchers=[display]).summary
     if summary.stopped != "done":
         return summary.stopped
-    opened = open_model(Path(plan.run), None)
+    opened = load(Path(plan.run), None)
     after = sample(opened)
     show(people, "After training", after, 18)
     write_directory(Path(plan.run), Path(plan.run) / "hf")
     return Outcome(bits_per_byte=summary.bits_per_byte, before=before, after=after, summary=summary)
 
 
-def sample(opened: "Opened") -> str:
+def sample(opened: "TrainedModel") -> str:
     """The prompt and what the model makes of it."""
-    from meshwright.cli.verbs.generate import continued, encode
-    from meshwright.model import Sampling
-
     assert opened.tokenizer is not None
-    ids = encode(opened.tokenizer, PROMPT)
-    found = continued(opened, ids, SAMPLE_TOKENS, Sampling(temperature=TEMPERATURE, top_p=TOP_P, seed=SEED))
+    found = opened.generate(PROMPT, max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
     return PROMPT + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
 
 
@@ -151,7 +146,7 @@ def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) 
     people.print(f"\n{plan.run} holds:", markup=False)
     for name, what in LEFT.items():
         people.print(f"  {name:<14} [dim]{what}[/dim]")
-    from meshwright.cli.verbs.foresight import hindsight
+    from meshwright.api.foresight import hindsight
 
     for line in hindsight(Path(plan.run)):
         people.print(line, markup=False, soft_wrap=True)
