@@ -34,7 +34,7 @@ __all__ = [
     "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "load", "plan", "profile", "report", "train",
 ]  # fmt: skip
 
-_LIES_IN = {
+_MODULES = {
     "compare": "api.comparing", "dry_run": "api.dry_runs", "load": "api.trained_model", "plan": "api.planning",
     "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "DoesNotFit": "spec.errors",
     "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
@@ -42,11 +42,11 @@ _LIES_IN = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LIES_IN:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "train":
         return import_module(f"{__name__}.train")
-    found = getattr(import_module(f"{__name__}.{_LIES_IN[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = found
     return found
 

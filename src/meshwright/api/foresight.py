@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.planner.step.predict import Prediction
+    from meshwright.planner.step.prediction import Prediction
     from meshwright.spec import Plan
     from meshwright.train.watch import Foreseen
 

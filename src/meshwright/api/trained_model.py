@@ -105,9 +105,11 @@ class TrainedModel:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give --prompt-ids 1,2,3")
-        ids = tokenizer.encode(text, special=True).tolist()
-        opens = tokenizer.bos is not None and (not tokenizer.separator or not ids)
-        return [tokenizer.bos, *ids] if opens and ids[:1] != [tokenizer.bos] else ids
+        ids: list[int] = tokenizer.encode(text, special=True).tolist()
+        bos = tokenizer.bos
+        if bos is None or (tokenizer.separator and ids) or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
 
     def evaluate(self, data: str | None = None, *, sequences: int = 0) -> EvalMetrics:
         """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
