@@ -36,7 +36,8 @@ BELOW: dict[str, set[str]] = {
     "store": STORE - {"store"},
     "train": TRAIN - {"train"},
     "observe": TRAIN | {"planner"},
-    "cli": TRAIN | {"planner", "observe"},
+    "api": TRAIN | {"planner", "observe"},
+    "cli": TRAIN | {"planner", "observe", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 
@@ -54,6 +55,7 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
+    "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
     "data/token_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below the cli that read the environment, each with the standard that demands it."""

@@ -1,3 +1,82 @@
-"""Meshwright plans, trains, shrinks and serves transformer language models."""
+"""Meshwright plans, trains and observes transformer language models.
+
+    import meshwright as mw
+
+    answer = mw.plan("llama-3.1-8b", cluster="h100x8", nodes=4)
+    answer.best, answer.alternatives, answer.why
+    answer.save("plan.yaml")
+
+    mw.dry_run("plan.yaml")
+    run = mw.train(data="texts", recipe={"steps": 200})
+    run.load().generate("def ")
+
+Every function answers with a frozen object that a notebook shows, and raises what `meshwright.spec.errors` lists.
+Nothing is loaded before it is used; docs/python.md has a page on it.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api.comparing import compare, report
+    from meshwright.api.dry_runs import dry_run
+    from meshwright.api.planning import plan
+    from meshwright.api.profiling import profile
+    from meshwright.api.trained_model import load
+    from meshwright.api.training_run import train
+    from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "load", "plan", "profile", "report", "train",
+]  # fmt: skip
+
+_MODULES = {
+    "compare": "api.comparing", "dry_run": "api.dry_runs", "load": "api.trained_model", "plan": "api.planning",
+    "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "DoesNotFit": "spec.errors",
+    "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "train":
+        return import_module(f"{__name__}.train")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Train(ModuleType):
+    """The package `train`, which is a function too: Python binds a package to its name in the one above, so both are
+    `meshwright.train`."""
+
+    def __call__(self, *plan: Any, **options: Any) -> Any:
+        """As meshwright.api.training_run.train."""
+        return import_module(f"{__name__}.api.training_run").train(*plan, **options)
+
+    @property
+    def __signature__(self) -> Any:
+        from inspect import signature
+
+        return signature(import_module(f"{__name__}.api.training_run").train)
+
+
+class _Package(ModuleType):
+    """Makes the package `train` callable when it is bound here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, ModuleType):
+            value.__class__ = _Train
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

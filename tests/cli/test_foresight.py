@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cli.verbs import foresight
+from meshwright.api import foresight
 from meshwright.planfile import read
 from meshwright.planner.step.predict import estimator
 from meshwright.planner.step.prediction import Prediction

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.cli.inputs.trained_model import open_model
+from meshwright.api.trained_model import load
 from meshwright.cli.verbs.export import write_directory
 from meshwright.cli.verbs.import_ import import_hf
 from meshwright.data import Tokenizer
@@ -80,7 +80,7 @@ def test_a_directory_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None
 def test_a_run_from_a_directory_computes_as_the_directory_does(name: str, tmp_path: Path) -> None:
     directory(tmp_path / "hf", SHAPES[name])
     import_hf(tmp_path / "hf", tmp_path / "run")
-    run, hub = open_model(tmp_path / "run", None), open_model(tmp_path / "hf", None)
+    run, hub = load(tmp_path / "run", None), load(tmp_path / "hf", None)
     tokens = torch.tensor([Tokenizer.shipped().encode("def f(x): return x").tolist()])
     assert torch.equal(run.model(tokens), hub.model(tokens))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import planfile
-from meshwright.cli.inputs.plan_arguments import asked_plan
+from meshwright.api.plan_request import asked_plan
 from meshwright.cli.main import main
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.changes import fixes, on_half

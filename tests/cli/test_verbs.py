@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cli.inputs.plan_words import sort_words
+from meshwright.api.determinism import set_environment
+from meshwright.api.plan_reading import sort_words
 from meshwright.cli.main import main
-from meshwright.cli.process.determinism import set_environment
 from meshwright.cli.process.invocation import command
 from meshwright.cli.terminal.streaming import TextStream, printable
 from meshwright.cli.verbs import quickstart
@@ -103,11 +103,11 @@ def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureF
 
 def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One plain forward pass over prompt and answer, without a cache, gives the same log-probabilities."""
-    from meshwright.cli.inputs.trained_model import open_model
+    from meshwright.api.trained_model import load
 
     words = ("--prompt-ids", "5,6,7", "--max-new-tokens", "5", "--temperature", "1.5", "--seed", "3", "--json")
     found = json.loads(call(capsys, "generate", run, *words)[1])
-    model = open_model(run, "fp32").model
+    model = load(run, "fp32").model
     ids = torch.tensor([[5, 6, 7, *found["ids"]]])
     with torch.no_grad():
         expected = model(ids).log_softmax(-1)[0, 2:-1].gather(1, ids[0, 3:, None])[:, 0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import planfile
-from meshwright.cli.inputs.plan_words import shape_from_folder
+from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder

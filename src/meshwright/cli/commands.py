@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.inputs.plan_words import Words
 from meshwright.cli.terminal import help
 from meshwright.cli.verbs.accuracy import accuracy
 from meshwright.cli.verbs.calibrate import calibrate
@@ -110,6 +110,7 @@ def data_show(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
+    from meshwright.api.plan_reading import sort_words
     from meshwright.cli.verbs.data import show
 
     path, overrides, _ = sort_words(words or ())

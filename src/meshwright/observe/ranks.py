@@ -9,16 +9,18 @@ an old group that dies takes the name of a new one with it), forked from a serve
 
 import multiprocessing
 import signal
+import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 LIMIT_S = 120
@@ -36,6 +38,19 @@ def start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def main_unread(function: Callable[..., Any]) -> Iterator[None]:
+    """While a process is started: it need not run the caller's script again to find a function of this package, so a
+    script or a notebook without `if __name__ == "__main__"` can start some too."""
+    main = sys.modules["__main__"]
+    if function.__module__ != "__main__":
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class RankError(AssertionError):
@@ -93,7 +108,8 @@ def _start(function: Any, arguments: Any, rank: int, place: _Place) -> tuple[Any
     start_server()
     here, there = SERVER.Pipe()
     process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, place), daemon=True)
-    process.start()
+    with main_unread(function):
+        process.start()
     there.close()
     return process, here
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from meshwright.observe.ranks import SERVER, start_server
+from meshwright.observe.ranks import SERVER, main_unread, start_server
 from meshwright.spec.errors import MeshwrightError
 
 
@@ -56,7 +56,8 @@ def _start(function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Connect
     start_server()
     here, there = SERVER.Pipe()
     process = SERVER.Process(target=_serve, args=(there, function, task), daemon=True)
-    process.start()
+    with main_unread(function):
+        process.start()
     there.close()
     return here, process
 

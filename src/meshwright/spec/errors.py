@@ -61,6 +61,10 @@ class DoesNotFit(MeshwrightError):
     """Not enough memory, or no legal layout."""
 
     exit_code = 3
+    answer: object = None
+    """What was found all the same, as the nearest layout; None = nothing."""
+    document: dict[str, object] | None = None
+    """The same as the JSON document of the verb."""
 
 
 class OutsideTolerance(MeshwrightError):

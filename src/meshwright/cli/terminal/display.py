@@ -45,17 +45,6 @@ def choose(console: Console) -> Display:
     return PlainDisplay(console.file)
 
 
-class Chosen(Silent):
-    """Remembers the run folder, which may be chosen only when the run begins."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-
-    def started(self, info: RunInfo) -> None:
-        """Take it over."""
-        self.run = info.plan.run
-
-
 class QuietDisplay(Silent):
     """Shows nothing: for programs, who read the summary."""
 

@@ -1,11 +1,10 @@
 """Where verbs print: people's text through rich, programs' text as one JSON document."""
 
 import json
-import math
 import sys
-from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from meshwright.api.documents import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,18 +27,3 @@ def print_json(document: Any) -> None:
     """One JSON document and a newline on stdout; a dataclass is its fields, a number that is none becomes null."""
     json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: a dataclass is its fields, a number that is none becomes null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -21,7 +21,7 @@ _NAMES_SHOWN = 3
 def show(plan: Path | None, overrides: list[str], json: bool) -> None:
     """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
     from meshwright import planfile
-    from meshwright.cli.inputs.plan_words import shape_from_folder
+    from meshwright.api.plan_reading import shape_from_folder
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.data.show import view
 

@@ -5,15 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.inputs.plan_words import Words
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from meshwright.observe.dryrun.dryrun_document import Room
     from meshwright.observe.dryrun.rank_run import Seen
     from meshwright.observe.dryrun.simulate import DryRun
-    from meshwright.spec import Plan
 
 SHOWN = 20
 KERNELS = {"cuda": "a GPU", "cpu": "a CPU"}
@@ -41,98 +38,34 @@ def dryrun(
 ) -> None:
     """Run the program that `train` runs on fake tensors in a simulated process group: two optimizer steps, an
     evaluation and a checkpoint's reading, for one rank of each pipeline stage. Exit code 3 where it does not fit."""
+    from meshwright.api import dry_runs
     from meshwright.cli.terminal.output import console, print_json
-    from meshwright.spec.errors import DoesNotFit, PlanError
-
-    path, overrides, _ = sort_words(words or ())
-    plan = _plan(path, overrides)
-    if device not in ("", "cpu", "cuda"):
-        raise PlanError(f"--device {device} is not known: take cpu or cuda")
-    if not 0 < load < float("inf"):
-        raise PlanError(f"--load {load} must be a number above 0 (1 = even)")
-
-    if load != 1 and plan.model.moe is None:
-        raise PlanError(f"--load {load:g} is of a mixture of experts, and {plan.model.name} has none")
 
     if check:
         from meshwright.cli.verbs.check_communication import check_communication
 
+        plan = dry_runs.read_plan(words or (), {}, device=device, load=load)
         check_communication(plan, device=device, load=load, whole=whole, json=json)
         return
 
-    from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_of
-    from meshwright.observe.dryrun.simulate import dry_run
-
     with console(json=json).status("dry run") as status:
-        found = dry_run(
-            plan, ranks=rank or (), device=device, load=load, whole=whole,
+        answer = dry_runs.dry_run(
+            *(words or ()), ranks=rank or (), device=device, load=load, whole=whole,
             told=lambda done, of: status.update(f"dry run: {done} of {of} ranks"),
         )  # fmt: skip
     from meshwright.cli.terminal.screen_text import folded, show
 
-    room = room_of(found.plan, found.device)
-    document = dry(found, room)
     if json:
-        print_json(document)
+        print_json(answer.to_dict())
     else:
-        show(folded(lines(found, room)))
-    if document["fits"] is False:
-        raise DoesNotFit(unfit(found, room, needed_bytes(found, room)))
-
-
-def _plan(path: "Path | None", overrides: list[str]) -> "Plan":
-    """As train reads it; a degree that is `auto` takes what the plan's cluster has."""
-    from meshwright import planfile
-    from meshwright.cli.inputs.plan_words import shape_from_folder
-
-    def read(processes: int) -> "Plan":
-        notes: list[str] = []
-        return planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes)
-
-    plan = read(1)
-    return read(plan.cluster.devices) if plan.cluster.devices > 1 else plan
-
-
-def unfit(found: "DryRun", room: "Room", needed_bytes: int) -> str:
-    """One line: how much is missing, of what."""
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import gib
-
-    worst = found.worst
-    kind = max(worst.kinds, key=worst.kinds.__getitem__)
-    return (
-        f"the dry run of rank {worst.rank} needs {_needed(found)} ({phase_words(worst.when)}; most of it "
-        f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
-        "fit"
-    )
-
-
-def judged(found: "DryRun", room: "Room", needed_bytes: int) -> str:
-    """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
-    from meshwright.spec.units import gib
-
-    if not room.usable_bytes:
-        return ""
-    ranks = found.plan.layout.world // room.machines if room.shared else 1
-    together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
-    whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
-    return (
-        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.shared else 'are usable'}"
-    )
-
-
-def _needed(found: "DryRun") -> str:
-    """The peak of its tensors, and what comes to it."""
-    from meshwright.observe.dryrun.dryrun_document import reserve_bytes
-    from meshwright.spec.units import gib
-
-    reserve = reserve_bytes(found.device)
-    return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
+        show(folded(lines(answer.found, answer.room)))
+    answer.check()
 
 
 def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
     from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes
+    from meshwright.observe.dryrun.verdict import judged, needed
     from meshwright.spec.schedule import phase_words
     from meshwright.spec.units import gib, many
 
@@ -146,7 +79,7 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     if room.usable_bytes:
         verdict = judged(found, room, needed_bytes(found, room))
         verdict += f": {'fits' if fits(found, room) else 'does not fit'}"
-    yield f"Peak {_needed(found)} (rank {worst.rank}, {phase_words(worst.when)}){verdict}"
+    yield f"Peak {needed(found)} (rank {worst.rank}, {phase_words(worst.when)}){verdict}"
     yield ""
     yield from _table(found)
     yield ""

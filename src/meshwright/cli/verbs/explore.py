@@ -10,8 +10,6 @@ from meshwright.cli.inputs.plan_arguments import (
     AskedModel,
     AskedNodes,
     AskedRecipe,
-    asked_estimator,
-    asked_plan,
 )
 
 
@@ -25,6 +23,7 @@ def explore(
     ),
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
+    from meshwright.api.plan_request import asked_estimator, asked_plan
     from meshwright.planner.explorer.explorer_page import page
     from meshwright.store.durable import replace_file
 

@@ -1,15 +1,14 @@
 """`meshwright generate`: continues a prompt."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.cli.inputs.trained_model import Opened
-    from meshwright.data import Tokenizer
-    from meshwright.model import Generation, Sampling
+    from meshwright.api.trained_model import Generated, TrainedModel
 
 DEFAULT_TEMPERATURE = 0.8
 
@@ -33,53 +32,28 @@ def generate(
     given = _ids(prompt_ids) if prompt_ids is not None else None
     _check(prompt, given, greedy, temperature, max_new_tokens)
 
-    from meshwright.cli.inputs.trained_model import open_model
+    from meshwright.api.trained_model import load
     from meshwright.cli.terminal.output import print_json
     from meshwright.model import Sampling
 
     chosen = DEFAULT_TEMPERATURE if temperature is None else temperature
-    sampling = Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)
-    opened = open_model(model, dtype)
-    ids = given if given is not None else encode(_required(opened.tokenizer, model), prompt or "")
+    Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
+    opened = load(model, dtype)
+    ids = given if given is not None else opened.encode(prompt or "")
+    answer = partial(
+        opened.generate, ids, max_new_tokens=max_new_tokens, temperature=0.0 if greedy else chosen, top_k=top_k,
+        top_p=top_p, seed=seed,
+    )  # fmt: skip
     if json:
-        found = continued(opened, ids, max_new_tokens, sampling)
-        text = opened.tokenizer.decode(found.ids) if opened.tokenizer else None
-        print_json({"prompt_ids": ids, "ids": found.ids, "logprobs": found.logprobs, "text": text})
+        found = answer()
+        print_json({"prompt_ids": ids, "ids": found.ids, "logprobs": found.logprobs, "text": found.text})
     elif opened.tokenizer is None:
-        print(*continued(opened, ids, max_new_tokens, sampling).ids, sep=",")
+        print(*answer().ids, sep=",")
     else:
-        tell(opened, ids, max_new_tokens, sampling)
+        tell(opened, ids, answer)
 
 
-def encode(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text."""
-    ids: list[int] = tokenizer.encode(text, special=True).tolist()
-    if tokenizer.bos is None or (tokenizer.separator and ids) or ids[:1] == [tokenizer.bos]:
-        return ids
-    return [tokenizer.bos, *ids]
-
-
-def continued(
-    opened: "Opened",
-    ids: Sequence[int],
-    max_new_tokens: int,
-    sampling: "Sampling",
-    on_token: Callable[[int], None] | None = None,
-) -> "Generation":
-    """New tokens after `ids`, until the model ends the text."""
-    from meshwright.model import generate
-
-    return generate(
-        opened.model,
-        ids,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=opened.stop_ids,
-        on_token=on_token,
-    )
-
-
-def tell(opened: "Opened", ids: Sequence[int], max_new_tokens: int, sampling: "Sampling") -> None:
+def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Generated]") -> None:
     """Print the prompt, dimmed on a terminal, and what follows as it comes."""
     from meshwright.cli.terminal.output import console
     from meshwright.cli.terminal.streaming import TextStream, printable
@@ -95,7 +69,7 @@ def tell(opened: "Opened", ids: Sequence[int], max_new_tokens: int, sampling: "S
         if token not in opened.stop_ids:
             print(safe(stream.push(token)), end="", flush=True)
 
-    continued(opened, ids, max_new_tokens, sampling, show)
+    answer(on_token=show)
     print(safe(stream.rest()))
 
 
@@ -123,11 +97,3 @@ def _check(
         raise PlanError(f"--greedy and --temperature {temperature} contradict each other: give one")
     if max_new_tokens < 0:
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")
-
-
-def _required(tokenizer: "Tokenizer | None", model: Path) -> "Tokenizer":
-    if tokenizer is None:
-        from meshwright.spec.errors import PlanError
-
-        raise PlanError(f"{model} has no tokenizer.json to read a text with: give --prompt-ids 1,2,3")
-    return tokenizer

@@ -3,13 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words, sort_words
+from meshwright.cli.inputs.plan_words import Words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,46 +33,33 @@ def profile(
     takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev, and
     RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
     """
-    from meshwright import planfile
-    from meshwright.cli.inputs.plan_words import shape_from_folder
-    from meshwright.cli.process.determinism import set_environment
+    from meshwright.api import profiling
+    from meshwright.api.determinism import set_environment
+    from meshwright.api.plan_reading import read_plan
     from meshwright.cli.process.launch import nodes, processes
-    from meshwright.spec.errors import IllegalLayout, PlanError
+    from meshwright.spec.errors import IllegalLayout
     from meshwright.spec.worlds import world_violation
 
     # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    path, overrides, _ = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    plan, _ = read_plan(words or (), {}, processes=processes(), notes=notes)
     set_environment(plan)
-    if steps < 1:
-        raise PlanError(f"--steps {steps} must be at least 1")
+    profiling.check_steps(steps)
     violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
     if violation:
         raise IllegalLayout(violation)
-    plan.check()
-
-    from meshwright.observe.compare.finished_run import refuse_other
-    from meshwright.store import default_folders
-
-    if not default_folders.is_open(plan.run):
-        refuse_other(Path(plan.run), plan)
     from meshwright.cli.terminal.output import console, print_json
-    from meshwright.observe.profile.perfetto import trace
-    from meshwright.observe.profile.profile_document import measured
 
     people = console(json=json)
-    found = _measured(plan, steps, people)
-    if found is None:
+    answer = profiling.kept(plan, lambda one: _measured(one, steps, people))
+    if answer is None:
         return
-    plan = replace(plan, run=default_folders.settled(plan))  # by the first rank, which alone has found something
-    document = measured(found)
-    files = _written(plan, {"profile.json": document, "trace.json": trace(found)})
     if json:
-        print_json(document)
+        print_json(answer.to_dict())
         return
+    found, files = answer.found, answer.files
     for note in notes:
         print(f"meshwright: note: {note}", file=sys.stderr)
     for part in shown(found):
@@ -96,32 +81,6 @@ def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
     with joined() as pulse:
         said: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
         return gathered(measure(plan, steps=steps, pulse=pulse, said=said), plan)
-
-
-def _written(plan: "Plan", documents: dict[str, object]) -> list[Path]:
-    """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
-    fed back. RunError where the folder cannot be written."""
-    from json import dumps
-
-    from meshwright import planfile
-    from meshwright.cli.terminal.output import plain
-    from meshwright.spec.errors import RunError
-    from meshwright.store.default_folders import point_latest
-    from meshwright.store.durable import replace_file
-
-    folder = Path(plan.run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "plan.yaml").exists():
-            planfile.write(plan, folder / "plan.yaml")
-        point_latest(folder)
-        for name, document in documents.items():
-            replace_file(folder / name, (dumps(plain(document), allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: {error.strerror or error}; mend that, or choose another run="
-        ) from None
-    return [folder / name for name in documents]
 
 
 def shown(found: "Profile") -> "Iterator[str | Table]":

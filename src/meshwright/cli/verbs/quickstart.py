@@ -15,7 +15,7 @@ from meshwright.cli.process.invocation import command
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.cli.inputs.trained_model import Opened
+    from meshwright.api.trained_model import TrainedModel
     from meshwright.data import Corpus
     from meshwright.spec import Plan
     from meshwright.train.watch import Summary
@@ -89,25 +89,24 @@ class Outcome:
 def run(plan: "Plan", people: "Console") -> Outcome | str:
     """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
     people.print(_opening(plan), markup=False)  # before torch is loaded, which takes seconds
-    from meshwright.cli.inputs.trained_model import Opened, open_model
+    from meshwright.api import training_run
+    from meshwright.api.trained_model import TrainedModel, load
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.verbs.export import write_directory
-    from meshwright.cli.verbs.foresight import foresee
     from meshwright.data import prepare
     from meshwright.model import build
-    from meshwright.train import loop
 
     with choose(people) as display:
         corpus = prepare(plan.data, progress=display.encoding)
         tokenizer, prompt = corpus.tokenizer, first_words(corpus)
         model = build(plan.model, seed=plan.recipe.seed)
-        fresh = Opened(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
+        fresh = TrainedModel(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
         before = sample(fresh, prompt)
         show(people, "Before training", prompt, before, 6)
-        summary = loop.run(plan, watchers=[display], foresee=foresee)
+        summary = training_run.run(plan, watchers=[display]).summary
     if summary.stopped != "done":
         return summary.stopped
-    opened = open_model(Path(plan.run), None)
+    opened = load(Path(plan.run), None)
     after = sample(opened, prompt)
     show(people, "After training", prompt, after, 18)
     write_directory(Path(plan.run), Path(plan.run) / "hf")
@@ -127,14 +126,10 @@ def first_words(corpus: "Corpus") -> str:
     return head[0] if head else " ".join(text.split()[:PROMPT_WORDS])
 
 
-def sample(opened: "Opened", prompt: str) -> str:
+def sample(opened: "TrainedModel", prompt: str) -> str:
     """The prompt and what the model makes of it."""
-    from meshwright.cli.verbs.generate import continued, encode
-    from meshwright.model import Sampling
-
     assert opened.tokenizer is not None
-    ids = encode(opened.tokenizer, prompt)
-    found = continued(opened, ids, SAMPLE_TOKENS, Sampling(temperature=TEMPERATURE, top_p=TOP_P, seed=SEED))
+    found = opened.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
     return prompt + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
 
 
@@ -159,7 +154,7 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
 
 def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) -> None:
     """The result, one line of memory, and three commands to go on with."""
-    from meshwright.cli.verbs.foresight import hindsight
+    from meshwright.api.foresight import hindsight
     from meshwright.spec.units import duration, many
 
     result = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""

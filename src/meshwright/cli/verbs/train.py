@@ -3,14 +3,12 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words, shape_from_folder, sort_words
+from meshwright.cli.inputs.plan_words import Words
 
 if TYPE_CHECKING:
     from meshwright.train.watch import Watcher
@@ -48,15 +46,14 @@ def train(
     run= the folder is a new one, runs/DATE-MODEL, and with resume=auto that of the newest run of this plan.
     model=HF_DIR takes the weights too, model.init=random draws new ones.
     """
-    from meshwright import planfile
-    from meshwright.cli.process.determinism import set_environment
+    from meshwright.api import training_run
+    from meshwright.api.plan_reading import read_plan
     from meshwright.cli.process.launch import joined, nodes, processes, rank
     from meshwright.spec.errors import IllegalLayout, PlanError
     from meshwright.spec.worlds import world_violation
 
-    path, overrides, resume = sort_words(words or ())
     notes: list[str] = []
-    plan = planfile.read(path, overrides, shape_from_folder=shape_from_folder, notes=notes, processes=processes())
+    plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
@@ -65,40 +62,29 @@ def train(
     for note in notes if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
-    set_environment(plan)
-
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
+    from meshwright.api.foresight import hindsight
     from meshwright.cli.process.failure import INTERRUPTED
     from meshwright.cli.process.invocation import command
-    from meshwright.cli.terminal.display import Chosen, choose
+    from meshwright.cli.terminal.display import choose
     from meshwright.cli.terminal.output import console, print_json
-    from meshwright.cli.verbs.foresight import foresee, hindsight
-    from meshwright.train import loop
 
-    look_ahead = partial(foresee, anyway=anyway, machines=nodes()) if foresight else None
+    run = partial(training_run.run, plan, resume=resume, dry_run=foresight, anyway=anyway, machines=nodes())
     with joined(hang_after) as pulse:
         if rank():
-            summary = loop.run(plan, resume=resume, pulse=pulse, foresee=look_ahead, machines=nodes())
+            answer = run(pulse=pulse)
         else:
-            services, chosen = _services(tensorboard, wandb), Chosen(plan.run)
+            services = _services(tensorboard, wandb)
             with choose(console(json=json)) as display:
-                summary = loop.run(
-                    plan,
-                    watchers=[chosen, display, *services],
-                    resume=resume,
-                    progress=display.encoding,
-                    pulse=pulse,
-                    foresee=look_ahead,
-                    machines=nodes(),
-                )
+                answer = run(watchers=[display, *services], progress=display.encoding, pulse=pulse)
             # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
             if json:
-                print_json({"run": chosen.run, **asdict(summary)})
-            elif summary.stopped != "done":
-                print(f"to resume: {again(words or (), chosen.run)}", flush=True)
-            elif look_ahead is not None and (said := hindsight(Path(chosen.run), summary)):
-                print(f"{said}\nmore: {command(['compare', chosen.run])}", flush=True)
-    if summary.stopped == "interrupted":
+                print_json(answer.to_dict())
+            elif not answer.done:
+                print(f"to resume: {again(words or (), str(answer.run))}", flush=True)
+            elif foresight and (said := hindsight(answer.run, answer.summary)):
+                print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
+    if answer.summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 

@@ -1,5 +1,6 @@
 """`--layout dp=8,tp=2`: what of a layout is fixed, for the search to leave as it is."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ SEARCHED = (*DEGREES[1:], *WORDS)
 Fixed = dict[str, tuple[Any, ...]]
 
 
-def fixed_layout(asked: "Plan", texts: list[str]) -> Fixed:
+def fixed_layout(asked: "Plan", texts: Sequence[str]) -> Fixed:
     """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved)."""
     found: Fixed = {}
     for part in " ".join(texts).replace(",", " ").split():

@@ -19,9 +19,9 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
 
     DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
     """
-    from meshwright.cli.verbs.dryrun import judged, unfit
     from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_here
     from meshwright.observe.dryrun.simulate import device_of, dry_run
+    from meshwright.observe.dryrun.verdict import judged, unfit
     from meshwright.observe.subprocesses import TooLong
     from meshwright.planner.step.predict import estimator
     from meshwright.spec.errors import DoesNotFit

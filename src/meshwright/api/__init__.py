@@ -1,0 +1,15 @@
+"""What the command line and a notebook both call: a function for each verb, and the frozen object that it answers with.
+
+    plan_reading     words, keywords and plans -> Plan
+    plan_request     model, cluster and recipe -> the Plan whose layout is searched
+    layout_argument  what of it is fixed
+    planning         plan          -> PlanAnswer, of planned_layout.PlannedLayout
+    dry_runs         dry_run       -> DryRunAnswer
+    profiling        profile       -> ProfileAnswer
+    training_run     train         -> TrainAnswer; foresight: what is said before the first step
+    comparing        compare       -> ComparisonAnswer; report
+    trained_model    load          -> TrainedModel: generate, evaluate
+    answer           what they have in common; documents: as JSON, markup: as HTML
+
+`import meshwright` offers the functions by name, and loads each when it is first used. Printing belongs to `cli`.
+"""

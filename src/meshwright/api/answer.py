@@ -1,0 +1,29 @@
+"""What every answer that has a document and a table can do."""
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any
+
+
+class Answer(ABC):
+    """Its figures as one document, and as rows."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The document that the verb prints with --json."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """Its table."""
+
+    def to_pandas(self) -> Any:
+        """`rows` as a pandas.DataFrame. PlanError names the extra where pandas is not installed."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            from meshwright.spec.errors import PlanError
+
+            raise PlanError(
+                "to_pandas needs pandas, which is not installed: pip install 'meshwright[pandas]', or take rows()"
+            ) from None
+        return pandas.DataFrame(self.rows())

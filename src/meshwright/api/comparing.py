@@ -1,0 +1,214 @@
+"""`compare`: planned, dry run and measured of a run, row by row; `report`: one page of runs."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.answer import Answer
+
+if TYPE_CHECKING:
+    from meshwright.observe.compare.finished_run import Finished
+    from meshwright.observe.compare.judge import Comparison, Row
+    from meshwright.observe.compare.sources_of_columns import DryRunner
+    from meshwright.observe.shared_document import Document
+    from meshwright.spec import Plan
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ComparisonAnswer(Answer):
+    """The table of a run."""
+
+    run: Path
+    found: "Comparison"
+
+    @property
+    def plan(self) -> "Plan":
+        """As it was run."""
+        return self.found.plan
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether every row that is known twice does; None where none is."""
+        return not self.found.disagreeing if self.found.judged else None
+
+    @property
+    def disagreeing(self) -> "tuple[Row, ...]":
+        """Rows beyond their tolerance."""
+        return self.found.disagreeing
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """Sentences about the first row that disagrees; empty where all agree."""
+        from meshwright.observe.compare.disagreement import explanation
+
+        bad = self.found.disagreeing
+        return tuple(explanation(self.found, bad[0])) if bad else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright compare --json` prints."""
+        from meshwright.observe.compare.table import as_json
+
+        return as_json(self.found, str(self.run))
+
+    def check(self) -> None:
+        """OutsideTolerance with the first row that disagrees; RunError where nothing could be compared."""
+        from meshwright.spec.errors import OutsideTolerance, RunError
+
+        if not self.found.judged:
+            wanting = _wanting(self.found)
+            raise RunError(f"{self.run}: nothing could be compared, no figure is known twice: {wanting}")
+        if self.explanation:
+            raise OutsideTolerance(f"{self.run}: {self.explanation[0]}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each figure: planned, dryrun and measured, with the errors of the first two."""
+        names = ("section", "what", "rank", "unit", "planned", "dryrun", "measured", "planned_error", "dryrun_error",
+                 "tolerance", "agrees")  # fmt: skip
+        return [{name: row[name] for name in names} for row in self.to_dict()["rows"]]
+
+    def __repr__(self) -> str:
+        from meshwright.observe.compare.table import verdict
+
+        return f"{self.run}: {' '.join(' '.join(verdict(self.found)).split())}"
+
+    def _repr_html_(self) -> str:
+        from meshwright.api.markup import line, table, whole
+        from meshwright.observe.compare.disagreement import TITLES, shown
+
+        found = self.found
+        rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
+        cells = [
+            (
+                row.what + (" (calls)" if row.unit == "calls" else ""),
+                *(shown(value, row.unit) for value in row.values),
+                *(_percent(row.error(place)) for place in (0, 1)),
+                "" if row.agrees() else "disagrees",
+            )
+            for row in rows
+        ]
+        verdict = {
+            True: f"Agrees: all {len(found.judged)} rows that are known twice",
+            False: f"Disagrees: {len(found.disagreeing)} of {len(found.judged)} rows",
+            None: "Nothing could be compared: no figure is known twice",
+        }[self.agrees]
+        return whole(
+            line(f"{verdict} (tolerance {found.tolerance:.0%}, traffic exact)", "good" if self.agrees else "alarm"),
+            *map(line, self.explanation),
+            table((str(self.run), *TITLES, "planned is off", "dry run is off", ""), cells),
+            *(line(f"{column.title}: {column.about}") for column in found.columns),
+        )
+
+
+def _percent(error: float | None) -> str:
+    if error is None:
+        return ""
+    return "=" if error == 0 else f"{error:+.1%}" if isfinite(error) else "new"
+
+
+def compare(
+    run: Any,
+    *,
+    tolerance: float = 0.1,
+    dry_run: bool = True,
+    cluster: str | None = None,
+    told: Told = warnings.warn,
+) -> ComparisonAnswer:
+    """Lay plan, dry run and measurement of a run side by side: memory by kind, traffic, time, MFU, bubble.
+
+    `run`: a run folder, or the answer of `train` or `profile`. `tolerance`: how far a row may be off, relatively;
+    traffic must be exact. `dry_run`: make one where the folder keeps none, and keep it there. `cluster`: what the
+    planned column is of; the plan's own by default. `told` where the dry run cannot be kept. RunError, PlanError; that
+    rows disagree is an answer (`agrees`, `check`).
+    """
+    from meshwright.api.plan_request import planner_of
+    from meshwright.observe.compare.finished_run import open_run
+    from meshwright.observe.compare.judge import compare as lay
+    from meshwright.observe.compare.sources_of_columns import columns
+
+    check_tolerance(tolerance)
+    folder = _folder(run)
+    finished = open_run(folder)
+    plan = finished.plan_as_run
+    three = columns(finished, planner_of(plan, cluster), _dryer(finished, told) if dry_run else None)
+    return ComparisonAnswer(run=folder, found=lay(plan, three, tolerance))
+
+
+def report(*runs: Any, out: str | Path | None = None, tolerance: float = 0.1, cluster: str | None = None) -> Path:
+    """Write one HTML page of runs, for offline; gives its path. `out`: where, RUN/report.html of the first by
+    default."""
+    from meshwright.api.plan_request import planner_of
+    from meshwright.observe.compare.finished_run import open_run
+    from meshwright.observe.report.report_page import page
+    from meshwright.spec.errors import PlanError
+    from meshwright.store.durable import replace_file
+
+    check_tolerance(tolerance)
+    if not runs:
+        raise PlanError("report needs a run folder at least")
+    folders = [_folder(run) for run in runs]
+    target = Path(out) if out is not None else folders[0] / "report.html"
+    _writable(target)
+    found = [open_run(folder) for folder in folders]
+    planners = [planner_of(run.plan_as_run, cluster) for run in found]
+    replace_file(target, page(found, planners, tolerance).encode())
+    return target
+
+
+def check_tolerance(tolerance: float) -> None:
+    """PlanError where it is none."""
+    from meshwright.spec.errors import PlanError
+
+    if not 0 <= tolerance < float("inf"):
+        raise PlanError(f"--tolerance {tolerance} must be a number of 0 or more, as 0.1 for a tenth")
+
+
+def _folder(run: Any) -> Path:
+    """Of a run, or of the answer about one."""
+    return Path(getattr(run, "run", run))
+
+
+def _wanting(found: "Comparison") -> str:
+    """What would make a second column."""
+    planned, dry, measured = found.columns
+    if measured.found is None:
+        return f"{measured.about}; train the plan, or run meshwright profile"
+    return f"{dry.about}; compare without --no-dry-run" if dry.found is None else planned.about
+
+
+def _dryer(run: "Finished", told: Told) -> "DryRunner":
+    """Runs the dry run, and keeps it in the folder for the next question and for the report."""
+
+    def dry(plan: "Plan", device: str) -> "Document":
+        from meshwright.observe.compare.finished_run import DRYRUN
+        from meshwright.observe.dryrun.dryrun_document import dry as as_document
+        from meshwright.observe.dryrun.simulate import dry_run
+        from meshwright.observe.shared_document import checked
+        from meshwright.store.durable import replace_file
+
+        text = json.dumps(as_document(dry_run(plan, device=device)), indent=1)
+        try:
+            replace_file(run.path / DRYRUN, (text + "\n").encode())
+        except OSError as error:  # a folder that may only be read is compared all the same
+            told(f"the dry run is not kept in {run.path}: {error.strerror}")
+        return checked(json.loads(text), "the dry run")
+
+    return dry
+
+
+def _writable(out: Path) -> None:
+    from meshwright.spec.errors import PlanError, RunError
+
+    if out.is_dir():
+        raise PlanError(f"--out {out} is a folder: name a file, as --out {out / 'report.html'}")
+    if out.suffix not in (".html", ".htm"):
+        raise PlanError(f"--out {out}: name a file that ends in .html, as --out {out.with_suffix('.html')}")
+    if not out.parent.is_dir():
+        if out.name == "report.html":
+            raise RunError(f"{out.parent} is no run folder: it does not exist; give the folder that run= named")
+        raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")

@@ -1,0 +1,145 @@
+"""HTML that stands alone in a notebook: tables, bars and curves, in the colours of the pages, light and dark."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+
+from meshwright.spec.units import duration, gib
+
+COLOURS = {
+    "compute": "forward", "exchange": "weight", "bubble": "idle", "weights": "both", "optimizer": "moments",
+    "other": "counters", "communication": "weight",
+}  # fmt: skip
+"""Parts of a step -> the name of their colour; a kind of memory is its own."""
+LISTED = 8
+"""Rows of a table here, where `rows` of the answer has more."""
+SLIGHT = 5e-4
+"""Share of a bar below which a part is neither drawn nor named."""
+RULES = """
+.meshwright { font: 13px/1.5 system-ui, sans-serif; max-width: 64rem; overflow-x: auto; }
+.meshwright p { margin: .3em 0; }
+.meshwright table { font: inherit; border-collapse: collapse; margin: .5em 0; font-variant-numeric: tabular-nums; }
+.meshwright th, .meshwright td { padding: .15em .8em .15em 0; text-align: right; white-space: nowrap; border: 0;
+  border-bottom: 1px solid color-mix(in srgb, currentColor 18%, transparent); background: none; }
+.meshwright th:first-child, .meshwright td:first-child { text-align: left; }
+.meshwright .track { display: flex; position: relative; width: 100%; min-width: 16rem; height: 14px; background: none;
+  outline: 1px solid color-mix(in srgb, currentColor 35%, transparent); }
+.meshwright .track i { display: block; height: 100%; }
+.meshwright .legend { display: flex; flex-wrap: wrap; gap: .1em 1.2em; margin: .3em 0 .6em; }
+.meshwright .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em;
+  outline: 1px solid color-mix(in srgb, currentColor 35%, transparent); }
+.meshwright .good { color: var(--good); font-weight: 600; }
+.meshwright .alarm { color: var(--alarm); font-weight: 600; }
+.meshwright .prompt { opacity: .7; }
+.meshwright pre { white-space: pre-wrap; margin: .3em 0; background: none; color: inherit; }
+.meshwright svg { display: block; max-width: 100%; }
+"""
+
+
+@cache
+def style() -> str:
+    """Rules and colours; dark where the notebook, or else the system, is."""
+    from meshwright.planner.explorer.explorer_page import source
+
+    bright, _, dim = source("colours.css").partition("@media")
+    light, dark = (" ".join(re.findall(r"--[\w-]+:[^;]+;", text)) for text in (bright, dim))
+    return (
+        f"<style>.meshwright {{ {light} }} @media (prefers-color-scheme: dark) {{ .meshwright {{ {dark} }} }}"
+        f' [data-jp-theme-light="true"] .meshwright, .vscode-light .meshwright {{ {light} }}'
+        f' [data-jp-theme-light="false"] .meshwright, .vscode-dark .meshwright {{ {dark} }}{RULES}</style>'
+    )
+
+
+def whole(*parts: str) -> str:
+    """What a notebook shows."""
+    return f'<div class="meshwright">{style()}{"".join(parts)}</div>'
+
+
+def line(text: str, kind: str = "") -> str:
+    """A sentence; `kind`: good or alarm."""
+    return f"<p{_kind(kind)}>{escape(text)}</p>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are text; the first column is left-aligned."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def bar(parts: Mapping[str, float], said: Mapping[str, str], room: float = 0.0) -> str:
+    """One bar and its legend: what there is of each part, as `said`, the slight ones left out. `room`: how long the bar
+    is at least."""
+    total = sum(parts.values())
+    length = max(room, total) or 1.0
+    shown = {name: size for name, size in parts.items() if size > SLIGHT * total}
+    pieces = "".join(
+        f'<i style="width:{100 * size / length:.3f}%;background:{_colour(name)}"></i>' for name, size in shown.items()
+    )
+    words = "".join(
+        f'<span><i style="background:{_colour(name)}"></i>{escape(name)} {escape(said[name])}</span>' for name in shown
+    )
+    label = escape(", ".join(f"{name} {said[name]}" for name in shown), quote=True)
+    return f'<div class="track" role="img" aria-label="{label}">{pieces}</div><div class="legend">{words}</div>'
+
+
+def memory_bar(kinds: Mapping[str, float], room: float = 0.0) -> str:
+    """Bytes by kind."""
+    return bar(kinds, {kind: gib(size) for kind, size in kinds.items()}, room)
+
+
+def step_length(seconds: float) -> str:
+    """With four digits from a second on: neighbours differ by a hundredth."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.4g} s" if seconds < 1000 else duration(seconds)
+
+
+def time_bar(parts: Mapping[str, float]) -> str:
+    """Seconds by part of a step."""
+    return bar(parts, {part: duration(seconds) for part, seconds in parts.items()})
+
+
+def curve(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> str:
+    """Lines over one pair of axes, with the ends of both written beside them; empty where there are no two points."""
+    points = [point for one in lines.values() for point in one]
+    if len({x for x, _ in points}) < 2:
+        return ""
+    width, height, left, under = 560.0, 180.0, 56.0, 34.0
+    least_x, most_x = min(x for x, _ in points), max(x for x, _ in points)
+    least_y, most_y = min(y for _, y in points), max(y for _, y in points)
+
+    def place(x: float, y: float) -> str:
+        right = left + (width - left - 8) * (x - least_x) / (most_x - least_x)
+        down = 8 + (height - under - 8) * (most_y - y) / ((most_y - least_y) or 1.0)
+        return f"{right:.1f},{down:.1f}"
+
+    strokes = ("var(--accent)", "var(--moments)", "var(--activations)")
+    drawn = "".join(
+        f'<polyline fill="none" stroke="{stroke}" stroke-width="1.6" points="{" ".join(place(*p) for p in one)}"/>'
+        for stroke, one in zip(strokes, lines.values(), strict=False)
+    )
+    words = [
+        f'<text x="{left - 6}" y="16" text-anchor="end">{most_y:.4g}</text>',
+        f'<text x="{left - 6}" y="{height - under}" text-anchor="end">{least_y:.4g}</text>',
+        f'<text x="{left}" y="{height - under + 18}">{least_x:g}</text>',
+        f'<text x="{width - 8}" y="{height - under + 18}" text-anchor="end">{across} {most_x:g}</text>',
+    ]
+    legend = "".join(
+        f'<span><i style="background:{stroke}"></i>{escape(name)}</span>'
+        for stroke, name in zip(strokes, lines, strict=False)
+    )
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    return (
+        f'<svg {size} role="img" aria-label="{escape(up, quote=True)}" fill="currentColor" font-size="12">{drawn}'
+        f'{"".join(words)}</svg><div class="legend">{escape(up)}: {legend}</div>'
+    )
+
+
+def _colour(name: str) -> str:
+    return f"var(--{COLOURS.get(name, name)}, #8a8a8a)"
+
+
+def _kind(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""

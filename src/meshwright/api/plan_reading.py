@@ -1,0 +1,127 @@
+"""Words, keywords and plans as one Plan: what a command line and a call in Python may say of it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from meshwright.spec import ModelShape, Plan
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """An answer that is of a plan."""
+
+    @property
+    def plan(self) -> "Plan":
+        """That plan."""
+        ...
+
+
+Section = str | Sequence[str] | Mapping[str, Any] | None
+"""Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
+
+
+def read_plan(
+    words: Sequence[Any], keys: Mapping[str, Any], *, processes: int | None = 1, notes: list[str] | None = None
+) -> "tuple[Plan, str]":
+    """(plan, resume) of a plan file or a plan, and KEY=VALUE words in any order, with keywords put on top.
+
+    A keyword is a key of a plan file: run="runs/a", recipe={"steps": 5}. `processes`: what a degree that is `auto`
+    shares out; None = the devices of the plan's cluster. What was read under another tool's name is said in `notes`,
+    or as a warning. PlanError, as on the command line.
+    """
+    said = [word if isinstance(word, str) else str(word) for word in words if not _is_plan(word)]
+    path, overrides, resume = sort_words(said)
+    plans = [word for word in words if _is_plan(word)]
+    if len(plans) > 1 or (plans and path is not None):
+        from meshwright.spec.errors import PlanError
+
+        raise PlanError("two plans: give one, and changes as KEY=VALUE")
+    base = base_words(plans[0]) if plans else []
+    changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
+    from meshwright import planfile
+
+    def read(number: int) -> "Plan":
+        return planfile.read(path, changes, shape_from_folder=shape_from_folder, notes=notes, processes=number)
+
+    if processes is not None:
+        return read(processes), resume
+    plan = read(1)
+    return (read(plan.cluster.devices) if plan.cluster.devices > 1 else plan), resume
+
+
+def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
+    """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
+    from meshwright.spec.errors import PlanError
+
+    files = [word for word in words if "=" not in word]
+    pairs = [word for word in words if "=" in word]
+    if len(files) > 1:
+        raise PlanError(f"two plan files, {files[0]} and {files[1]}: give one, and changes as KEY=VALUE")
+    resume = [pair.partition("=")[2] for pair in pairs if pair.startswith("resume=")]
+    overrides = [pair for pair in pairs if not pair.startswith("resume=")]
+    if resume and not resume[-1]:
+        raise PlanError("resume= is empty: give resume=auto, resume=no or the path of a checkpoint")
+    return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
+
+
+def shape_from_folder(folder: Path) -> "ModelShape":
+    """Of a Hugging Face directory."""
+    from meshwright.model.hub import import_folder
+
+    return import_folder(folder).shape
+
+
+def words_of(key: str, value: Any) -> list[str]:
+    """KEY=VALUE words of a keyword: a mapping or a dataclass is one for each of its keys, at any depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return [word for name, item in value.items() for word in words_of(f"{key}.{name}", item)]
+    if isinstance(value, bool):
+        return [f"{key}={str(value).lower()}"]
+    if isinstance(value, list | tuple):
+        return [f"{key}={json.dumps(value, default=asdict)}"]
+    return [f"{key}={'' if value is None else value}"]
+
+
+def section_words(section: Any) -> list[str]:
+    """KEY=VALUE words of a part of a plan, without the name of the part."""
+    if section is None:
+        return []
+    if isinstance(section, str):
+        return [section]
+    if isinstance(section, Mapping) or is_dataclass(section):
+        return [word.removeprefix("x.") for word in words_of("x", section)]
+    return [str(word) for word in section]
+
+
+def plan_of(word: Any) -> "Plan | None":
+    """The plan that a word is or is an answer about; None = it is neither."""
+    from meshwright.spec import Plan
+
+    if isinstance(word, Plan):
+        return word
+    return word.plan if not isinstance(word, str | Path) and isinstance(word, HasPlan) else None
+
+
+def base_words(word: Any) -> list[str]:
+    """The words that make a plan again: a section each, whole. A warm-up that follows from the number of steps still
+    does."""
+    from meshwright import planfile
+
+    plan = plan_of(word)
+    assert plan is not None
+    found = planfile.dump(plan)
+    if plan.recipe == replace(plan.recipe, warmup_steps=-1):
+        found["recipe"]["warmup_steps"] = -1
+    write = partial(json.dumps, ensure_ascii=False)
+    return [f"{key}={write(value) if isinstance(value, dict) else value}" for key, value in found.items()]
+
+
+def _is_plan(word: Any) -> bool:
+    return plan_of(word) is not None

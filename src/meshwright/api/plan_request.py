@@ -1,0 +1,160 @@
+"""Model, cluster and recipe as the plan that is asked about, for `plan` and `explore`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
+
+if TYPE_CHECKING:
+    from meshwright.planner.step.predict import Estimator
+    from meshwright.spec import Cluster, Plan
+
+SEQUENCE = 8192
+"""Of a recipe that names none: as today's models are trained, if they are made for it."""
+BATCH_TOKENS = 4_000_000
+"""Of a step, where the recipe names no batch (Llama-1's)."""
+
+MOST_NODES = 2**17
+
+
+def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> "Plan":
+    """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
+    plan file, or a plan."""
+    from meshwright import planfile
+    from meshwright.planner.machine.clusterfile import is_file
+
+    plan = plan_of(model)
+    path = Path("plan" if plan else model)
+    given = plan is not None or path.suffix in (".yaml", ".yml")
+    words = [f"recipe.{word}" for word in _words(recipe)]
+    if plan is not None:
+        words = [*base_words(plan), *words]
+    elif not given:
+        folder = path.parent if path.name == "config.json" else path
+        words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
+    file = path if given and plan is None else None
+    found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
+    _nodes(nodes)
+    if cluster is not None:
+        found = replace(found, cluster=_cluster(cluster, nodes or (found.cluster.nodes if given else 1)))
+    elif not (given and found.cluster.device.memory_bytes):
+        raise _no_cluster(str("the plan" if plan else model) if given else "")
+    elif nodes is not None:
+        found = replace(found, cluster=replace(found.cluster, nodes=nodes))
+    if cluster is None or not is_file(cluster):  # a measured machine has curves instead
+        _known(found)
+    if not given:
+        found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
+    _any_layout(found)
+    return found
+
+
+def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
+    """What counts its layouts: a measured machine where --cluster names a file, else data sheets."""
+    from meshwright.planner.machine.clusterfile import asked, is_file
+    from meshwright.planner.step.predict import estimator
+
+    if cluster is not None and is_file(cluster):
+        return asked(cluster)[0].estimator(plan)
+    return estimator(plan)
+
+
+def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
+    """What counts a plan that has been run, on a device that is named now or as a cluster file measured it; None = the
+    plan's own device. PlanError in one line where there is no such device or file."""
+    if cluster is None:
+        return None
+    return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
+
+
+def _cluster(name: str, nodes: int) -> "Cluster":
+    from meshwright.planner.machine.clusterfile import asked, is_file
+    from meshwright.spec import presets
+
+    return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
+
+
+def _words(recipe: Sequence[str]) -> list[str]:
+    """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two."""
+    from meshwright.spec.errors import PlanError
+
+    found = []
+    for word in recipe:
+        parts = word.split(",")
+        found += parts if all(re.match(r"\s*[\w.-]+=", part) for part in parts) else [word]
+    for word in found:
+        if "=" not in word:
+            raise PlanError(f"--recipe {word!r} is not KEY=VALUE, as sequence=8192")
+    return [word.strip() for word in found]
+
+
+def _nodes(nodes: int | None) -> None:
+    from meshwright.spec.errors import PlanError
+
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise PlanError(f"--nodes {nodes} must be at least 1 and at most {MOST_NODES:,}")
+
+
+def _no_cluster(file: str) -> Exception:
+    from meshwright.spec import presets
+    from meshwright.spec.errors import PlanError
+
+    says = f"--cluster is missing, and {file} names none with known figures" if file else "--cluster is missing"
+    names = ", ".join(name for name in presets.device_names() if name != "local")
+    return PlanError(f"{says}: name a device and how many of it a node has, as --cluster h100x8; known: {names}")
+
+
+def _any_layout(found: "Plan") -> None:
+    """Raise what no layout can mend: a sequence beyond learned positions, a noise scale on many devices."""
+    from meshwright.spec import Layout
+    from meshwright.spec.errors import IllegalLayout
+    from meshwright.spec.legal import layout_violations
+
+    every = found.recipe.noise_scale_every
+    replace(found, layout=Layout(), recipe=replace(found.recipe, noise_scale_every=0)).check()
+    devices = found.cluster.devices
+    if every and devices > 1:
+        alone = replace(found.recipe, dropout=0.0)
+        raise IllegalLayout(layout_violations(found.model, alone, Layout(dp_replicate=devices))[0])
+
+
+def _recipe(found: "Plan", named: set[str]) -> "Plan":
+    """What a recipe of the command line leaves out is not a toy's: bf16, a long sequence, millions of tokens a step."""
+    changes: dict[str, Any] = {}
+    if not named & {"precision", "mixed_precision", "dtype"}:
+        changes["precision"] = "bf16"
+    sequence = found.recipe.sequence
+    if not any("seq" in name or "context" in name for name in named):
+        sequence = changes["sequence"] = min(SEQUENCE, found.model.max_positions)
+    if not any("batch" in name for name in named):
+        changes["global_batch"] = _batch(BATCH_TOKENS // sequence, found.cluster.devices)
+    return replace(found, recipe=replace(found.recipe, **changes))
+
+
+def _batch(wanted: int, devices: int) -> int:
+    """Sequences of a step: a power of 2, times what else the devices share their work by (3 nodes: 3)."""
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    return odd << max(0, round(log2(max(1, wanted) / odd)))
+
+
+def _known(found: "Plan") -> None:
+    """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
+    from meshwright.spec.errors import PlanError
+
+    cluster, device = found.cluster, found.cluster.device
+    needed = ["memory_bytes", "memory_bytes_per_s"]
+    needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]
+    needed += ["link_bytes_per_s"] if cluster.devices_per_node > 1 else []
+    needed += ["network_bytes_per_s"] if cluster.nodes > 1 else []
+    missing = [name for name in needed if not getattr(device, name)]
+    if missing:
+        raise PlanError(
+            f"cluster.device {device.name!r} lacks {', '.join(missing)}: name a known device, as --cluster h100x8, or "
+            "give these figures in a plan file"
+        )

@@ -1,0 +1,197 @@
+"""`plan`: the layouts of a model on a cluster, ranked, with what each would cost. Needs no torch, no GPU."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.plan_reading import Section, section_words
+from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html, refuse
+
+if TYPE_CHECKING:
+    from meshwright.api.layout_argument import Fixed
+    from meshwright.planner.search.ranking import Found
+    from meshwright.planner.step.budget import Budget
+    from meshwright.planner.step.predict import Estimator
+    from meshwright.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanAnswer(Answer):
+    """The layouts that fit, the recommended one first, and why."""
+
+    found: "Found"
+    """As the search gave it."""
+    estimator: "Estimator"
+    fixed: "Fixed"
+    """What of the layout was given, and not searched."""
+    tokens: float = 0.0
+    price: float = 0.0
+
+    @property
+    def best(self) -> PlannedLayout:
+        """The recommended one: the fastest that leaves some memory free, where there is one."""
+        return PlannedLayout(prediction=self.found.best[0], tokens=self.tokens)
+
+    @property
+    def alternatives(self) -> tuple[PlannedLayout, ...]:
+        """The others that are listed, the fastest first."""
+        return tuple(PlannedLayout(prediction=one, tokens=self.tokens) for one in self.found.best[1:])
+
+    @property
+    def plan(self) -> "Plan":
+        """Of the recommended layout."""
+        return self.best.plan
+
+    @cached_property
+    def why(self) -> tuple[str, ...]:
+        """Sentences: what each technique of the recommended layout is for."""
+        from meshwright.planner.explain import reasons
+
+        return tuple(reasons(self.estimator, self.found.best[0]))
+
+    @cached_property
+    def outlook(self) -> tuple[str, ...]:
+        """Sentences: a longer sequence, half the devices, the batch, the token budget."""
+        from meshwright.planner.explain import bill, half_machine, limit, scale_warnings
+
+        best = self.found.best[0]
+        said = [limit(self.estimator, best), *half_machine(self.estimator, best)]
+        said += scale_warnings(self.estimator, best, self.tokens)
+        return tuple(filter(None, [*said, bill(best, self.tokens, self.price) if self.tokens else ""]))
+
+    @property
+    def budget(self) -> "Budget | None":
+        """What the token budget takes; None = none was given."""
+        from meshwright.planner.step.budget import budget
+
+        best = self.found.best[0]
+        if not self.tokens:
+            return None
+        return budget(self.tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, self.price)
+
+    def save(self, file: str | Path) -> Path:
+        """Write the recommended plan, to be run by `train`."""
+        return self.best.save(file)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright plan --json` prints."""
+        from meshwright.planner.plan_document import document, ranked
+
+        bill = self.budget
+        return {
+            **document(self.found.best[0]),
+            **ranked(self.found),
+            **({} if bill is None else {"budget": asdict(bill)}),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each layout that is listed, the recommended one first."""
+        return [one.row() for one in (self.best, *self.alternatives)]
+
+    def __repr__(self) -> str:
+        cluster = self.plan.cluster
+        machine = f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}"
+        return (
+            f"{self.plan.model.name} on {machine}: {self.best} "
+            f"(best of {self.found.legal:,} legal layouts, {len(self.alternatives)} alternatives)"
+        )
+
+    def _repr_html_(self) -> str:
+        from meshwright.api.markup import LISTED, line, table, whole
+
+        plan, cluster = self.plan, self.plan.cluster
+        recipe = plan.recipe
+        asked = (
+            f"{plan.model.name} on {cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}, "
+            f"{recipe.global_batch} sequences of {recipe.sequence:,} tokens per step, {recipe.precision}"
+        )
+        others = self.alternatives[: LISTED - 1]
+        rows = [layout_cells(one) for one in (self.best, *others)]
+        searched = f"{self.found.legal:,} legal layouts; {self.found.too_large:,} do not fit."
+        return whole(
+            line(asked),
+            layout_html(self.best),
+            table(("layout", "step", "tokens/s per device", "MFU (full)", "memory", "bubble"), rows) if others else "",
+            *map(line, (*self.why, searched)),
+        )
+
+
+def plan(
+    model: Any,
+    *,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    layout: Any = None,
+    recipe: Section = None,
+    tokens: str | float | None = None,
+    price: float = 0.0,
+    listed: int | None = None,
+) -> PlanAnswer:
+    """Rank the layouts of a model on a cluster by predicted step time.
+
+    `model`: a preset's name, a Hugging Face folder, a plan file or a plan. `cluster`: a device and how many of it a
+    node has, as "h100x8", or a file of `calibrate`. `layout` fixes some degrees: {"tp": 8}, "tp=8,zero=3", a Layout.
+    `recipe`: {"sequence": 8192}. `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
+
+    DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
+    """
+    from meshwright.api.layout_argument import SEARCHED, fixed_layout
+    from meshwright.api.plan_request import asked_estimator, asked_plan
+    from meshwright.planner.search.ranking import LISTED, search
+    from meshwright.planner.search.recommend import recommended
+    from meshwright.planner.search.refused import answered
+    from meshwright.spec import Layout
+
+    asked = asked_plan(model, cluster, nodes, section_words(recipe))
+    budget = _tokens(tokens)
+    _check_price(price, budget)
+    if isinstance(layout, Layout):
+        layout = {name: getattr(layout, name) for name in SEARCHED}
+    fixed = fixed_layout(asked, section_words(layout))
+    of = asked_estimator(asked, cluster)
+    found = search(of, asked, fixed=fixed, listed=LISTED if listed is None else listed)
+    if not found.legal:
+        found = answered(of, asked, fixed)
+    if not found.best:
+        raise _does_not_fit(of, found, free=not fixed)
+    found = recommended(of, asked, found, fixed)
+    return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
+
+
+def _does_not_fit(of: "Estimator", found: "Found", *, free: bool) -> Exception:
+    """With the nearest layout, and its document."""
+    from meshwright.planner.explain import failure, unfit
+    from meshwright.planner.plan_document import document, ranked
+    from meshwright.planner.search.changes import enough_nodes
+    from meshwright.spec.errors import DoesNotFit
+
+    one = found.nearest
+    assert one is not None
+    error = DoesNotFit(
+        unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0, free=free)
+    )
+    error.answer, error.document = PlannedLayout(prediction=one), {**document(one), **ranked(found)}
+    return error
+
+
+def _tokens(given: str | float | None) -> float:
+    if given is None:
+        return 0.0
+    text = str(given)
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = -1.0
+    if not 1 <= number < 1e18:
+        refuse(f"--tokens {given} must be a number of 1 or more and below 10**18, as 15T or 300B")
+    return number
+
+
+def _check_price(price: float, tokens: float) -> None:
+    if not 0 <= price < float("inf"):
+        refuse(f"--price {price} must be a number of 0 (none) or more")
+    if price and not tokens:
+        refuse(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")

@@ -1,0 +1,211 @@
+"""A trained model from where it lies: a run folder, one of its checkpoints, or a Hugging Face directory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.data import Sampler, Tokenizer, TokenStream, prepare
+from meshwright.model import Sampling, Transformer, build, generate
+from meshwright.model.hub import import_folder
+from meshwright.parallel import on_one_device
+from meshwright.spec import Data, Plan, num_parameters
+from meshwright.spec.errors import DataError, PlanError, RunError
+from meshwright.spec.units import count
+from meshwright.store import checkpoint_folder
+from meshwright.store.model_weights import locate, weights
+from meshwright.train.batches import held_out
+from meshwright.train.device import pick_device
+from meshwright.train.evaluate import evaluate
+from meshwright.train.precision import DTYPES
+from meshwright.train.watch import EvalMetrics
+
+LONGEST = 2048
+"""Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""
+ROWS_TOKENS = 8192
+"""Tokens of one forward pass of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A prompt and what a model made of it."""
+
+    prompt: str | None
+    """None = it was given as ids, and there is no tokenizer."""
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    """New tokens; the last may be one that ends a text."""
+    logprobs: tuple[float, ...]
+    """That the model (untempered) gave each."""
+    text: str | None
+    """The new tokens as text; None = there is no tokenizer."""
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.ids)) if self.text is None else f"{self.prompt or ''}{self.text}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from meshwright.api.markup import whole
+
+        new = str(self) if self.text is None else self.text
+        return whole(f'<pre><span class="prompt">{escape(self.prompt or "")}</span>{escape(new)}</pre>')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TrainedModel:
+    """A model ready to answer, and what was found beside it."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    """None = the Hugging Face directory holds none."""
+    tokenizer_file: str
+    """As `data.tokenizer` takes it."""
+    plan: Plan | None
+    """Of the run; None for a Hugging Face directory."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a text."""
+    path: Path = Path()
+    """Where it was read from."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Generated:
+        """Continue a text, or token ids, until the model ends it. `temperature` 0: always the likeliest token;
+        `top_k`: only the k likeliest, 0 = all; `top_p`: only the likeliest that together reach p. `on_token` hears of
+        each new one. PlanError."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        found = generate(
+            self.model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids, on_token=on_token
+        )
+        decode = self.tokenizer.decode if self.tokenizer else None
+        asked = prompt if isinstance(prompt, str) else decode(ids) if decode else None
+        return Generated(
+            prompt=asked,
+            prompt_ids=tuple(ids),
+            ids=tuple(found.ids),
+            logprobs=tuple(found.logprobs),
+            text=decode(found.ids) if decode else None,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text.
+        PlanError where there is no tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give --prompt-ids 1,2,3")
+        ids: list[int] = tokenizer.encode(text, special=True).tolist()
+        bos = tokenizer.bos
+        if bos is None or (tokenizer.separator and ids) or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
+
+    def evaluate(self, data: str | None = None, *, sequences: int = 0) -> EvalMetrics:
+        """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
+        run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
+        if sequences < 0:
+            raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
+        stream = self._text(data)
+        if stream.num_tokens < 2:
+            raise DataError(
+                f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
+            )
+        assert self.tokenizer is not None
+        length = self.plan.recipe.sequence if self.plan else min(LONGEST, self.model.shape.max_positions)
+        batches = held_out(
+            Sampler(stream, sequence=length, tokenizer_separator=self.tokenizer.separator, seed=0, shuffle=False),
+            self.model.embed.weight.device,
+            rows=max(1, ROWS_TOKENS // length),
+            limit=sequences,
+            document_mask=self.plan.recipe.document_mask if self.plan else True,
+        )
+        per_byte = stream.num_tokens / max(1, stream.num_bytes)
+        return evaluate(on_one_device(self.model), batches, step=0, tokens_per_byte=per_byte)
+
+    def _text(self, path: str | None) -> TokenStream:
+        """With a path the whole text there; without one the part that the run held out."""
+        if self.tokenizer is None:
+            raise PlanError(f"{self.path} has no tokenizer.json to read a text with: put its tokenizer there")
+        if path is not None:
+            return prepare(Data(path=str(path), tokenizer=self.tokenizer_file, validation=0.0)).train
+        if self.plan is None:
+            raise PlanError(f"{self.path} does not say which text to score it on: give --data PATH, or --data stdlib")
+        return prepare(replace(self.plan.data, tokenizer=self.tokenizer_file)).validation
+
+    def __repr__(self) -> str:
+        weight = self.model.embed.weight
+        dtype = next(name for name, kind in DTYPES.items() if kind == weight.dtype)
+        parameters = count(num_parameters(self.model.shape))
+        return f"{self.model.shape.name}: {parameters} parameters, {dtype} on {weight.device} ({self.path})"
+
+
+def load(path: Any, dtype: str | None = "fp32") -> TrainedModel:
+    """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
+    folder, one of its checkpoints, a Hugging Face directory, or the answer of `train`.
+
+    fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
+    or HubError where it is damaged.
+    """
+    path = Path(getattr(path, "run", path))
+    if dtype is not None and dtype not in DTYPES:
+        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        return _open_run(path, dtype)
+    if (path / "config.json").is_file():
+        return _open_hub(path, dtype)
+    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
+    raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
+
+
+def _open_run(path: Path, dtype: str | None) -> TrainedModel:
+    run, checkpoint = locate(path)
+    tokenizer = run.known_tokenizer(checkpoint)
+    wanted = DTYPES[dtype or run.plan.recipe.precision]
+    model = build(run.plan.model, dtype=wanted, device=pick_device(), initialize=False)
+    places = model.state_dict()
+    for name, tensor in weights(checkpoint, wanted, verified=True):
+        places[name].copy_(tensor)
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        tokenizer_file=str(run.tokenizer),
+        plan=run.plan,
+        stop_ids=() if tokenizer.eos is None else (tokenizer.eos,),
+        path=path,
+    )
+
+
+def _open_hub(path: Path, dtype: str | None) -> TrainedModel:
+    folder = import_folder(path)
+    model = build(folder.shape, dtype=DTYPES[dtype] if dtype else folder.dtype, device=pick_device(), initialize=False)
+    places = model.state_dict()
+
+    def put(name: str, tensor: Tensor) -> None:
+        places[name].copy_(tensor)
+
+    folder.load(put)
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
+        tokenizer_file=str(folder.tokenizer or ""),
+        plan=None,
+        stop_ids=_ids(folder.generation.get("eos_token_id")),
+        path=path,
+    )
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """A generation config holds one id, a list of them, or none."""
+    many: Sequence[object] = value if isinstance(value, list) else [value]
+    return tuple(number for number in many if isinstance(number, int))

@@ -1,0 +1,39 @@
+"""Runs a notebook's code cells in this process, in order, as a kernel would: `python -m tests.api.cells FILE.ipynb`.
+
+The last expression of a cell is shown as a notebook shows it. A kernel, and what talks to one, would add
+dozens of packages to the development tools; the notebook uses no magics, so nothing is lost. One JSON line per cell.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(file: Path) -> None:
+    """Print a JSON line for each code cell; an error ends it, with its cell."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            print(json.dumps(shown("".join(cell["source"]), f"{file.name}, cell {number}", scope)), flush=True)
+
+
+def shown(source: str, name: str, scope: dict[str, Any]) -> dict[str, str]:
+    """What a cell prints, and its last expression as text and HTML."""
+    body = ast.parse(source, filename=name).body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    value, printed = None, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(body=body, type_ignores=[]), name, "exec"), scope)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(body=last.value), name, "eval"), scope)
+    html = value._repr_html_() if hasattr(value, "_repr_html_") else ""
+    return {"source": source, "printed": printed.getvalue(), "text": repr(value), "html": html}
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))
