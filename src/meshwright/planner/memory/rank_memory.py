@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from meshwright.planner.cost.local_shape import SPLIT
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import Cost
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import Rank, Standing, Units, enough
+from meshwright.planner.memory.engine_peak import Rank, Standing, Unit, Units, enough
 from meshwright.planner.memory.instants import Moment, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
@@ -109,13 +108,6 @@ class Whole:
     loss_bytes: float = 0.0
     head_bytes: float = 0.0
     layer_bytes: float = 0.0
-
-
-class Unit(NamedTuple):
-    """Bytes of what is gathered and reduced together: parameters, gradients."""
-
-    parameters: float
-    gradients: float
 
 
 def whole_together(block: Unit, ends: Unit) -> Whole:

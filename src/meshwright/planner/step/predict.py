@@ -10,8 +10,7 @@ from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import Cost, ranks_of
 from meshwright.planner.cost.states import Counts, States, states
-from meshwright.planner.memory.engine_peak import Standing, Units, moments, standing
-from meshwright.planner.memory.engine_peak import Unit as Peak
+from meshwright.planner.memory.engine_peak import Standing, Unit, Units, moments, standing
 from meshwright.planner.memory.rank_memory import (
     RankMemory,
     Whole,
@@ -229,9 +228,9 @@ class Estimator(Pieces):
         layers = self.shape.layers
         made = state.parameter_bytes / state.gradient_bytes
 
-        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Peak:
+        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Unit:
             found = self._unit(layout, state, layers, first=first, last=last)
-            return Peak(found.parameters, found.gradients, found.gradients * made)
+            return Unit(found.parameters, found.gradients, found.gradients * made)
 
         return Units(
             first=unit((), first=True, last=tied),

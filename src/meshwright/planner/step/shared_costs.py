@@ -9,7 +9,7 @@ from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
 from meshwright.planner.cost.stage_costs import Cost, Costs, costs, split_by_cost
 from meshwright.planner.cost.states import Counts, States, counts
-from meshwright.planner.memory.rank_memory import Unit
+from meshwright.planner.memory.engine_peak import Unit
 from meshwright.planner.step.memo import Known
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
