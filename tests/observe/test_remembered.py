@@ -129,6 +129,7 @@ def _seen(one: Plan, remembers: bool) -> Seen:
     return see(one, rank, "cuda", 1.0, shortened(one, rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_dry_run_is_the_same_to_the_byte(name: str) -> None:
     with ProcessPoolExecutor(1, mp_context=SERVER, max_tasks_per_child=1) as pool:

@@ -150,6 +150,7 @@ def _tp_of(world: int) -> list[dict[str, Any]]:
     return [each for each in TP if each["tp"] == world]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_are_summed_over_as_many_ranks_as_numbers_ask_for(world: int) -> None:
     ranks = on_ranks(world, _needed_sums, SEEN, _tp_of(world), limit_s=600)
