@@ -2,6 +2,7 @@
 
     python -m docs.pictures.draw [NAME ...]
 
+Memory by sequence and by stage and the line of time are the planner's figures, the first steps a dry run's.
 Positions of ranks come from parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from
 spec/schedule.py played by spec/replay.py, bytes from the planner: a picture cannot say what the code does not do.
 """
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +22,12 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from docs.generate import run
 from docs.tables import TABLES
+from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.context import local_positions
+from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.time.collectives import Held, sharing
+from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
 from meshwright.spec.replay import Times, replay
@@ -358,16 +365,183 @@ def expert() -> Figure:
     return sheet
 
 
+KINDS = (
+    ("parameters", "#16386e", ("parameters", "shards")),
+    ("gradients", "#7a5200", ("gradients",)),
+    ("optimizer states", "#e3a92b", ("masters", "moments", "counters")),
+    ("activations and logits", "#00a087", ("activations", "logits")),
+    ("temporaries and buffers", "#e8702a", ("temporaries", "buffers", "reserve", "tokens")),
+)
+"""Of memory: name, colour as on the pages, the planner's kinds."""
+GIB = 2**30
+
+
+def stacked(axes: Axes, bars: list[tuple[str, dict[str, float]]], limit: float, *, legend: bool) -> None:
+    """A column for each of (name, bytes by kind), a line at `limit` bytes."""
+    for place, (_, kinds) in enumerate(bars):
+        low = 0.0
+        for name, color, parts in KINDS:
+            size = sum(kinds.get(part, 0.0) for part in parts) / GIB
+            axes.bar(place, size, bottom=low, color=color, width=0.7, edgecolor="white", linewidth=0.5,
+                     label=name if place == 0 else None)  # fmt: skip
+            low += size
+        axes.text(place, low * 1.01, f"{low:.0f}", ha="center", va="bottom", fontsize=SIZE)
+    if limit:
+        axes.axhline(limit / GIB, color="#b3261e", linewidth=1)
+        axes.text(-0.45, limit / GIB, f" {limit / GIB:.1f} GiB usable", color="#b3261e", va="bottom", fontsize=SIZE,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=SIZE)
+    axes.set_ylabel("GiB at the peak", fontsize=SIZE)
+    axes.tick_params(labelsize=SIZE)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(fontsize=SIZE - 1, frameon=False, loc="upper left")
+
+
+def planned(model: str, layout: Layout, nodes: int, sequence: int, batch: int) -> tuple[dict[str, float], float]:
+    """Bytes by kind of the fullest rank, and what an H100 leaves a program."""
+    plan = Plan(
+        model=presets.model(model),
+        recipe=Recipe(sequence=sequence, global_batch=batch, precision="bf16"),
+        layout=layout,
+        cluster=presets.cluster("h100x8", nodes) if nodes else presets.cluster("h100x1", 1),
+    )
+    return max(predict(plan).memory, key=lambda one: one.total_bytes).kinds, usable_bytes(plan)
+
+
+def sequence() -> Figure:
+    """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation. Where the
+    optimizer's step is the peak, there is no activation in it."""
+    sheet = figure(10, 6.4)
+    rows = sheet.subplots(2, 3, sharey="row")
+    for row, model in zip(rows, ("llama-3.2-1b", "llama-3.1-8b"), strict=True):
+        for axes, recompute in zip(row, ("none", "selective", "full"), strict=True):
+            layout = Layout(micro_batch=1, recompute=recompute)  # type: ignore[arg-type]
+            lengths = (1024, 2048, 4096, 8192, 16384)
+            found = [planned(model, layout, 0, length, 1) for length in lengths]
+            stacked(axes, [(f"{n:,}", kinds) for n, (kinds, _) in zip(lengths, found, strict=True)], found[0][1],
+                    legend=axes is rows[0][0])  # fmt: skip
+            axes.set_title(f"{model}, recompute={recompute}", loc="left", fontsize=SIZE + 1, fontweight="bold")
+            axes.set_xlabel("tokens of the sequence", fontsize=SIZE)
+    return sheet
+
+
+def stages() -> Figure:
+    """An 8B model on 32 H100, sequence 8,192, one sequence per micro-batch, by ZeRO stage."""
+    sheet = figure(7, 3.8)
+    axes = sheet.subplots()
+    bars = []
+    for zero in range(4):
+        split = {"dp_shard": 32} if zero else {"dp_replicate": 32}
+        kinds, usable = planned("llama-3.1-8b", Layout(**split, zero=zero, micro_batch=1), 4, 8192, 512)  # type: ignore[arg-type]
+        bars.append((f"ZeRO-{zero}", kinds))
+    stacked(axes, bars, usable, legend=False)
+    axes.legend(fontsize=SIZE - 1, frameon=False, loc="upper right")
+    axes.set_title("llama-3.1-8b on 32 H100, data parallel only", loc="left", fontsize=SIZE + 1, fontweight="bold")
+    return sheet
+
+
+def steps() -> Figure:
+    """What a program holds over its first four steps, pass by pass. This engine makes the optimizer's states
+    before the first step, so that all steps are equal; others make them in the first optimizer step."""
+    plan = Plan(
+        model=presets.model("llama-3.2-1b"),
+        recipe=Recipe(sequence=2048, global_batch=2, precision="bf16"),
+        layout=Layout(micro_batch=1),
+        cluster=presets.cluster("h100x1", 1),
+    )
+    passes = dry_run(plan, processes=1).ranks[0].passes
+    names = [one.name for one in passes]
+    first, second, last = (names.index(name) for name in ("step 1", "step 2", "evaluate"))
+    again = passes[second:last]
+    shown = [*passes[:last], *again, *again]
+    sheet = figure(9, 3.8)
+    axes = sheet.subplots()
+    low = [0.0] * len(shown)
+    for name, color, parts in KINDS:
+        sizes = [sum(one.kinds.get(part, 0) for part in parts) / GIB for one in shown]
+        axes.bar(range(len(shown)), sizes, bottom=low, color=color, width=1.0, label=name)
+        low = [a + b for a, b in zip(low, sizes, strict=True)]
+    starts = [first, *(second + n * len(again) for n in range(3))]
+    axes.set_xticks([start - 0.5 for start in starts], [f"step {n + 1}" for n in range(4)], fontsize=SIZE, ha="left")
+    axes.set_ylabel("GiB, each part when it held most", fontsize=SIZE)
+    axes.set_ylim(0, 1.3 * max(low))
+    axes.tick_params(labelsize=SIZE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=SIZE - 1, frameon=False, ncols=3, loc="upper left")
+    axes.set_title(
+        "llama-3.2-1b, 2 micro-batches of 2,048 tokens per step: dry run of 2 steps, the second repeated",
+        loc="left", fontsize=SIZE + 1, fontweight="bold",
+    )  # fmt: skip
+    return sheet
+
+
+class Lines:
+    """Two lines of time, computation and communication: each does one thing after the other."""
+
+    def __init__(self) -> None:
+        self.free = {"computes": 0.0, "sends": 0.0}
+        self.rows: tuple[list[tuple[float, float, str]], list[tuple[float, float, str]]] = ([], [])
+
+    def run(self, what: str, ready: float, length: float, label: str) -> float:
+        """Begin when it is ready and the line is free; its end."""
+        start = max(self.free[what], ready)
+        self.free[what] = start + length
+        self.rows[what == "sends"].append((start, length, label))
+        return self.free[what]
+
+
+def overlap() -> Figure:
+    """Computation and communication of one micro-batch on one line of time, by ZeRO stage: seconds of the planner."""
+    model, layers = replace(presets.model("llama-3.1-8b"), layers=4), range(4)
+    recipe = Recipe(sequence=8192, global_batch=32, precision="bf16")
+    sheet = figure(9, 4.6)
+    panels, widest = sheet.subplots(4, 1, sharex=True), 0.0
+    for zero, axes in enumerate(panels):
+        split = {"dp_shard": 32} if zero else {"dp_replicate": 32}
+        layout = Layout(**split, zero=zero, micro_batch=1)  # type: ignore[arg-type]
+        plan = Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4))
+        of = estimator(plan)
+        block = of.parts(layout)[1].dense
+        sent = sharing(model, layout, Held((0,), False, False), of.links, 2.0, 4.0, False)
+        lines = Lines()
+        run, free, rows = lines.run, lines.free, lines.rows
+        ends = [0.0]
+        for layer in layers:  # a layer's gather waits until the layer two before it has let go of its own
+            ready = run("sends", ends[max(0, layer - 1)], sent.gather_s, "gather") if zero == 3 else 0.0
+            ends.append(run("computes", ready, block.forward_s, "forward"))
+        ready = run("sends", ends[-2], sent.gather_s, "gather") if zero == 3 else 0.0
+        for layer in reversed(layers):
+            ends.append(run("computes", ready, block.backward_s, "backward"))
+            if zero == 3 and layer:  # the next layer's gather goes before this one's sum
+                ready = run("sends", ends[-2], sent.gather_s, "gather")
+            run("sends", ends[-1], sent.reduce_s, "reduce")
+        if zero in (1, 2):
+            run("sends", max(free.values()), len(layers) * sent.gather_s, "gather")
+        colors = {"forward": BLUE, "backward": ORANGE, "gather": PURPLE, "reduce": GREEN}
+        for place, row in enumerate(rows):
+            for start, length, label in row:
+                axes.add_patch(Rectangle((start * 1e3, 1 - place), length * 1e3, 0.86, facecolor=colors[label],
+                                         edgecolor="white", linewidth=0.8))  # fmt: skip
+        axes.set_ylim(-0.1, 2)
+        widest = max(widest, 1e3 * max(free.values()))
+        axes.set_yticks([1.43, 0.43], ["computes", "sends"], fontsize=SIZE - 1)
+        axes.tick_params(labelsize=SIZE - 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"ZeRO-{zero}: {1e3 * max(free.values()):.0f} ms", loc="left", fontsize=SIZE, fontweight="bold")
+    panels[-1].set_xlim(0, widest)
+    panels[-1].set_xlabel(
+        "ms; four layers of llama-3.1-8b on 32 H100, one sequence of 8,192. Blue forward, orange backward, "
+        "green sum of gradients, purple gather of parameters",
+        fontsize=SIZE - 1,
+    )
+    return sheet
+
+
 PICTURES = {
-    "mesh": mesh,
-    "one_gpu": one_gpu,
-    "memory": memory,
-    "data": data,
-    "tensor": tensor,
-    "context": context,
-    "pipeline": pipeline,
-    "expert": expert,
-}
+    "mesh": mesh, "one_gpu": one_gpu, "memory": memory, "data": data, "tensor": tensor, "context": context,
+    "pipeline": pipeline, "expert": expert, "sequence": sequence, "stages": stages, "steps": steps, "overlap": overlap,
+}  # fmt: skip
 
 
 def main() -> None:

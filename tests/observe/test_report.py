@@ -30,11 +30,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     full = write(folder / "full", dryrun=dried(PLAN), profile=profiled(PLAN))
     alone = write(folder / "alone", replace(ALONE, cluster=Cluster()), loss=6.0)
+    twin = write(folder / "twin", dryrun=dried(PLAN), profile=profiled(PLAN))
     bare = write(folder / "<b>bare", ALONE, steps=1, ledger=None)
     profile_only = write(folder / "profile", PLAN, steps=0, profile=profiled(PLAN), ledger=None)
     found = {}
     for name, runs in (
-        ("full", [full]), ("both", [full, alone]), ("bare", [bare]), ("profile", [profile_only]), ("alone", [alone]),
+        ("full", [full]), ("both", [full, alone]), ("twins", [full, twin]),
+        ("bare", [bare]), ("profile", [profile_only]), ("alone", [alone]),
     ):  # fmt: skip
         found[name] = folder / f"{name} page.html"
         found[name].write_text(page([open_run(run) for run in runs]), encoding="utf-8")
@@ -108,7 +110,7 @@ def test_runs_are_overlaid_and_chosen(browser: Browser, pages: dict[str, Path]) 
     assert "one process" in text(browser, "#subject")
     assert "it sends nothing" in text(browser, "#sent")
     assert "meshwright profile" in text(browser, "#boxes") and "meshwright compare" in text(browser, "#moments")
-    assert "is not described" in browser.evaluate("document.querySelector('[data-why*=described]').dataset.why")
+    assert "is not described" in text(browser, "#about")
     for along in ("tokens", "seconds", "step"):
         browser.evaluate(
             f"(() => {{ const s = document.getElementById('along'); s.value = '{along}';"
@@ -134,16 +136,94 @@ def test_the_pointer_is_answered(browser: Browser, pages: dict[str, Path]) -> No
     browser.evaluate("document.querySelector('[data-curve=loss]').scrollIntoView({block: 'center'})")
     box = browser.evaluate("document.querySelector('[data-curve=loss]').getBoundingClientRect().toJSON()")
     browser.point(box["x"] + box["width"] / 2, box["y"] + 60)
-    assert "full, step" in text(browser, "#tip") and "alone, step" in text(browser, "#tip")
-    browser.press("Escape")
-    assert browser.evaluate("document.getElementById('tip').hidden")
+    said = text(browser, "#training .help")
+    assert "full, step" in said and "alone, step" in said
+    browser.evaluate("document.querySelector('[data-curve=loss]').focus()")
+    for _ in range(2):
+        browser.press("ArrowRight")
+    assert "full, step 2" in text(browser, "#training .help")
+    browser.press("Tab")  # so that focus is shown
     browser.evaluate("document.querySelector('#rows [data-explain]').focus()")
-    assert len(text(browser, "#tip")) > 20 and browser.complaints == []
+    assert len(text(browser, "#table .help")) > 20 and browser.complaints == []
+
+
+@in_browser
+def test_keys_and_taps_reach_every_chart(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    for chart, section, said in (
+        ("[data-moments=measured]", "#memory", "parameters"), ("[data-boxes=executed]", "#pipeline", "micro-batch 0"),
+    ):  # fmt: skip
+        browser.evaluate(f"document.querySelector('{chart}').focus()")
+        browser.press("ArrowRight")
+        assert said in text(browser, f"{section} .help")
+    x, y = browser.evaluate(
+        "(() => { const one = document.querySelector('[data-bar*=activations]'); one.scrollIntoView({block: 'center'});"
+        " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + 5]; })()"
+    )
+    browser.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    browser.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    assert text(browser, "#memory .help").startswith("Rank 0")
+    assert browser.complaints == []
+
+
+@in_browser
+def test_waiting_is_drawn_as_waiting(browser: Browser, pages: dict[str, Path]) -> None:
+    """Both ranks of the profile begin at once, but the second one's first pass reads what the first one's makes."""
+    opened(browser, pages["full"])
+    first, second = browser.evaluate("RUNS[0].timelines.executed.spans")
+    assert second[0][:3] == ["F", 1, 0] and second[0][5] == pytest.approx(0.01)
+    assert all(len(span) == 5 for span in first if span[0] == "F")
+    pixel = (
+        "(() => { const one = document.querySelector('[data-boxes=executed]'), pen = one.getContext('2d');"
+        " const left = 44, scale = (one.clientWidth - left) / Number(one.dataset.most);"
+        " const at = (s, row) => [...pen.getImageData(left + s * scale, row * 26 + 5, 1, 1).data].join();"
+        " return [at(0.002, 0), at(0.002, 1)]; })()"
+    )
+    computing, waiting = browser.evaluate(pixel)
+    assert computing != waiting
+    words = browser.evaluate("spanWords(RUNS[0].timelines.executed, 1, RUNS[0].timelines.executed.spans[1][0])")
+    assert "10.0 ms of it waiting" in words
+
+
+@in_browser
+def test_coinciding_runs_are_said_and_runs_stand_side_by_side(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["twins"])
+    assert "full and twin coincide" in text(browser, "#coincide").replace("twin and full", "full and twin")
+    assert count(browser, "[data-run='1'] path[stroke-dasharray]") >= 2
+    rows = browser.evaluate("[...document.querySelectorAll('#side tr')].map((row) => row.textContent)")
+    assert len(rows) == 3 and "held out" in rows[0] and "full" in rows[1] and "twin" in rows[2]
+    opened(browser, pages["both"])
+    assert text(browser, "#coincide") == "" and count(browser, "[data-run='1'] path[stroke-dasharray]") == 0
+    opened(browser, pages["full"])
+    assert browser.evaluate("document.getElementById('compared').hidden")
+
+
+@in_browser
+def test_cards_say_where_they_are_from_and_rows_have_one_unit(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    titles = browser.evaluate("[...document.querySelectorAll('#tiles h2')].map((one) => one.textContent)")
+    assert len(titles) == 2 and titles[0].startswith("Training: full")
+    last = browser.evaluate("RUNS[0].curves.loss.at(-1)")
+    assert f"{last:.4g}" in text(browser, "#tiles .tile b")
+    assert browser.evaluate("[101.4 * 2 ** 20, GIB / 10 * 99].map(sayer([101.4 * 2 ** 20, GIB * 9.9], 'bytes'))") == [
+        "0.099 GiB", "9.9 GiB",
+    ]  # fmt: skip
+    units = browser.evaluate(
+        "[...document.querySelectorAll('#rows tbody tr')].map((row) => [...row.querySelectorAll('td')].map("
+        "(cell) => cell.firstChild?.textContent.match(/ ([GMK]iB|B|h|min|s|ms|us)$/)?.[1]).filter(Boolean))"
+    )
+    assert len(units) > 10 and all(len(set(own)) <= 1 for own in units)
+    opened(browser, pages["alone"])
+    dashes = browser.evaluate(
+        "[...document.querySelectorAll('#rows tbody tr:has(td)')].every((row) =>"
+        " [...row.querySelectorAll('td')].some((cell) => !cell.matches('.unknown')))"
+    )
+    assert dashes
 
 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1240])
+@pytest.mark.parametrize("width", [400, 900, 1400])
 def test_it_fits_every_width_in_light_and_dark(
     browser: Browser, pages: dict[str, Path], width: int, dark: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """`meshwright explore MODEL --cluster NAME`: every layout as one HTML page, for offline. Needs no torch, no GPU."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,17 @@ def explore(
 
     asked = asked_plan(model, cluster, nodes, recipe or [])
     _writable(out)
-    replace_file(out, page(asked, asked_estimator(asked, cluster)).encode())
+    command = _command(model, cluster, nodes, recipe or [])
+    replace_file(out, page(asked, asked_estimator(asked, cluster), command).encode())
     print(f"{out}: {asked.model.name} on {asked.cluster.devices} {asked.cluster.device.name}; open it in a browser")
+
+
+def _command(model: str, cluster: str | None, nodes: int | None, recipe: list[str]) -> str:
+    """What asks `plan` about the same; the page adds sequence, batch and layout, and later words count."""
+    words = ["meshwright", "plan", model]
+    words += ["--cluster", cluster] if cluster else []
+    words += ["--nodes", str(nodes)] if nodes else []
+    return shlex.join([*words, *(word for one in recipe for word in ("--recipe", one))])
 
 
 def _writable(out: Path) -> None:

@@ -17,6 +17,8 @@ MOST_BOXES = 20_000
 Box = tuple[str, int, int, float, float]
 """kind, stage, micro-batch, start, length."""
 PASSES = ("F", "B", "W", "BW")
+MADE_ELSEWHERE = ("F", "B", "BW")
+"""Passes that read what a neighbouring stage sends."""
 
 
 def planned_timeline(of: Estimator, plan: Plan, *, seconds: bool) -> dict[str, Any]:
@@ -65,7 +67,31 @@ def executed_timeline(plan: Plan, found: Document) -> dict[str, Any] | None:
     chosen = [of_rank[last] for of_rank in steps]
     first = min(span.start_s for own in chosen for span in own)
     boxes = [[(s.name, s.stage, s.micro_batch, s.start_s - first, s.seconds) for s in own] for own in chosen]
-    return _document([one.rank for one in told], boxes, "seconds", found.bubble_fraction)
+    made = _document([one.rank for one in told], boxes, "seconds", found.bubble_fraction)
+    for own, spans, waits in zip(chosen, made["spans"], _waits(chosen), strict=True):
+        for _, box, wait_s in zip(own, spans, waits, strict=False):
+            if wait_s > 0:
+                box.append(_short(wait_s))
+    return made
+
+
+def _waits(ranks: Sequence[Sequence[Ran]]) -> list[list[float]]:
+    """Seconds at the beginning of each span in which what it reads was not made: it began before the same micro-batch
+    had left the stage in front of it, or behind it in a backward pass."""
+    ends = {(_way(span.name), span.stage, span.micro_batch): span.end_s for own in ranks for span in own}
+    found = []
+    for own in ranks:
+        waits = []
+        for span in own:
+            before = span.stage - 1 if span.name == "F" else span.stage + 1
+            ready = ends.get((_way(span.name), before, span.micro_batch), 0.0) if span.name in MADE_ELSEWHERE else 0.0
+            waits.append(min(span.seconds, max(0.0, ready - span.start_s)))
+        found.append(waits)
+    return found
+
+
+def _way(name: str) -> str:
+    return "backward" if name in ("B", "BW") else name
 
 
 def _steps(rank: Rank) -> list[list[Ran]]:

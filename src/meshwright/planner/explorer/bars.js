@@ -10,35 +10,58 @@ function ticks(most, about = 5) {
   return [...Array(Math.floor(most / step) + 1).keys()].map((n) => n * step);
 }
 
-function drawBars(ranks, legal) {
-  const svg = document.getElementById("bars");
-  const width = Math.max(120, svg.clientWidth), height = Math.max(120, svg.clientHeight);
-  const left = 44, right = 8, top = 14, bottom = 30;
+// The four ZeRO stages of the state: {zero, ranks} where legal.
+function zeroStages() {
+  return [0, 1, 2, 3].map((zero) => {
+    const next = zero === state.layout.zero ? state : withValue(state, "zero", zero);
+    const legal = !violations(DATA.model, next.recipe, next.layout).length;
+    return {zero, next, rank: legal ? memoryOf(DATA, next.recipe, next.layout)[0] : null};
+  });
+}
+
+// Without a pipeline all GPUs hold as much: what the ZeRO stages would make of it is shown instead.
+function drawBars(ranks) {
+  const svg = document.getElementById("bars"), width = Math.max(120, svg.clientWidth), height = Math.max(120, svg.clientHeight);
+  const stages = ranks.length === 1 && dpOf(state.layout) > 1 ? zeroStages() : [];
+  const bars = stages.length ? stages.map(({zero, rank}) => ({rank, stage: zero})) : ranks.map((rank) => ({rank}));
+  const left = 44, right = 8, top = 30, bottom = 34;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.classList.toggle("illegal", !legal);
-  if (!ranks) return;
-  const most = 1.08 * Math.max(...ranks.map((rank) => rank.total), DATA.cluster.memory_bytes);
+  const most = 1.06 * Math.max(...bars.map(({rank}) => rank?.total ?? 0), DATA.cluster.memory_bytes);
   const y = (bytes) => height - bottom - bytes / most * (height - top - bottom);
   const parts = ticks(most / GIB).map((n) =>
     `<line class="axis" x1="${left}" x2="${width - right}" y1="${y(n * GIB)}" y2="${y(n * GIB)}"/>` +
     `<text x="${left - 6}" y="${y(n * GIB) + 4}" text-anchor="end">${n}</text>`);
-  parts.push(`<text x="4" y="10">GiB</text>`);
-  const slot = (width - left - right) / ranks.length, wide = Math.min(90, slot * 0.82);
-  const labels = Math.ceil(22 / slot);
-  ranks.forEach((rank, n) => parts.push(barOf(rank, n, left + slot * (n + 0.5) - wide / 2, wide, y, n % labels === 0)));
-  parts.push(`<text x="${width - right}" y="${height - 2}" text-anchor="end">pipeline rank</text>`);
+  parts.push(`<text x="4" y="12">GiB</text>`);
+  const slot = (width - left - right) / bars.length, wide = Math.min(90, slot * 0.78), labels = Math.ceil(22 / slot);
+  const place = (n) => left + slot * (n + 0.5) - wide / 2;
+  bars.forEach(({rank, stage}, n) => {
+    if (rank) parts.push(barOf(rank, stage === undefined ? n : 0, place(n), wide, y, stage));
+    if (stage !== undefined) parts.push(stageLabel(stage, rank, place(n) + wide / 2, y, slot));
+    else if (n % labels === 0) parts.push(`<text x="${place(n) + wide / 2}" y="${y(0) + 14}" text-anchor="middle">${n}</text>`);
+  });
+  if (!stages.length) parts.push(`<text x="${width - right}" y="${height - 3}" text-anchor="end">pipeline rank</text>`);
   if (capacity) {
     const [line, end] = [y(capacity), width - right];
-    parts.push(`<g data-explain="capacity"><line class="limit" x1="${left}" x2="${end}" y1="${line}" y2="${line}"/>` +
-      `<text class="limit-words" x="${end}" y="${line - 4}" text-anchor="end">` +
-      `${DATA.cluster.device}: ${gib(capacity)} usable</text></g>`);
+    parts.push(`<line class="limit" x1="${left}" x2="${end}" y1="${line}" y2="${line}"/>` +
+      `<g data-explain="capacity" tabindex="0"><line class="limit" x1="${left}" x2="${left + 22}" y1="8" y2="8"/>` +
+      `<text class="limit-words" x="${left + 28}" y="12">${gib(capacity)} usable of ${DATA.cluster.device}</text></g>`);
   }
   svg.innerHTML = parts.join("");
   const worst = ranks[worstOf(ranks)];
-  svg.setAttribute("aria-label", `Memory of ${ranks.length} pipeline ranks; the largest ${gib(worst.total)}`);
+  svg.setAttribute("aria-label", stages.length ? `Memory under the four ZeRO stages; this one ${gib(worst.total)}` :
+    `Memory of ${ranks.length} pipeline ranks; the largest ${gib(worst.total)}`);
+  document.getElementById("memory-title").textContent =
+    stages.length ? "Memory of one GPU, by ZeRO stage" : "Memory of one GPU of each pipeline rank";
 }
 
-function barOf(rank, n, x, wide, y, labelled) {
+function stageLabel(stage, rank, x, y, slot) {
+  const own = stage === state.layout.zero, words = rank ? (rank.total / GIB).toFixed(1) : "not legal";
+  return `<text class="${own ? "own" : ""}" x="${x}" y="${rank ? y(rank.total) - 5 : y(0) - 5}" text-anchor="middle">${words}</text>` +
+    `<text class="${own ? "own" : ""}" x="${x}" y="${y(0) + 14}" text-anchor="middle">ZeRO ${stage}</text>` +
+    (own ? `<text class="own" x="${x}" y="${y(0) + 27}" text-anchor="middle">${slot > 60 ? "\u25b2 chosen" : "\u25b2"}</text>` : "");
+}
+
+function barOf(rank, n, x, wide, y, stage) {
   let sum = 0;
   const rects = KINDS.filter((kind) => rank.kinds[kind] > 0).map((kind) => {
     const low = sum;
@@ -46,9 +69,20 @@ function barOf(rank, n, x, wide, y, labelled) {
     return `<rect class="part" data-kind="${kind}" x="${x}" width="${wide}" y="${y(sum)}" ` +
       `height="${Math.max(0, y(low) - y(sum))}" fill="var(--${kind})"/>`;
   });
-  const label = labelled ? `<text x="${x + wide / 2}" y="${y(0) + 14}" text-anchor="middle">${n}</text>` : "";
-  return `<g class="rank" data-rank="${n}" tabindex="0" aria-label="pipeline rank ${n}: ${gib(sum)}">` +
-    `${rects.join("")}${label}</g>`;
+  if (stage === undefined)
+    return `<g class="rank" data-rank="${n}" tabindex="0" role="img" aria-label="pipeline rank ${n}: ${gib(sum)}">${rects.join("")}</g>`;
+  const own = stage === state.layout.zero, choice = own ? ` class="rank" data-rank="0"` : ` class="stage"`;
+  return `<g${choice} data-stage="${stage}" tabindex="0" role="button" aria-pressed="${own}" aria-label="ZeRO ${stage}: ${gib(sum)}">` +
+    `${rects.join("")}</g>`;
+}
+
+// What a ZeRO stage's bar says.
+function stageWords(stage, kind) {
+  const {rank, next} = zeroStages()[stage];
+  if (!rank) return "";
+  const {seconds, about} = timeOf(next.recipe, next.layout);
+  return `<b>ZeRO ${stage}: ${gib(rank.total)}, ${about ? "about " : ""}${duration(seconds)} per step.</b> ` +
+    (stage === state.layout.zero ? "" : "Click or press Enter to take it. ") + (kind ? explanation(kind) : EXPLAIN.zero[1]);
 }
 
 function drawKinds(ranks) {
@@ -71,6 +105,6 @@ function drawKinds(ranks) {
 function rankWords(rank, n, kind) {
   const list = KINDS.filter((one) => rank.kinds[one] > 0).reverse()
     .map((one) => `<dt>${one === kind ? `&#9656; ${one}` : one}</dt><dd>${gib(rank.kinds[one])}</dd>`).join("");
-  const more = kind ? `<br>${explanation(kind)}` : "";
+  const more = kind ? explanation(kind) : "";
   return `<b>Pipeline rank ${n}: ${gib(rank.total)}, ${rank.when}</b><dl>${list}</dl>${more}`;
 }

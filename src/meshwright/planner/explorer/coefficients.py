@@ -53,7 +53,7 @@ class Degrees:
 
 def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     """For every degree that so many devices and the shape allow."""
-    degrees = list(_degrees(of, devices))
+    degrees = legal_degrees(of, devices)
     return {
         "sizes": list(SIZES),
         "kept": {one.key: _parts(of, one) for each in degrees for one in (each, replace(each, cp=2))},
@@ -63,7 +63,8 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     }
 
 
-def _degrees(of: Estimator, devices: int) -> list[Degrees]:
+def legal_degrees(of: Estimator, devices: int) -> list[Degrees]:
+    """How so many devices may cut a layer of the shape, without context parallelism."""
     shape = of.shape
     experts = divisors(shape.moe.experts) if shape.moe else (1,)
     found = []

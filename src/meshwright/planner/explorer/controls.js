@@ -10,47 +10,49 @@ const legalTp = ascending(Object.keys(DATA.memory.kept).map((key) => parseInt(ke
 // What tp, cp and pp leave of the devices; not whole where they do not divide them.
 const dpOf = ({tp, cp, pp}) => devices / (tp * cp * pp);
 
-// Every control: where its value lives, what it may be, when it means nothing.
+// Every control: where its value lives, in words, what it may be, when it means nothing.
+const GROUPS = ["Model and batch", "Split the data", "Split the model", "Save memory"];
 const KNOBS = [
-  {name: "sequence", of: "recipe", values: () => ascending([...powers(9, 17), DATA.recipe.sequence])},
-  {name: "global_batch", of: "recipe", values: () => ascending(
+  {name: "sequence", of: "recipe", group: 0, word: "Sequence", values: () => ascending([...powers(9, 17), DATA.recipe.sequence, state.recipe.sequence])},
+  {name: "global_batch", of: "recipe", group: 0, word: "Global batch", values: () => ascending(
     [...powers(-6, 4).map((f) => f * DATA.recipe.global_batch).filter(Number.isInteger), ...powers(0, 3).map((f) => f * devices)])},
-  {name: "micro_batch", of: "layout", values: () => [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64]},
-  {name: "tp", of: "layout", values: () => legalTp},
-  {name: "sp", of: "layout", check: true, off: ({tp}) => tp === 1},
-  {name: "cp", of: "layout", values: () => divisorsOf(devices).slice(0, 12)},
-  {name: "pp", of: "layout", values: () => divisorsOf(devices).filter((d) => d <= DATA.model.layers)},
-  {name: "schedule", of: "layout", options: SCHEDULES, off: ({pp}) => pp === 1},
-  {name: "vp", of: "layout", off: ({pp, schedule}) => pp === 1 || schedule !== "interleaved" && schedule !== "zb-h1",
+  {name: "micro_batch", of: "layout", group: 0, word: "Micro-batch", values: () => [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64]},
+  {name: "dp_shard", of: "layout", group: 1, word: "Sharers", values: (layout) => Number.isInteger(dpOf(layout)) ? divisorsOf(dpOf(layout)) : [1]},
+  {name: "zero", of: "layout", group: 1, word: "ZeRO stage", values: () => [0, 1, 2, 3]},
+  {name: "ep", of: "layout", group: 1, word: "Experts", hidden: !DATA.model.experts, values: () => divisorsOf(Math.max(1, DATA.model.experts))},
+  {name: "tp", of: "layout", group: 2, word: "Tensor", values: () => legalTp},
+  {name: "sp", of: "layout", group: 2, word: "Split norms", check: true, off: ({tp}) => tp === 1},
+  {name: "cp", of: "layout", group: 2, word: "Context", values: () => divisorsOf(devices).slice(0, 12)},
+  {name: "pp", of: "layout", group: 2, word: "Pipeline", values: () => divisorsOf(devices).filter((d) => d <= DATA.model.layers)},
+  {name: "schedule", of: "layout", group: 2, word: "Schedule", options: SCHEDULES, off: ({pp}) => pp === 1},
+  {name: "vp", of: "layout", group: 2, word: "Virtual stages", off: ({pp, schedule}) => pp === 1 || schedule !== "interleaved" && schedule !== "zb-h1",
     values: ({pp}) => [...Array(Math.max(1, Math.floor(DATA.model.layers / pp))).keys()].map((n) => n + 1)},
-  {name: "ep", of: "layout", hidden: !DATA.model.experts, values: () => divisorsOf(Math.max(1, DATA.model.experts))},
-  {name: "dp_shard", of: "layout", values: (layout) => Number.isInteger(dpOf(layout)) ? divisorsOf(dpOf(layout)) : [1]},
-  {name: "zero", of: "layout", values: () => [0, 1, 2, 3]},
-  {name: "recompute", of: "layout", options: ["none", "selective", "full"]},
+  {name: "recompute", of: "layout", group: 3, word: "Recompute", options: ["none", "selective", "full"]},
 ].filter((knob) => !knob.hidden);
 
-// Set one value and what cannot but follow from it; everything else stays, and may become illegal.
-function setValue(knob, value) {
-  const before = {...state.layout};
-  state[knob.of][knob.name] = value;
-  const {layout} = state;
-  if (knob.name === "tp") layout.sp = layout.tp > 1 && (before.tp === 1 || before.sp);
-  if (["tp", "cp", "pp"].includes(knob.name)) followDevices(before);
-  if (knob.name === "pp" || knob.name === "schedule") followPipeline(before);
-  if (knob.name === "zero" && value && layout.dp_shard * layout.cp === 1) layout.dp_shard = Math.max(1, dpOf(layout));
-  if (knob.name === "zero" && !value) layout.dp_shard = 1;
+// The state with one value set and what cannot but follow from it; everything else stays, and may become illegal.
+function withValue(given, name, value) {
+  const knob = KNOBS.find((one) => one.name === name), next = copyOf(given), {layout} = next;
+  next[knob.of][name] = value;
+  if (name === "tp") layout.sp = layout.tp > 1 && (given.layout.tp === 1 || given.layout.sp);
+  if (["tp", "cp", "pp"].includes(name)) followDevices(given.layout, layout);
+  if (name === "pp" || name === "schedule") followPipeline(given.layout, layout);
+  if (name === "zero" && value && layout.dp_shard * layout.cp === 1) layout.dp_shard = Math.max(1, dpOf(layout));
+  if (name === "zero" && !value) layout.dp_shard = 1;
   layout.dp_replicate = dpOf(layout) / layout.dp_shard;
+  return next;
 }
 
-function followDevices(before) {
-  const {layout} = state, dp = dpOf(layout);
+const change = (name, value) => become(withValue(state, name, value));
+
+function followDevices(before, layout) {
+  const dp = dpOf(layout);
   if (!Number.isInteger(dp)) return;
   const whole = before.dp_shard === dpOf(before) && layout.zero;
   layout.dp_shard = whole ? dp : divisorsOf(dp).filter((d) => d <= before.dp_shard).at(-1);
 }
 
-function followPipeline(before) {
-  const {layout} = state;
+function followPipeline(before, layout) {
   if (layout.pp === 1) layout.schedule = "1f1b";
   if (layout.pp === 1 || SINGLE.includes(layout.schedule)) layout.vp = 1;
   else if (V_PLACED.includes(layout.schedule)) layout.vp = 2;
@@ -66,33 +68,38 @@ function wrong() {
   return violations(DATA.model, state.recipe, state.layout);
 }
 
-function knobElement({name, label, check, options}, change) {
+function knobElement({name, label, word, check, options}, change) {
   const box = document.createElement("div");
   box.className = `knob${check ? " check" : ""}`;
   const id = `knob-${name}`;
   const input = check ? `<input type="checkbox" id="${id}">` : options ?
     `<select id="${id}">${options.map((value) => `<option>${value}</option>`).join("")}</select>` :
     `<output for="${id}"></output><input type="range" min="0" step="1" id="${id}">`;
-  box.innerHTML = `<label for="${id}" data-explain="${label ?? name}">${(name).replace("timeline_", "")}</label>${input}`;
+  const key = name.startsWith("timeline_") ? "" : ` <code>${name}</code>`;
+  box.innerHTML = `<label for="${id}"><span data-explain="${label ?? name}">${word}</span>${key}</label>${input}`;
+  box.querySelector("label").dataset.explain = label ?? name;
   box.querySelector("input, select").addEventListener("input", (event) => change(event.target));
   return box;
 }
 
-function buildControls(changed) {
-  const form = document.getElementById("controls");
+function buildControls() {
+  const form = document.getElementById("controls"), list = document.getElementById("knobs");
   form.addEventListener("submit", (event) => event.preventDefault());
-  for (const knob of KNOBS) {
-    knob.box = knobElement(knob, (input) => {
-      const value = knob.check ? input.checked : knob.options ? input.value : knob.values(state.layout)[Number(input.value)];
-      setValue(knob, value);
-      changed();
-    });
-    form.append(knob.box);
-  }
+  const groups = GROUPS.map((title) => {
+    const group = document.createElement("fieldset");
+    group.innerHTML = `<legend>${title}</legend>`;
+    list.append(group);
+    return group;
+  });
   const dp = document.createElement("div");
   dp.className = "knob";
-  dp.innerHTML = `${explained("dp", "dp")}<output id="dp"></output>`;
-  KNOBS.find((knob) => knob.name === "dp_shard").box.before(dp);
+  dp.innerHTML = `${explained("dp", "Data")}<output id="dp"></output>`;
+  groups[1].append(dp);
+  for (const knob of KNOBS) {
+    knob.box = knobElement(knob, (input) => change(knob.name,
+      knob.check ? input.checked : knob.options ? input.value : knob.values(state.layout)[Number(input.value)]));
+    groups[knob.group].append(knob.box);
+  }
 }
 
 function showControls() {

@@ -10,36 +10,46 @@ from importlib.resources import files
 from math import inf, isfinite
 from typing import Any
 
-from meshwright.planner.explorer.coefficients import coefficients
+from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
+from meshwright.planner.explorer.time_tables import SEQUENCES, time_tables
 from meshwright.planner.search.landscape import landscape
 from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.search.recommend import FREE
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
-SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "words.js", "controls.js", "bars.js",
+SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js", "bars.js",
            "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 
-def page(plan: Plan, of: Estimator | None = None) -> str:
-    """The HTML page for a plan's model, recipe and cluster; its layout does not matter. `of`: of a measured machine."""
-    return _assemble(data(plan, of))
+def page(plan: Plan, of: Estimator | None = None, command: str = "") -> str:
+    """The HTML page for a plan's model, recipe and cluster; its layout does not matter. `of`: of a measured machine.
+    `command`: what of `meshwright plan` asks about the same model and cluster, for the page to complete."""
+    return _assemble({**data(plan, of), "command": command})
 
 
 def data(plan: Plan, of: Estimator | None = None) -> dict[str, Any]:
     """All numbers of the page. A batch ramp is left aside: a step has the recipe's global batch."""
     plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
-    of = of or estimator(plan)
-    return {**facts(of, usable_bytes(plan)), "landscape": landscape(of, plan)}
+    of, room = of or estimator(plan), usable_bytes(plan)
+    found = landscape(of, plan)
+    return {**facts(of, room), "landscape": {**found, "start": _start(found, room)}}
+
+
+def _start(found: dict[str, Any], room: float) -> int:
+    """The fastest layout that leaves some memory free; where none does, the map's best."""
+    peaks = [peak for *_, peak in found["points"][: found["front"]]]
+    return next((place for place, peak in enumerate(peaks) if peak <= (1 - FREE) * room), found["best"])
 
 
 def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
     """What the page's formulas read: shape, recipe, cluster, stack and the linear coefficients. `usable`: bytes of a
     device that a program can have."""
     shape, recipe, device = of.shape, of.recipe, of.cluster.device
-    flop = [token_flop(shape, recipe.sequence, causal=causal).training for causal in (False, True)]
+    lengths = sorted({*SEQUENCES, recipe.sequence})
     return {
         "model": {
             "name": shape.name,
@@ -60,13 +70,14 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },
         "recipe": {"sequence": recipe.sequence, "global_batch": recipe.global_batch, "precision": recipe.precision},
-        "token_flop": flop,
+        "token_flop": {length: token_flop(shape, length, causal=False).training for length in lengths},
         "cluster": {
             "device": device.name,
             "devices": of.cluster.devices,
             "per_node": of.cluster.devices_per_node,
             "memory_bytes": device.memory_bytes,
             "usable_bytes": usable if isfinite(usable) else None,
+            "tight_bytes": (1 - FREE) * usable if isfinite(usable) else None,
             "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {
@@ -76,6 +87,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "slack": of.stack.slack,
         },
         "memory": coefficients(of, of.cluster.devices),
+        "time": time_tables(of, legal_degrees(of, of.cluster.devices)),
     }
 
 

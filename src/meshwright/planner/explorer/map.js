@@ -13,17 +13,11 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const fitsRoom = (bytes) => capacity === null || bytes <= capacity;
 let scale = null, pointed = null;
 
-// Model FLOP utilization of a step of the map's recipe.
-function mfuOf(point) {
-  const perDevice = DATA.recipe.sequence * DATA.recipe.global_batch / point.step / devices;
-  return DATA.token_flop[0] * perDevice / DATA.cluster.flop_per_s;
-}
-
 // 0 .. 6 of a value: degrees by powers of two, ZeRO stages as they are.
 const shade = (name, value) => Math.min(6, name === "zero" ? value * 2 : Math.floor(Math.log2(value)));
 
 function scaleOf(width, height) {
-  const margin = {left: 52, right: 12, top: 10, bottom: 34};
+  const margin = {left: 52, right: 12, top: 24, bottom: 34};
   const range = (values) => {
     const low = Math.min(...values), high = Math.max(...values), room = Math.max(1.08, (high / low) ** 0.03);
     return [low / room, high * room];
@@ -63,7 +57,7 @@ function drawMap(ranks) {
   const name = document.getElementById("colour").value;
   const colours = [...Array(7).keys()].map((n) => css(`deg${n}`));
   for (const point of [...POINTS].reverse()) {
-    pen.globalAlpha = point.front ? 1 : fitsRoom(point.peak) ? 0.8 : 0.4;
+    pen.globalAlpha = fitsRoom(point.peak) ? 1 : 0.55;
     pen.fillStyle = colours[shade(name, point.layout[name])];
     pen.beginPath();
     pen.arc(scale.x(point.peak), scale.y(point.step), point.front ? 3.4 : 2, 0, 7);
@@ -76,7 +70,7 @@ function drawMap(ranks) {
   drawRamp(name, colours);
   const fitting = POINTS.filter((point) => fitsRoom(point.peak)).length;
   element.setAttribute("aria-label", `${POINTS.length} layouts by memory and step time, ${fitting} of them fit. ` +
-    "Arrow keys walk along the Pareto front, Enter takes a layout.");
+    "Arrow keys walk along the fastest for their memory, Enter takes a layout.");
 }
 
 function drawAxes(pen) {
@@ -102,6 +96,8 @@ function drawAxes(pen) {
     line(pen, margin.left, y(n), width - margin.right, y(n), css("rule"));
     pen.fillText(`${n < 1 ? Number(n.toPrecision(1)) : Math.round(n)} s`, margin.left - 5, y(n) + 4);
   }
+  pen.textAlign = "left";
+  pen.fillText("seconds per step \u2193 faster", 2, 12);
 }
 
 function line(pen, x0, y0, x1, y1, colour) {
@@ -127,11 +123,15 @@ function drawFront(pen) {
   pen.stroke();
 }
 
-// The layout of the sliders: a ring where its time is known, else a line at its memory.
+// The layout of the controls: a ring at its memory and time, dashed where the time is about; else a line at its memory.
 function drawHere(pen, ranks) {
-  const known = byLayout.get(layoutOption(state.layout));
-  if (known && sameRecipe()) ring(pen, known, css("accent"), 7);
-  else if (ranks) {
+  if (ranks && sameRecipe()) {
+    const {seconds, about} = timeOf(state.recipe, state.layout), peak = ranks[worstOf(ranks)].total;
+    const inside = (value, [low, high]) => Math.min(high, Math.max(low, value));
+    pen.setLineDash(about ? [3, 2] : []);
+    ring(pen, {peak: inside(peak, scale.xs), step: inside(seconds, scale.ys)}, css("accent"), 7);
+    pen.setLineDash([]);
+  } else if (ranks) {
     const x = scale.x(ranks[worstOf(ranks)].total);
     pen.setLineDash([4, 3]);
     line(pen, x, scale.margin.top, x, scale.height - scale.margin.bottom, css("accent"));
@@ -147,8 +147,6 @@ function ring(pen, point, colour, radius, wide = 2.5) {
   pen.arc(scale.x(point.peak), scale.y(point.step), radius, 0, 7);
   pen.stroke();
 }
-
-const sameRecipe = () => ["sequence", "global_batch"].every((name) => state.recipe[name] === DATA.recipe[name]);
 
 function drawRamp(name, colours) {
   const values = ascending(POINTS.map((point) => point.layout[name]));
@@ -170,40 +168,36 @@ function nearest(px, py) {
 
 function pointWords(point) {
   const parts = LAND.parts.map((name, n) => [name.replace(/_s$/, ""), point.parts[n]]).filter(([, s]) => s > 0)
-    .map(([name, s]) => `<dt>${name}</dt><dd>${duration(s)}</dd><dd>${percent(s / point.step)}</dd>`).join("");
-  const rate = DATA.recipe.sequence * DATA.recipe.global_batch / point.step / devices;
-  return `<b>${escaped(layoutWords(point.layout))}</b>` +
-    `${duration(point.step)} a step, MFU ${percent(mfuOf(point))}, ${Math.round(rate)} tokens/s a device<br>` +
-    `${gib(point.peak)}${fitsRoom(point.peak) ? "" : ": out of memory"}${point.front ? "; on the Pareto front" : ""}` +
-    `<dl style="grid-template-columns:auto auto auto">${parts}</dl><small>Click to set the sliders.</small>`;
+    .map(([name, s]) => `${name} ${duration(s)} (${percent(s / point.step)})`).join(" \u00b7 ");
+  const recipe = {sequence: DATA.recipe.sequence, global_batch: DATA.recipe.global_batch};
+  const rate = recipe.sequence * recipe.global_batch / point.step / devices;
+  return `<b>${escaped(layoutWords(point.layout))}</b> <button type="button" data-take>Use this layout</button><br>` +
+    `${duration(point.step)} per step, MFU ${percent(mfuOf(recipe, point.step))}, ${Math.round(rate)} tokens/s per GPU; ` +
+    `${gib(point.peak)}${fitsRoom(point.peak) ? "" : ", out of memory"}${point.front ? "; none beats it in both" : ""}<br>` +
+    `<small>${parts}</small>`;
 }
 
+// A pointer shows a layout and a mouse click takes it; a tap shows it, and the button in the panel takes it.
 function watchMap(take, redraw) {
-  const element = document.getElementById("points");
-  const at = (point) => {
-    const box = element.getBoundingClientRect();
-    tip.show(pointWords(point), box.left + scale.x(point.peak), box.top + scale.y(point.step));
-  };
+  const element = document.getElementById("points"), help = panel.of(element);
   const point = (found) => {
-    if (found !== pointed) {
-      pointed = found;
-      redraw();
-    }
-    if (found) at(found);
-    else tip.hide();
+    if (!found || found === pointed) return;
+    pointed = found;
+    redraw();
+    panel.show(pointWords(found), element);
   };
   element.addEventListener("pointermove", (event) => point(nearest(event.offsetX, event.offsetY)));
-  element.addEventListener("pointerleave", () => point(null));
-  element.addEventListener("blur", () => point(null));
   element.addEventListener("click", (event) => {
     const found = nearest(event.offsetX, event.offsetY);
-    if (found) take(found);
+    point(found);
+    if (found && event.pointerType !== "touch") take(found);
   });
+  help.addEventListener("click", (event) => event.target.matches("[data-take]") && pointed && take(pointed));
   element.addEventListener("keydown", (event) => {
     const step = {ArrowRight: -1, ArrowUp: -1, ArrowLeft: 1, ArrowDown: 1}[event.key];
     if (step) {
       event.preventDefault();
-      const place = pointed ? FRONT.indexOf(pointed) : LAND.best - step;
+      const place = FRONT.includes(pointed) ? FRONT.indexOf(pointed) : LAND.start - step;
       point(FRONT[Math.max(0, Math.min(FRONT.length - 1, place + step))]);
     } else if (event.key === "Enter" && pointed) take(pointed);
   });

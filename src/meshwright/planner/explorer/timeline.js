@@ -5,10 +5,10 @@ const MOST_BOXES = 64; // micro-batches drawn; more are only slower to look at
 const shape = {p: 4, m: 8, v: 2, wide: false};
 const WIDE = 11; // pixels of a pass, where boxes are to be read
 const TIMELINE_KNOBS = [
-  {name: "timeline_p", key: "p", values: () => ascending([2, 3, 4, 6, 8, 12, 16, 24, 32, shape.p])},
-  {name: "timeline_m", key: "m", values: () => ascending([...Array(16).keys()].map((n) => n + 1).concat([20, 24, 32, 48, 64], shape.m))},
-  {name: "timeline_v", key: "v", values: () => ascending([1, 2, 3, 4, 5, 6, 7, 8, shape.v])},
-  {name: "timeline_wide", key: "wide", check: true},
+  {name: "timeline_p", word: "Ranks", key: "p", values: () => ascending([2, 3, 4, 6, 8, 12, 16, 24, 32, shape.p])},
+  {name: "timeline_m", word: "Micro-batches", key: "m", values: () => ascending([...Array(16).keys()].map((n) => n + 1).concat([20, 24, 32, 48, 64], shape.m))},
+  {name: "timeline_v", word: "Virtual stages", key: "v", values: () => ascending([1, 2, 3, 4, 5, 6, 7, 8, shape.v])},
+  {name: "timeline_wide", word: "Wide boxes", key: "wide", check: true},
 ];
 const drawnSpans = new Map();
 let drawnShape = "", waitingTimelines = 0;
@@ -124,16 +124,8 @@ function spanWords(canvas, px, py) {
   const name = canvas.closest("[data-schedule]").dataset.schedule, played = drawnSpans.get(name);
   const rank = Math.floor(py / rowHeight(shape.p)), time = px / canvas.clientWidth * played.total;
   const span = played.spans[rank]?.find(({start, end}) => start <= time && time < end);
-  if (!span) return `<b>waiting</b>rank ${rank}, time ${time.toFixed(1)}`;
+  if (!span) return `<b>waiting</b> rank ${rank}, time ${time.toFixed(1)}`;
   const what = {F: "forward pass", B: "gradient of the input", W: "gradients of the weights", BW: "backward pass"};
-  return `<b>${span.kind}: ${what[span.kind]}</b>micro-batch ${span.i}, stage ${span.stage}, rank ${rank}, ` +
+  return `<b>${span.kind}: ${what[span.kind]}</b> micro-batch ${span.i}, stage ${span.stage}, rank ${rank}, ` +
     `time ${span.start} to ${span.end}`;
-}
-
-function watchTimelines() {
-  const list = document.getElementById("timelines");
-  list.addEventListener("pointermove", (event) => {
-    if (event.target.matches("canvas")) tip.show(spanWords(event.target, event.offsetX, event.offsetY), event.clientX, event.clientY);
-  });
-  list.addEventListener("pointerout", (event) => event.target.matches("canvas") && tip.hide());
 }

@@ -22,8 +22,10 @@ const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCode
 // What is not the default, as `meshwright plan` prints it.
 function layoutWords(layout) {
   const {dp_replicate: copies, dp_shard: shards} = layout;
-  const words = [`dp=${copies > 1 && shards > 1 ? `${copies}x${shards}` : copies * shards}`];
-  if (layout.zero) words[0] += ` zero=${layout.zero}`;
+  const words = [];
+  if (copies > 1 || shards === 1) words.push(`dp_replicate=${copies}`);
+  if (shards > 1) words.push(`dp_shard=${shards}`);
+  if (layout.zero) words.push(`zero=${layout.zero}`);
   for (const axis of ["tp", "cp", "pp", "ep"])
     if (layout[axis] > 1) words.push(`${axis}=${layout[axis]}${axis === "tp" && layout.sp ? " sp" : ""}`);
   if (layout.pp > 1) words.push(layout.schedule + (layout.vp > 1 ? ` vp=${layout.vp}` : ""));
@@ -106,31 +108,40 @@ const EXPLAIN = {
   timeline_m: ["Micro-batches", "Of the timelines; follows the layout's.", "global_batch / (dp x micro_batch)", ""],
   timeline_v: ["Virtual stages", "Of the interleaved timeline; the V-placed ones have two, the others one.", "", ""],
   timeline_wide: ["Wide boxes", "Wide enough to read the micro-batches' numbers; the timelines scroll sideways.", "", ""],
+  step: ["Time of a step", "Forward and backward passes of all micro-batches, waiting, exchanges that nothing hides, the optimizer. About: added up from tables of this page, usually within a few percent of the planner's own.",
+    "passes + bubble + exposed exchanges + update", "planner/time/timeline.py; planner/explorer/time_tables.py"],
+  tight: ["Tight", "Less than 5 % of the usable memory is free. The estimate errs by several percent and fragmentation takes some, so such a run may fail.",
+    "free < 0.05 x usable", "planner/search/recommend.py"],
   compute_s: ["Computation", "Forward and backward passes of the busiest rank, repeated ones included.", "", "planner/time/timeline.py"],
   mfu: ["MFU", "Model FLOP utilization: FLOP that the model needs (attention in full) over what the device could have done.",
     "FLOP a token x tokens/s / peak", "Chowdhery et al. 2022, arXiv:2204.02311, appendix B"],
 };
 
-// A name that explains itself on hover and focus.
+// A name that explains itself when pointed at, tapped or tabbed to.
 const explained = (key, text) => `<span data-explain="${key}" tabindex="0">${escaped(text ?? EXPLAIN[key][0])}</span>`;
 
 function explanation(key) {
   const [title, text, formula, source] = EXPLAIN[key];
-  return `<b>${title}</b>${text}${formula ? `<code>${escaped(formula)}</code>` : ""}` +
-    (source ? `<small>${escaped(source)}</small>` : "");
+  return `<b>${title}</b> ${text}${formula ? ` <code>${escaped(formula)}</code>` : ""}` +
+    (source ? ` <small>${escaped(source)}</small>` : "");
 }
 
-// One tooltip for all.
-const tip = {
-  box: document.getElementById("tip"),
-  show(html, x, y) {
-    this.box.innerHTML = html;
-    this.box.hidden = false;
-    const {width, height} = this.box.getBoundingClientRect();
-    this.box.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - width - 8))}px`;
-    this.box.style.top = `${y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18}px`;
-  },
-  hide() {
-    this.box.hidden = true;
+// The panel of explanations of the section that something stands in; it covers nothing and keeps what it said last.
+const panel = {
+  of: (target) => target.closest?.("section, form")?.querySelector(".help"),
+  show(html, target) {
+    const box = this.of(target);
+    if (!html || !box || box.shown === html) return;
+    box.shown = html;
+    box.innerHTML = html;
   },
 };
+
+// What an element says when it is pointed at, tapped, or reached by key: `words(target, event)`, empty for nothing.
+function explainOnDemand(words) {
+  const show = (event) => panel.show(words(event.target, event), event.target);
+  for (const kind of ["pointermove", "pointerdown", "click"]) document.addEventListener(kind, show);
+  document.addEventListener("focusin", (event) => {
+    if (event.target.matches(":focus-visible")) show(event);
+  });
+}

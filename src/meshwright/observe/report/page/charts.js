@@ -18,13 +18,16 @@ function counted(n) {
 const figure = (n) => n === null || n === undefined ? "-" : Number(n.toPrecision(4)).toString();
 const small = (bytes) => bytes >= 2 ** 20 ? gib(bytes) : bytes >= 1024 ? `${(bytes / 1024).toFixed(1)} KiB` : `${bytes} B`;
 
-// A value for people, by its unit.
-function said(value, unit) {
-  if (value === null || value === undefined) return "-";
-  if (unit === "bytes") return small(value);
-  if (unit === "seconds") return !value ? "0 s" : value < 1e-4 ? `${(value * 1e6).toPrecision(2)} us` : duration(value);
-  if (unit === "share") return percent(value);
-  return unit === "calls" ? value.toLocaleString("en") : counted(value);
+const BYTE_UNITS = [["GiB", GIB], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
+const SECOND_UNITS = [["h", 3600], ["min", 60], ["s", 1], ["ms", 1e-3], ["us", 1e-6]];
+const digits = (n) => !n ? "0" : Math.abs(n) >= 999.5 ? Math.round(n).toLocaleString("en") : String(Number(n.toPrecision(3)));
+
+// How the values of one row are said, in one unit: that of the largest.
+function sayer(values, unit) {
+  const units = {bytes: BYTE_UNITS, seconds: SECOND_UNITS}[unit], most = Math.max(...values.filter((value) => value !== null));
+  if (!units) return (value) => unit === "share" ? percent(value) : unit === "calls" ? value.toLocaleString("en") : counted(value);
+  const [name, size] = units.find(([, one]) => most >= (unit === "seconds" && one > 1 ? 1.5 : 0.995) * one) ?? units.at(-1);
+  return (value) => `${digits(value / size)} ${name}`;
 }
 
 // Round steps between two values.

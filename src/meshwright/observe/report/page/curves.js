@@ -1,7 +1,7 @@
 // Loss, gradient norm, throughput, MFU, rate of all runs, one above the other.
 
 const CURVES = [
-  {key: "loss", title: "Loss", unit: "nats a token", smooth: true, evaluated: true},
+  {key: "loss", title: "Loss", unit: "nats per token; line: smoothed, dots: held out", smooth: true, evaluated: true},
   {key: "grad_norm", title: "Gradient norm", unit: "before clipping", log: true},
   {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, say: counted},
   {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, say: percent},
@@ -20,7 +20,21 @@ function drawCurves() {
     `<div><h3>${title}<small>${unit}</small></h3><svg data-curve="${key}" role="img" height="190" tabindex="0"></svg></div>`).join("") +
     (there.some(({key}) => key === "mfu_causal") ? "" :
       `<div><h3>MFU</h3>${none("Not known: the peak of this device is not described, or the run is in fp32.")}</div>`);
+  element("coincide").innerHTML = RUNS.map((run, n) => [run, coincides(n)]).filter(([, other]) => other !== null).map(([run, other]) =>
+    `<b>${escaped(run.name)}</b> and <b>${escaped(RUNS[other].name)}</b> coincide: their losses differ by less than 0.1 % ` +
+    `at every step both have. The later one is dashed.`).join("<br>");
   for (const curve of there) drawCurve(box.querySelector(`[data-curve="${curve.key}"]`), curve);
+}
+
+// An earlier run whose loss is this one's at every step that both have; null for none.
+function coincides(n) {
+  const lossesOf = (run) => new Map(run.curves.step.map((step, k) => [step, run.curves.loss?.[k] ?? null]));
+  const own = lossesOf(RUNS[n]);
+  for (let other = 0; other < n; other++) {
+    const both = [...lossesOf(RUNS[other])].filter(([step, loss]) => loss !== null && (own.get(step) ?? null) !== null);
+    if (both.length && both.every(([step, loss]) => Math.abs(own.get(step) - loss) <= 1e-3 * Math.abs(loss))) return other;
+  }
+  return null;
 }
 
 function placesOf(run) {
@@ -69,8 +83,16 @@ function drawCurve(svg, curve) {
     `<text x="${x(n)}" y="${height - 5}" text-anchor="middle">${words}</text>`));
   RUNS.forEach((run, n) => parts.push(linesOf(run, n, curve, x, y)));
   svg.innerHTML = parts.join("") + `<g class="pointer"></g>`;
-  svg.onpointermove = (event) => pointCurve(svg, curve, event, {x, y, first, most, width, height, say});
-  svg.onpointerleave = () => (svg.querySelector(".pointer").innerHTML = "", tip.hide());
+  const read = (event) => pointCurve(svg, curve, event, {x, y, first, most, width, height, say});
+  svg.onpointermove = svg.onpointerdown = read;
+  svg.onpointerleave = () => (svg.querySelector(".pointer").innerHTML = "");
+  svg.onkeydown = (event) => {
+    const move = {ArrowLeft: -1, ArrowRight: 1}[event.key], box = svg.getBoundingClientRect(), places = placesOf(chosen());
+    if (!move || !places.length) return;
+    event.preventDefault();
+    svg.at = Math.max(0, Math.min(places.length - 1, (svg.at ?? -1) + move));
+    read({clientX: box.left + x(places[svg.at]) / width * box.width});
+  };
 }
 
 function placeTicks(first, most, width) {
@@ -98,6 +120,7 @@ function path(places, values, x, y) {
 function linesOf(run, n, curve, x, y) {
   const places = placesOf(run), values = run.curves[curve.key], colour = colourOf(n), parts = [];
   if (!values) return "";
+  const dashes = coincides(n) === null ? "" : ` stroke-dasharray="6 5"`;
   const positive = (list) => curve.log ? list.map((v) => v > 0 ? v : null) : list;
   const low = run.curves[`${curve.key}_low`], high = run.curves[`${curve.key}_high`];
   if (low) {
@@ -106,8 +129,8 @@ function linesOf(run, n, curve, x, y) {
     parts.push(`<polygon class="band" fill="${colour}" points="${points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}"/>`);
   }
   const faint = curve.smooth ? " faint" : "";
-  parts.push(`<path class="line${faint}" stroke="${colour}" d="${path(places, positive(values), x, y)}"/>`);
-  if (curve.smooth) parts.push(`<path class="line" stroke="${colour}" d="${path(places, run.curves.smooth, x, y)}"/>`);
+  parts.push(`<path class="line${faint}" stroke="${colour}"${dashes} d="${path(places, positive(values), x, y)}"/>`);
+  if (curve.smooth) parts.push(`<path class="line" stroke="${colour}"${dashes} d="${path(places, run.curves.smooth, x, y)}"/>`);
   if (curve.evaluated)
     run.evaluations.step.forEach((step, k) => {
       const place = placeOfStep(run, step), value = run.evaluations.loss[k];
@@ -135,5 +158,5 @@ function pointCurve(svg, curve, event, {x, y, first, most, width, height, say}) 
       `<circle cx="${x(places[k])}" cy="${y(values[k])}" r="3" fill="${colourOf(n)}"/>`);
   });
   svg.querySelector(".pointer").innerHTML = dots.join("");
-  if (rows.length) tip.show(`<b>${curve.title}</b>${pairs(rows)}`, event.clientX, event.clientY);
+  if (rows.length) panel.show(`<b>${curve.title}</b>${pairs(rows)}`, svg);
 }

@@ -61,7 +61,7 @@ function barOf(row, x, y, high, left) {
   const rects = DATA.kinds.filter((kind) => row.kinds[kind]).map((kind) => {
     const from = sum;
     sum += row.kinds[kind];
-    return `<rect class="part gap" data-bar="${row.rank} ${row.key} ${kind}" x="${x(from)}" width="${Math.max(0, x(sum) - x(from))}" y="${y}" height="${high}" fill="${kindColour(kind)}"/>`;
+    return `<rect class="part gap" tabindex="0" role="img" aria-label="rank ${row.rank}, ${row.title}: ${kind} ${small(row.kinds[kind])}" data-bar="${row.rank} ${row.key} ${kind}" x="${x(from)}" width="${Math.max(0, x(sum) - x(from))}" y="${y}" height="${high}" fill="${kindColour(kind)}"/>`;
   });
   const whole = row.peak ?? sum, words = row.peak === null ? `${small(sum)} kept` : small(row.peak);
   const rest = row.peak !== null && row.peak > sum * 1.001 ? `<rect x="${x(sum)}" width="${x(row.peak) - x(sum)}" y="${y}" height="${high}" fill="var(--idle)"/>` : "";
@@ -88,10 +88,19 @@ function drawMoments() {
   const missing = {dryrun: `No dry run in this folder: meshwright compare ${run.name} makes it.`, measured: "Training keeps no timeline: meshwright profile measures it."};
   box.innerHTML = both.map(([key, title]) => {
     const moments = run.moments[key][rank];
-    return `<div><h3>${title}<small>${moments ? momentsAbout(moments) : ""}</small></h3>${moments ? `<canvas data-moments="${key}" data-of="${rank}" height="190" style="height:190px" role="img" aria-label="${title}: memory over the program"></canvas>` : none(missing[key])}</div>`;
+    return `<div><h3>${title}<small>${moments ? momentsAbout(moments) : ""}</small></h3>${moments ? `<canvas data-moments="${key}" data-of="${rank}" height="190" style="height:190px" role="img" tabindex="0" aria-label="${title}: memory over the program; arrow keys walk along it"></canvas>` : none(missing[key])}</div>`;
   }).join("");
-  for (const canvas of box.querySelectorAll("canvas")) paintMoments(canvas, run.moments[canvas.dataset.moments][rank], most);
+  const steps = Math.max(1, ...both.map(([key]) => stepsOf(run.moments[key][rank] ?? [])));
+  for (const canvas of box.querySelectorAll("canvas")) {
+    const moments = run.moments[canvas.dataset.moments][rank];
+    canvas.dataset.share = stepsOf(moments) / steps || 1;
+    paintMoments(canvas, moments, most);
+  }
 }
+
+// Both charts have one scale of time: a dry run of two steps is half as wide as four measured ones.
+const stepsOf = (moments) => new Set(moments.map(([, step]) => step).filter(Boolean)).size;
+const columnOf = (canvas, moments) => (canvas.clientWidth - 52) * Number(canvas.dataset.share) / moments.length;
 
 const momentsAbout = (moments) => `${moments.length} parts, each when it held most`;
 
@@ -107,7 +116,7 @@ function penOf(canvas, height) {
 
 function paintMoments(canvas, moments, most) {
   const height = 190, {pen, width} = penOf(canvas, height), left = 52, bottom = 20, top = 6;
-  const y = (bytes) => height - bottom - bytes / most * (height - bottom - top), column = (width - left) / moments.length;
+  const y = (bytes) => height - bottom - bytes / most * (height - bottom - top), column = columnOf(canvas, moments);
   const [marks, unit] = memoryTicks(most, 4), faint = css("faint");
   pen.textAlign = "right";
   for (const [n, words] of marks) {
@@ -142,11 +151,18 @@ function paintMoments(canvas, moments, most) {
 
 function momentWords(canvas, px) {
   const moments = chosen().moments[canvas.dataset.moments][canvas.dataset.of];
-  const at = Math.floor((px - 52) / (canvas.clientWidth - 52) * moments.length);
+  const at = Math.floor((px - 52) / columnOf(canvas, moments));
   if (!moments[at]) return "";
+  canvas.at = at;
   const [name, step, sizes] = moments[at];
   const list = DATA.kinds.map((kind, n) => [kind, sizes[n]]).filter(([, bytes]) => bytes).map(([kind, bytes]) => [kind, small(bytes)]);
   return `<b>${escaped(passWords(name))}${step ? `, step ${step}` : ""}: ${small(sizes.reduce((a, b) => a + b, 0))}</b>${pairs(list)}`;
+}
+
+function momentAt(canvas, along) {
+  const moments = chosen().moments[canvas.dataset.moments][canvas.dataset.of];
+  const at = Math.max(0, Math.min(moments.length - 1, (canvas.at ?? -1) + along));
+  return momentWords(canvas, 52 + (at + 0.5) * columnOf(canvas, moments));
 }
 
 // `BW 0 3` in words.

@@ -39,31 +39,46 @@ const SECTIONS = {memory: "Memory", traffic: "Traffic of a step", time: "Time of
 const NAMES = {data: "waiting for text"};
 
 function drawTable() {
-  const run = chosen(), {rows, rank} = run.comparison, shown = rows.filter((row) => row.rank === null || row.rank === rank || row.what === "peak" || !row.agrees);
-  const head = `<thead><tr><th></th>${SOURCES.map(([, title]) => `<th scope="col">${title}</th>`).join("")}</tr></thead>`;
+  const run = chosen(), {rows, rank} = run.comparison;
+  const near = rows.filter((row) => row.rank === null || row.rank === rank || row.what === "peak" || !row.agrees);
+  const shown = near.filter((row) => SOURCES.some(([key]) => row[key] !== null));
+  const there = SOURCES.filter(([key]) => shown.some((row) => row[key] !== null));
+  const head = `<thead><tr><th></th>${there.map(([, title]) => `<th scope="col">${title}</th>`).join("")}</tr></thead>`;
   const groups = Object.entries(SECTIONS).map(([section, title]) => {
     const own = shown.filter((row) => row.section === section);
     if (!own.length) return "";
     const of = section === "memory" || section === "traffic" ? run.pp > 1 ? ` of rank ${rank}` : "" : "";
-    return `<tbody class="group"><tr><th class="head" colspan="4">${title}${of}</th></tr>${own.map((row) => rowOf(row, run)).join("")}</tbody>`;
+    return `<tbody class="group"><tr><th class="head" colspan="${1 + there.length}">${title}${of}</th></tr>${own.map((row) => rowOf(row, run, there)).join("")}</tbody>`;
   });
   element("rows").innerHTML = head + groups.join("");
   const verdict = element("verdict");
   verdict.className = run.comparison.agrees === false ? "bad" : "";
   verdict.innerHTML = run.verdict.map((line) => `<p>${escaped(line.trim())}</p>`).join("");
   element("about").innerHTML = SOURCES.map(([key, title]) => `<div><b>${title}</b>: ${escaped(run.comparison.columns[key].about)}.</div>`).join("") +
-    `<div>Percentages: against the measured figure, or against the dry run where nothing was measured. A dash is explained when pointed at.</div>`;
+    unknownWords(near.filter((row) => !shown.includes(row))) +
+    `<div>Percentages: against the measured figure, or against the dry run where nothing was measured.</div>`;
 }
 
-function rowOf(row, run) {
+// Rows of which nothing is known, in sentences: one for each reason.
+function unknownWords(rows) {
+  const reasons = new Map();
+  for (const row of rows) {
+    const why = [...new Set(Object.values(row.missing))].join("; ") || "not measured";
+    reasons.set(why, [...(reasons.get(why) ?? []), NAMES[row.what] ?? row.what]);
+  }
+  return [...reasons].map(([why, names]) => `<div><b>Not known</b>: ${escaped([...new Set(names)].join(", "))} (${escaped(why)}).</div>`).join("");
+}
+
+function rowOf(row, run, there) {
   const other = row.rank !== null && row.rank !== run.comparison.rank, several = run.pp > 1 && row.rank !== null && (row.what === "peak" || other);
   const calls = row.unit === "calls" && !other, name = calls ? "calls" : (NAMES[row.what] ?? row.what) + (several ? `, rank ${row.rank}` : "");
   const total = row.what === "peak" || row.what === "step";
   const note = row.note ? ` <span class="small" data-why="${escaped(row.note)}" tabindex="0">*</span>` : "";
   const label = EXPLAIN[row.what] && row.section !== "traffic" ? explained(row.what, name) : escaped(name);
-  const cells = SOURCES.map(([key]) => {
+  const say = sayer(SOURCES.map(([key]) => row[key]), row.unit);
+  const cells = there.map(([key]) => {
     if (row[key] === null) return `<td class="unknown" data-why="${escaped(row.missing[key] ?? "")}" tabindex="0">-${key === "measured" ? "" : "<small></small>"}</td>`;
-    return `<td>${said(row[key], row.unit)}${key === "measured" ? "" : errorOf(row, key)}</td>`;
+    return `<td>${say(row[key])}${key === "measured" ? "" : errorOf(row, key)}</td>`;
   });
   return `<tr class="${[row.agrees ? "" : "bad", calls ? "sub" : "", total ? "total" : ""].join(" ").trim()}"><th scope="row">${label}${note}</th>${cells.join("")}</tr>`;
 }

@@ -1,0 +1,186 @@
+"""What the explorer's page needs to say about how long a step takes for any legal layout, as tables of seconds.
+
+Seconds of a layer's passes are almost linear in the tokens of a rank and in the length of the sequence between two of
+a few sizes: a table holds them for each pair of these. Seconds of data parallelism depend on four degrees and on the
+layers that a rank holds. explorer/time.js adds them up; a test holds the sum against the planner's own step time.
+Left out: idle steps of a schedule that no closed form counts, and what is not linear between two sizes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stage_costs import Cost, Costs, costs
+from meshwright.planner.cost.states import Counts, states
+from meshwright.planner.explorer.coefficients import Degrees
+from meshwright.planner.search.regions import divisors
+from meshwright.planner.step.predict import Estimator
+from meshwright.planner.time.collectives import Held, sharing
+from meshwright.planner.time.timeline import NORM_BYTES, UPDATE_BYTES
+from meshwright.spec.layout import RECOMPUTE, Layout
+
+TOKENS = (1 / 16, 1 / 4, 1, 4, 16)
+"""Sizes at which passes are timed, times the recipe's sequence."""
+SEQUENCES = tuple(2**n for n in range(9, 18))
+"""Beside the recipe's own: those of the page's control."""
+MANY = 200
+"""Cuts of a layer beyond which every other length is left out, for the size of the page."""
+STACK = ("hides_gradients", "hides_weights", "hides_sends", "send_s", "contention", "step_s", "micro_batch_s")
+Known = dict[int, dict[tuple[object, ...], dict[str, Cost]]]
+"""Length of the sequence -> parts that were timed already."""
+LARGE = 10**9
+"""Elements of an optimizer step from which seconds per element are taken."""
+
+
+def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
+    """All that time.js reads; seconds, and seconds per byte or element."""
+    devices, stack = of.cluster.devices, of.stack
+    send = [of.links.send_seconds(size, devices // 2, 2) for size in (2**20, 2**30)]
+    slope = (send[1] - send[0]) / (2**30 - 2**20)
+    moved = (28.0 if of.recipe.precision == "fp32" else UPDATE_BYTES) + NORM_BYTES
+    contexts = list(_with_context(degrees, devices))
+    known: Known = {}
+    sequences = _sequences(of, 2 if len(contexts) > MANY else 1)
+    parts = ["dense"] if of.shape.routed_layers < of.shape.layers else []
+    parts += ["routed"] if of.shape.routed_layers else []
+    layers = {
+        part: {
+            _key(one): _layers(of, one, part, sequences, known) for one in contexts if part == "routed" or one.ep == 1
+        }
+        for part in parts
+    }
+    return {
+        "tokens": _tokens(of),
+        "sequences": sequences,
+        "layers": layers,
+        "ends": {_key(one): _ends(of, one, known) for one in degrees if one.ep == 1},
+        "sharing": _sharing(of, sorted({(one.tp, one.ep) for one in degrees})),
+        "send": [send[0] - slope * 2**20, slope],
+        "update_s": of.speeds.update_seconds(LARGE * moved) / LARGE,
+        "per_node": of.links.per_node,
+        "ranks_per_core": of.speeds.ranks_per_core,
+        "ends_apart": stack.ends_apart,
+        "stack": {name: getattr(stack, name) for name in STACK},
+    }
+
+
+def _with_context(degrees: list[Degrees], devices: int) -> Iterator[Degrees]:
+    for one in degrees:
+        for cp in divisors(devices // one.tp)[:12]:
+            if (devices // one.tp) % one.ep == 0 or devices % one.ep == 0:
+                yield replace(one, cp=cp)
+
+
+def _key(one: Degrees) -> str:
+    return f"{one.tp},{int(one.sp)},{one.cp},{one.ep}"
+
+
+def _tokens(of: Estimator) -> list[int]:
+    return [max(16, round(of.recipe.sequence * factor)) for factor in TOKENS]
+
+
+def _sequences(of: Estimator, every: int) -> list[int]:
+    return sorted({*SEQUENCES[::every], of.recipe.sequence})
+
+
+def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known) -> dict[str, Costs]:
+    """By recompute policy, for so many tokens of a rank in sequences of this length, which need not come out even."""
+    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
+    width, recipe = 4 if of.recipe.precision == "fp32" else 2, of.recipe
+    counted = local(of.shape, of.stack, layout, sequence, 1, width, recipe.dropout, recipe.document_mask, of._gpu)
+    counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]
+    return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))
+
+
+def _seconds(costs: dict[str, Cost]) -> tuple[float, ...]:
+    """Forward, weights, inputs, exposed exchanges; what selective and full recomputation add to both of these (full
+    repeats the whole forward pass)."""
+    none, some, full = (costs[policy] for policy in RECOMPUTE)
+    return (
+        none.forward_s, none.weight_s, none.input_s, none.exchange_s, some.input_s - none.input_s,
+        some.exchange_s - none.exchange_s, full.exchange_s - none.exchange_s,
+    )  # fmt: skip
+
+
+def _mean(of: Estimator, costs: Costs) -> Cost:
+    """Of a dense layer; of a model whose later layers have a window, the mean of both kinds."""
+    dense = of.shape.layers - of.shape.routed_layers
+    windowed = sum(bool(of.shape.window_of(n)) and not of.shape.is_moe_layer(n) for n in range(of.shape.layers))
+    if not (of.shape.window and of.shape.window_from_layer and dense):
+        return costs.dense
+    return Cost().plus(costs.dense, 1 - windowed / dense).plus(costs.windowed, windowed / dense)
+
+
+def _layers(
+    of: Estimator, one: Degrees, part: str, sequences: list[int], known: Known
+) -> list[list[float | list[float]]]:
+    """Each of _seconds -> for each number of tokens microseconds of each length, or one number where all are equal."""
+    found: list[list[float | list[float]]] = []
+    for tokens in _tokens(of):
+        rows = []
+        for sequence in sequences:
+            timed = _timed(of, one, tokens, sequence, known)
+            rows.append(_micro(_seconds({p: _mean(of, c) if part == "dense" else c.routed for p, c in timed.items()})))
+        found.append([row[0] if len(set(row)) == 1 else list(row) for row in zip(*rows, strict=True)])
+    return [list(row) for row in zip(*found, strict=True)]
+
+
+def _ends(of: Estimator, one: Degrees, known: Known) -> dict[str, list[list[float]]]:
+    """Embedding and head: for each number of tokens microseconds forward, weights, inputs, exchanges."""
+    found: dict[str, list[list[float]]] = {"embedding": [], "head": []}
+    for tokens in _tokens(of):
+        timed = _timed(of, one, tokens, of.recipe.sequence, known)["none"]
+        for part, kept in found.items():
+            kept.append(_micro(_seconds(dict.fromkeys(RECOMPUTE, getattr(timed, part)))[:4]))
+    return found
+
+
+def _sharing(of: Estimator, cuts: list[tuple[int, int]]) -> dict[str, list[list[float]]]:
+    """`tp,ep,sharers,replicas` -> of a dense layer, a routed one, the first end, the last, both: seconds of summing all
+    gradients without ZeRO; with it of reducing, gathering and summing over replicas."""
+    shape, devices = of.shape, of.cluster.devices
+    layers = range(shape.layers)
+    dense = next((n for n in layers if not shape.is_moe_layer(n)), None)
+    routed = next((n for n in layers if shape.is_moe_layer(n)), None)
+    parts = [
+        Held((dense,) if dense is not None else (), False, False),
+        Held((routed,) if routed is not None else (), False, False),
+        *(Held((), *ends) for ends in ((True, False), (False, True), (True, True))),
+    ]
+    found = {}
+    for tp, ep in cuts:
+        for sharers in divisors(devices // tp) if devices % tp == 0 else ():
+            if sharers * tp % ep:
+                continue
+            for replicas in divisors(devices // (tp * sharers)):
+                plain = Layout(dp_replicate=replicas, dp_shard=sharers, tp=tp, sp=ep > 1 and tp > 1, ep=ep)
+                found[f"{tp},{ep},{sharers},{replicas}"] = [_of_part(of, plain, part) for part in parts]
+    return found
+
+
+def _of_part(of: Estimator, plain: Layout, part: Held) -> list[float]:
+    if not (part.layers or part.first or part.last):
+        return [0.0] * 4
+    none = Counts(whole=0, shard=0, own=0, gathered=0, tensors=0)
+    word = states(of.stack, plain, of.recipe.precision, none, 2, of.recipe.reduce_dtype)
+    summed = of.stack.gradient_exchange_bytes or word.gradient_bytes
+    flat = _flat(of.stack)
+    whole = sharing(of.shape, plain, part, of.links, word.parameter_bytes, summed, flat)
+    shared = sharing(of.shape, replace(plain, zero=1), part, of.links, word.parameter_bytes, summed, flat)
+    return _short([whole.reduce_s, *shared])
+
+
+def _flat(stack: Stack) -> bool:
+    return stack.sharding == "flat"
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _micro(seconds: Iterable[float]) -> list[float]:
+    """In microseconds, to three digits: shorter to write."""
+    found = [float(f"{1e6 * one:.3g}") for one in seconds]
+    return [int(one) if one == int(one) else one for one in found]
