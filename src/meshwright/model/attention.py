@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.model.kv_cache import LayerCache
-from meshwright.model.linear import Linear, apply_all
+from meshwright.model.linear import Linear, read
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
+from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape
 
 
@@ -29,9 +30,9 @@ class Sight:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
-        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q = Linear(shape.hidden, queries, kernels, shape.qkv_bias)
         self.k = Linear(shape.hidden, keys, kernels, shape.qkv_bias)
@@ -44,7 +45,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in apply_all(x, self.q, self.k, self.v))
+        parts = read(self.seams.dense, x, self.q, self.k, self.v)
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if sight.cos is not None:
@@ -53,19 +55,19 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
-        mixed: Tensor = self.o(out.flatten(2))
-        return mixed
+        attend = self.seams.attend or self.kernels.attend
+        out = attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        return self.seams.dense.leave(self.o(out.flatten(2)))
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
 
-    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
         assert shape.mla is not None
         mla = self.mla = shape.mla
-        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
         queries = shape.heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank:
             self.q_down = Linear(shape.hidden, mla.q_rank, kernels, shape.qkv_bias)
@@ -82,7 +84,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         mla = self.mla
-        q, low = apply_all(x, self.q_down if mla.q_rank else self.q, self.kv_down)
+        q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
         q = self.q_up(self.q_norm(q)) if mla.q_rank else q
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
@@ -96,6 +98,6 @@ class LatentAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
-        mixed: Tensor = self.o(out.flatten(2))
-        return mixed
+        attend = self.seams.attend or self.kernels.attend
+        out = attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        return self.seams.dense.leave(self.o(out.flatten(2)))

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from meshwright import compat
 from meshwright.kernels import Kernels
+from meshwright.model.seams import Border, Seams
 
 
 class Linear(nn.Linear):
@@ -16,7 +16,7 @@ class Linear(nn.Linear):
 
     @property
     def local_bias(self) -> Tensor | None:
-        """The bias, where it is added here: of ranks that share a sum, one adds it (parallel/tensor.py)."""
+        """The bias, where it is added here and not to another part of the same sum."""
         bias: Tensor | None = self.bias
         return bias if self.adds_bias else None
 
@@ -27,29 +27,30 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The last layer, which gives logits, or at once the loss that they make. It is called for either: what gathers its
-    weight for a call (FSDP) must see it used."""
+    """The last layer, which gives logits, or at once the loss that they make. It is called for either, so that its
+    weight is used inside of its own call."""
+
+    def __init__(self, size_in: int, size_out: int, kernels: Kernels, seams: Seams) -> None:
+        super().__init__(size_in, size_out, kernels)
+        self.seams = seams
 
     def forward(self, x: Tensor, targets: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """x (..., D) -> logits (..., V); x (N, D) with targets (N,) -> summed cross-entropy (), times scale."""
         if targets is None:
             return super().forward(x)
-        loss: Tensor = self.kernels.linear_cross_entropy(x, self.weight, targets, scale)
-        return loss
+        return (self.seams.loss or self.kernels.linear_cross_entropy)(x, self.weight, targets, scale)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a kernel may take the layer's weights without calling it: not where another module was put in its place,
-    nor where hooks hang on the call, as tensor parallelism's that gather, split or reduce."""
-    return type(layer) is Linear and not compat.is_hooked(layer)
+    """Whether a kernel may take the layer's weights without calling it: not where another module was put in its
+    place."""
+    return type(layer) is Linear
 
 
-def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The layers' results for one input; plain ones in a single call, others one by one."""
+def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """What the first layers of a part make of its input; plain ones in a single product, others one by one."""
     plain = [layer for layer in layers if isinstance(layer, Linear) and is_plain(layer)]
-    if len(plain) < len(layers):
+    if len(plain) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
-    found: tuple[Tensor, ...] = plain[0].kernels.linears(
-        x, [layer.weight for layer in plain], [layer.local_bias for layer in plain]
-    )
-    return found
+    product = border.read or plain[0].kernels.linears
+    return product(x, [layer.weight for layer in plain], [layer.local_bias for layer in plain])

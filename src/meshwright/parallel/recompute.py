@@ -15,16 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import LayerCache
+from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
-
-BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
-
-
-def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
-    """A block's own arithmetic, without what hooks add to the call: those stay outside of what is made again."""
-    return Block.forward(block, x, sight, cache)
-
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -57,8 +50,9 @@ def _call(
     return result
 
 
-def block_call(recompute: str, inner: BlockCall = call_block) -> BlockCall:
-    """The function that runs a block under a policy: none, selective or full; `inner` is what is made again."""
+def block_call(recompute: str, inner: BlockCall = compute) -> BlockCall:
+    """The function that runs a block under a policy: none, selective or full. `inner` is what is made again; hooks on
+    the block stay outside of it."""
     if recompute == "none":
         return inner
     if recompute == "full":

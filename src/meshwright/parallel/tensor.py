@@ -15,15 +15,12 @@ gradients run while the collective does, and g keeps its slice only and gathers 
 it too (a router, experts), and before the head, they stand alone.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels import Kernels
 from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
@@ -37,8 +34,6 @@ from meshwright.parallel.rank_boxes import share
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""
-READERS = ("q", "k", "v", "q_down", "kv_down", "gate", "up")
-"""Linears that read what enters attention or MLP."""
 
 
 class _Enter(torch.autograd.Function):
@@ -86,65 +81,33 @@ def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tokens_in_experts: bool) -> None:
-    """Hang the collectives onto a model whose parameters are this rank's boxes.
+    """Give the seams of a model, whose parameters are this rank's boxes, the collectives.
 
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
-    for block in model.layers.values():
-        _surround(block.attention, group, sp)
-        if not (block.routed and own_tokens_in_experts):
-            _surround(block.mlp, group, sp)
-            continue
-        if block.routed and hasattr(block.mlp, "shared"):
-            _surround(block.mlp.shared, group, sp)
+    seams, enters, leaves = model.seams, partial(enter, group=group, sp=sp), partial(leave, group=group, sp=sp)
+    seams.dense.read, seams.dense.leave = Columns(group, sp).linears, leaves
+    if own_tokens_in_experts:
+        seams.shared.read, seams.shared.leave = seams.dense.read, leaves
+    else:
+        seams.routed.enter, seams.routed.leave = enters, leaves
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
             module.adds_bias = group.index == 0
-    if model.first:
-        _split_embedding(model, group, sp)
-    if model.last:
-        model.norm.register_forward_hook(lambda module, inputs, out: enter(out, group, sp))
-        loss = VocabularyParallelLoss(group, model.shape.vocab)
-        head = model if model.shape.tied else model.head
-        head.kernels = replace(head.kernels, linear_cross_entropy=loss)
-
-
-def _surround(module: nn.Module, group: Group, sp: bool) -> None:
-    """Enter before, leave after; a mixture of experts gives (out, balance loss) and only the first is a sum."""
-
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (enter(inputs[0], group, sp), *inputs[1:])
-
-    def after(module: nn.Module, inputs: Any, out: Any) -> Any:
-        if isinstance(out, tuple):
-            return leave(out[0], group, sp), *out[1:]
-        return leave(out, group, sp)
-
-    readers = [child for name, child in module.named_children() if name in READERS]
-    for reader in readers:
-        columns = Columns(group, sp)
-        assert isinstance(reader, Linear), "what reads the input of a block must take its product from its kernels"
-        reader.kernels = replace(reader.kernels, linear=columns.linear, linears=columns.linears)
-    if not readers:
-        module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
-
-
-def _split_embedding(model: Transformer, group: Group, sp: bool) -> None:
-    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding. With learned positions and sp
-    a rank adds those of its slice."""
     first, number = share(model.shape.vocab, group.size, group.index)
-    model.embed.forward = partial(_look_up, model.embed, first, number)  # type: ignore[method-assign]
-    model.embed.register_forward_hook(lambda module, inputs, out: leave(out, group, sp))
-    if sp and model.shape.positions == "learned":
-        model.positions.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(group.size, 1)[group.index],))
+    seams.look_up = partial(_look_up, first=first, number=number, group=group, sp=sp)
+    if sp:
+        seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
+    seams.enter_head = enters
+    seams.loss = VocabularyParallelLoss(group, model.shape.vocab)
 
 
-def _look_up(embed: nn.Embedding, first: int, number: int, tokens: Tensor) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
+    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding."""
     local = tokens - first
     outside = (local < 0) | (local >= number)
-    rows = nn.functional.embedding(local.masked_fill(outside, 0), embed.weight)
-    return rows.masked_fill(outside.unsqueeze(-1), 0.0)
+    rows = nn.functional.embedding(local.masked_fill(outside, 0), weight)
+    return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group, sp)
 
 
 class VocabularyParallelLoss:
@@ -216,10 +179,3 @@ class _SplitCrossEntropy(torch.autograd.Function):
         weight_gradient = None if ctx.weight_gradient is None else ctx.weight_gradient.mul_(gradient).to(ctx.dtype)
         ctx.x_gradient = ctx.weight_gradient = None
         return x_gradient, weight_gradient, None, None, None
-
-
-def replace_kernels(model: nn.Module, change: Callable[[Kernels], Kernels]) -> None:
-    """Give every module that has kernels changed ones."""
-    for module in model.modules():
-        if isinstance(getattr(module, "kernels", None), Kernels):
-            module.kernels = change(module.kernels)  # type: ignore[assignment]
