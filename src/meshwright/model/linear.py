@@ -1,9 +1,11 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.seams import Border, Seams
+from meshwright.model.seams import Border
 
 
 class Linear(nn.Linear):
@@ -27,18 +29,12 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The last layer, which gives logits, or at once the loss that they make. It is called for either, so that its
-    weight is used inside of its own call."""
+    """The last layer, which gives logits, or at once what is made of them. It is called for either, so that its weight
+    is used inside of its own call."""
 
-    def __init__(self, size_in: int, size_out: int, kernels: Kernels, seams: Seams) -> None:
-        super().__init__(size_in, size_out, kernels)
-        self.seams = seams
-
-    def forward(self, x: Tensor, targets: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """x (..., D) -> logits (..., V); x (N, D) with targets (N,) -> summed cross-entropy (), times scale."""
-        if targets is None:
-            return super().forward(x)
-        return (self.seams.loss or self.kernels.linear_cross_entropy)(x, self.weight, targets, scale)
+    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """x (..., D) -> logits (..., V), or what `use` makes of x and the weight (V, D)."""
+        return super().forward(x) if use is None else use(x, self.weight)
 
 
 def is_plain(layer: nn.Module) -> bool:

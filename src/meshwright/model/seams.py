@@ -86,3 +86,5 @@ class Seams:
     """Normed hidden states (B, S, D) -> what the head reads."""
     loss: Callable[..., Tensor] | None = None
     """As kernels.linear_cross_entropy."""
+    log_probabilities: Callable[..., Tensor] | None = None
+    """As kernels.linear_log_probabilities."""

@@ -3,8 +3,9 @@
 Letters: B batch, S sequence, D hidden, V vocab.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,7 @@ class Loss(NamedTuple):
     them."""
 
     cross_entropy: Tensor
+    """Or what another objective makes of the predictions."""
     balance: Tensor | None
 
 
@@ -94,7 +96,7 @@ class Transformer(nn.Module):
         )
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
-            self.head = Head(shape.hidden, shape.vocab, kernels, self.seams)
+            self.head = Head(shape.hidden, shape.vocab, kernels)
         self.first = self.last = True
 
     @property
@@ -136,23 +138,19 @@ class Transformer(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
-        the loss: see `loss`. The cross-entropy is zero on all but the last."""
+        the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
+        predictions."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
         x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents))
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
-        flat = self.seams.enter_head(self.norm(x)).flatten(0, 1)
-        return x, Loss(self._cross_entropy(flat, targets.flatten(), scale), balance)
-
-    def _cross_entropy(self, x: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-        """x (N, D), targets (N,) -> (), from head or embedding."""
-        if not self.shape.tied:
-            return cast(Tensor, self.head(x, targets, scale))
-        return (self.seams.loss or self.kernels.linear_cross_entropy)(x, self.embed.weight, targets, scale)
+        predictions = Predictions(self, self.seams.enter_head(self.norm(x)))
+        return x, Loss((objective or Predictions.cross_entropy)(predictions, targets, scale), balance)
 
     def hidden(
         self,
@@ -205,6 +203,37 @@ class Transformer(nn.Module):
             window: Sight(self.seams.mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
             for window in windows
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a model says of next tokens, asked for without the whole logits: hidden states x (B, S, D) at its head."""
+
+    model: Transformer
+    x: Tensor
+
+    def cross_entropy(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """-log p summed () fp32 in nats over targets (B, S) that are not -100, times scale, () or (B, S)."""
+        model = self.model
+        made = model.seams.loss or model.kernels.linear_cross_entropy
+        factor = scale.flatten() if scale is not None and scale.dim() else scale
+        return self._at_head(lambda x, weight: made(x, weight, targets.flatten(), factor))
+
+    def log_probabilities(self, targets: Tensor) -> Tensor:
+        """log p (B, S) fp32 in nats of targets (B, S); 0 where they are -100."""
+        made = self.model.seams.log_probabilities or self.model.kernels.linear_log_probabilities
+        return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
+
+    def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        flat, model = self.x.flatten(0, 1), self.model
+        if model.shape.tied:
+            return use(flat, model.embed.weight)
+        found: Tensor = model.head(flat, use)
+        return found
+
+
+Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
+"""(predictions, targets (B, S), scale () or None) -> a sum () fp32 over the targets, times scale."""
 
 
 def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto") -> Transformer:

@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
-from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.target import kind
+from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel import operators
@@ -99,7 +97,9 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     if sp:
         seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
     seams.enter_head = enters
-    seams.loss = VocabularyParallelLoss(group, model.shape.vocab)
+    vocabulary = vocabulary_of(group, model.shape.vocab)
+    seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary)
+    seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary)
 
 
 def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
@@ -110,72 +110,14 @@ def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: 
     return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group, sp)
 
 
-class VocabularyParallelLoss:
-    """Head and loss in one (kernels/cross_entropy.py) where each rank holds some rows of the head.
-
-    Per chunk of rows two small collectives (maximum; sum of exponentials with the target's logit); no rank
-    ever sees another's logits. The gradient of x is a rank's part; `enter` before the head sums it.
-    """
-
-    def __init__(self, group: Group, vocab: int) -> None:
-        self.group = group
-        self.first, self.number = share(vocab, group.size, group.index)
-        self.most = share(vocab, group.size, 0)[1]
-
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-        """x (N, D) whole, weight (V/tp, D), targets (N,) -> summed loss (), the same on every rank."""
-        if not torch.is_grad_enabled():
-            x, weight = x.detach(), weight.detach()
-        loss: Tensor = _SplitCrossEntropy.apply(x, weight, targets, scale, self)  # type: ignore[no-untyped-call]
-        return loss
-
-    def chunk(self, logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
-        """Loss of a chunk; `logits` (R, V/tp) fp32 becomes its gradient in place."""
-        valid = targets != IGNORED
-        local = targets - self.first
-        mine = valid & (local >= 0) & (local < self.number)
-        index = local.clamp(0, self.number - 1).unsqueeze(1)
-        peak = self.group.all_reduce(logits.amax(1), "max").unsqueeze(1)
-        chosen = (logits.gather(1, index) - peak).squeeze(1) * mine
-        logits.sub_(peak).exp_()
-        total, chosen = self.group.all_reduce(torch.stack((logits.sum(1), chosen))).unbind(0)
-        loss = ((total.log() - chosen) * valid).sum()
-        if want_gradient:
-            factor = valid.to(logits.dtype) if scale is None else valid * scale
-            logits.mul_((factor / total).unsqueeze(1))
-            logits.scatter_add_(1, index, -(factor * mine).unsqueeze(1))
-        return loss
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    """As kernels.cross_entropy's, chunk by chunk, both gradients made in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: VocabularyParallelLoss
-    ) -> Tensor:
-        want_x, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        weights = weight.float() if needs_wide(x) else weight
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        ctx.x_gradient = torch.empty_like(x) if want_x else None
-        ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), head.most, kind(x))  # equally many chunks on every rank
-        for start in range(0, len(x), rows):
-            part = x[start : start + rows].to(weights.dtype)
-            logits = torch.mm(part, weights.t()).float()
-            loss += head.chunk(logits, targets[start : start + rows], scale, want_x or want_weight)
-            logits = logits.to(part.dtype)
-            if want_x:
-                ctx.x_gradient[start : start + rows] = logits @ weights
-            if want_weight:
-                ctx.weight_gradient += logits.t() @ part
-            del logits, part  # else a chunk stands beside the next
-        return loss if scale is None else loss * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x_gradient = None if ctx.x_gradient is None else ctx.x_gradient.mul_(gradient)
-        weight_gradient = None if ctx.weight_gradient is None else ctx.weight_gradient.mul_(gradient).to(ctx.dtype)
-        ctx.x_gradient = ctx.weight_gradient = None
-        return x_gradient, weight_gradient, None, None, None
+def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
+    """This rank's rows of the head. Per chunk of rows two small collectives (maximum; sum of exponentials with the
+    target's logit); no rank ever sees another's logits. `enter` before the head sums the gradients of its input."""
+    first, number = share(vocab, group.size, group.index)
+    return Vocabulary(
+        first=first,
+        number=number,
+        most=share(vocab, group.size, 0)[1],
+        largest=partial(group.all_reduce, op="max"),
+        total=group.all_reduce,
+    )
