@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.kernels.linear import same_split
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import LayerCache
 from meshwright.model.seams import BlockCall, compute
@@ -45,7 +46,7 @@ def _call(
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     keep_random_state = bool(block.dropout) and block.training
     result: tuple[Tensor, Tensor | None] = checkpoint(
-        inner, block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
+        same_split(inner), block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
     )
     return result
 
