@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
-from meshwright.model.kv_cache import LayerCache
+from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, read
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.o = Linear(queries, shape.hidden, kernels, shape.out_bias)
         self.scale = shape.head_dim**-0.5
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         parts = read(self.seams.dense, x, self.q, self.k, self.v)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
@@ -52,11 +52,11 @@ class Attention(nn.Module):
         if sight.cos is not None:
             q = self.kernels.rotate(q, sight.cos, sight.sin, self.shape.rope_interleaved)
             k = self.kernels.rotate(k, sight.cos, sight.sin, self.shape.rope_interleaved)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
         attend = self.seams.attend or self.kernels.attend
-        out = attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        if cache is not None:
+            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        else:
+            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
         return self.seams.dense.leave(self.o(out.flatten(2)))
 
 
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
         self.o = Linear(shape.heads * mla.v_dim, shape.hidden, kernels, shape.out_bias)
         self.scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * softmax_factor(shape)
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         mla = self.mla
         q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
@@ -95,9 +95,9 @@ class LatentAttention(nn.Module):
         k_rope = self.kernels.rotate(k_rope.unsqueeze(2), sight.cos, sight.sin, self.shape.rope_interleaved)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
         attend = self.seams.attend or self.kernels.attend
-        out = attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
+        if cache is not None:
+            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        else:
+            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
         return self.seams.dense.leave(self.o(out.flatten(2)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels, choose
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
-from meshwright.model.kv_cache import Cache, LayerCache
+from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
@@ -38,11 +38,11 @@ class Block(nn.Module):
         self.mlp = make_mlp(shape, kernels, *dense) if dense else MoE(shape, kernels, seams)
         self.seams, self.dropout = seams, dropout
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
         return self.seams.call(self, x, sight, cache)
 
-    def compute(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def compute(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """As `forward`: the arithmetic of one device."""
         x = x + self._drop(self.attention(self.attention_norm(x), sight, cache))
         if self.routed:

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
-from meshwright.model.kv_cache import LayerCache
+from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
@@ -76,7 +76,7 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     dense = torch.compile(block_call(recompute), dynamic=False)
     routed = block_call(recompute, torch.compile(compute, dynamic=False))
 
-    def run(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
+    def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
             return compute(block, x, sight, cache)
         return routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.kernels.linear import same_split
 from meshwright.model.attention import Sight
-from meshwright.model.kv_cache import LayerCache
+from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
@@ -36,7 +36,7 @@ def _call(
     block: Block,
     x: Tensor,
     sight: Sight,
-    cache: LayerCache | None,
+    cache: Past | None,
     *,
     inner: BlockCall,
     contexts: Callable[[], tuple[Any, Any]] | None,
