@@ -29,8 +29,8 @@ from meshwright.kernels import Kernels
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.linear import linear_reference, linears_reference
 from meshwright.model import Transformer, build
+from meshwright.model.linear import Linear
 from meshwright.parallel.stages import cut
-from meshwright.parallel.tensor import replace_kernels
 from meshwright.spec import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.schedule import SPLIT, stage_rank
@@ -154,7 +154,18 @@ class TorchTP(Peer):
         return (found.full_tensor() if isinstance(found, DTensor) else found) / dist.get_world_size()
 
 
+def _with_torch_linears(model: Transformer) -> None:
+    """Put torch's own Linear, which its tensor parallelism hangs hooks on, in the place of each of ours in a block."""
+    for module in list(model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                plain = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
+                plain.weight = child.weight
+                setattr(module, name, plain)
+
+
 def _parallelize(model: Transformer, mesh: DeviceMesh) -> None:
+    _with_torch_linears(model)
     once = PrepareModuleInput(
         input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
     )  # one conversion of the input, so that its gradient is summed over the ranks once
@@ -209,8 +220,9 @@ class TorchPipeline(Peer):
         numbers = own_stages(layout, rank)
         models = [cut(build(work.shape, seed=0), layout, number) for number in numbers]
         if schedule in SPLIT:
-            for model in models:
-                replace_kernels(model, _plain_linears)
+            for module in (module for model in models for module in model.modules()):
+                if isinstance(getattr(module, "kernels", None), Kernels):
+                    module.kernels = _plain_linears(module.kernels)  # type: ignore[arg-type,assignment]
         total = len(stage_rank(schedule, world, len(numbers)))
         stages = [
             pipelining.PipelineStage(_StageModule(model), number, total, torch.device("cpu"))

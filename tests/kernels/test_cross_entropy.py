@@ -189,3 +189,39 @@ def test_the_plain_form_is_the_usual_loss() -> None:
     targets = targets_of(12, ignored=(4,))
     usual = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORED, reduction="sum")
     torch.testing.assert_close(reference().linear_cross_entropy(x, weight, targets), usual)
+
+
+@pytest.mark.parametrize("targets", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_a_factor_for_each_target(targets: Tensor, name: str) -> None:
+    function = (fast() if name == "fast" else reference()).linear_cross_entropy
+    factors = torch.rand(len(targets), generator=torch.Generator().manual_seed(2))
+
+    def written_out(x: Tensor, weight: Tensor) -> Tensor:
+        return -(each_written_out(x, weight, targets=targets) * factors.to(x.dtype)).sum()
+
+    assert_single(partial(function, targets=targets, scale=factors), written_out, inputs(len(targets)))
+
+
+def each_written_out(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    chosen = (x @ weight.T).log_softmax(-1).gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return chosen * (targets >= 0)
+
+
+@pytest.mark.parametrize("targets", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_log_probabilities(targets: Tensor, name: str) -> None:
+    """Each is given a gradient of its own."""
+    function = (fast() if name == "fast" else reference()).linear_log_probabilities
+    assert_single(partial(function, targets=targets), partial(each_written_out, targets=targets), inputs(len(targets)))
+
+
+def test_log_probabilities_may_be_differentiated_twice_and_need_no_more_than_a_chunk() -> None:
+    x, weight = (tensor.requires_grad_() for tensor in inputs(64))
+    targets = targets_of(64)
+    with Operations() as made:
+        found = fast().linear_log_probabilities(x, weight, targets)
+        first = torch.autograd.grad(found.sum(), (x, weight), retain_graph=True)
+    assert made.largest_numel(columns=VOCAB, but=(WIDTH, VOCAB)) == 8 * VOCAB
+    second = torch.autograd.grad(found.sum(), (x, weight))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

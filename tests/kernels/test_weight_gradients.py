@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import compat
 from meshwright.kernels import fast
 from meshwright.kernels.linear import WeightGradients, splits, splitting
+from meshwright.kernels.target import acting_as, acts
+from meshwright.parallel.recompute import block_call
 from tests.counting import Operations
 from tests.kernels.exactness import tensors
 from tests.model.shrunk import KINDS, model, tokens
@@ -167,8 +170,38 @@ def test_outside_nothing_is_changed() -> None:
 
 
 def test_two_queues_at_once_are_a_mistake() -> None:
-    with WeightGradients(), pytest.raises(AssertionError, match="one backward pass at a time"), WeightGradients():
+    one_at_a_time = pytest.raises(AssertionError, match="one backward pass at a time")
+    with splitting(), WeightGradients(), one_at_a_time, WeightGradients():
         pass
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_a_backward_pass_on_another_thread_is_split_too(name: str, recompute: str) -> None:
+    """As a GPU's is, whose thread has another context; and only that one, whatever this thread does meanwhile."""
+    left = []
+    for apart in (False, True):
+        found = model(name)
+        found.seams.call = block_call(recompute)
+        queue = WeightGradients()
+        with splitting():
+            loss = _loss(found, tokens(2, 9), tokens(2, 9, seed=1), 0)
+            with queue:
+                if apart:
+                    with ThreadPoolExecutor(1) as pool:
+                        pool.submit(loss.backward).result()
+                else:
+                    loss.backward()
+        left.append(len(queue))
+        _assert_matrices_wait(found, 0, queue)
+    assert left[0] == left[1] > 0
+
+
+def test_another_thread_is_not_split() -> None:
+    with splitting(), ThreadPoolExecutor(1) as pool:
+        assert splits() and not pool.submit(splits).result()
+        with acting_as("cuda"):
+            assert acts() == "cuda" and pool.submit(acts).result() == ""
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -3,14 +3,18 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from meshwright.model import Cache, Generation, Sampling, Transformer, generate
 from meshwright.model.generate import pick
+from meshwright.model.kv_cache import LayerCache, Past
 from meshwright.spec.errors import PlanError, RunError
 from tests.model.shrunk import KINDS, VOCAB, model, tokens
 
@@ -214,3 +218,40 @@ def test_weights_that_are_no_numbers_are_told() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="no numbers"):
             generate(found, PROMPT, max_new_tokens=2, sampling=Sampling(temperature=temperature))
+
+
+PAGE = 4
+
+
+class Paged:
+    """Past keys and values in pages of PAGE positions, as a server keeps them."""
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        return sum(keys.shape[1] for keys, _ in self.pages)
+
+    def attend(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *given: Any, scale: float
+    ) -> Tensor:
+        for at in range(k.shape[1]):
+            new = k[:, at : at + 1], v[:, at : at + 1]
+            if self.pages and self.pages[-1][0].shape[1] < PAGE:
+                new = tuple(torch.cat(both, 1) for both in zip(self.pages.pop(), new, strict=True))  # type: ignore[assignment]
+            self.pages.append(new)
+        keys, values = (torch.cat(parts, 1) for parts in zip(*self.pages, strict=True))
+        return attend(q, keys, values, *given, scale=scale)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_cache_is_another_way_to_keep_the_same(name: str) -> None:
+    found, row = model(name).eval(), tokens(2, 11)
+    kinds: list[Callable[[], Past]] = [Paged, LayerCache]
+    caches = [Cache(found.shape.layers, kind) for kind in kinds]
+    with torch.no_grad():
+        for piece in row.split((6, 1, 4), 1):
+            paged, plain = (found.hidden(piece, cache=cache)[0] for cache in caches)
+            assert torch.equal(paged, plain)
+    assert caches[0].length == 11 and [len(keys[0]) for keys, _ in caches[0].layers[0].pages] == [4, 4, 3]  # type: ignore[attr-defined]

@@ -244,7 +244,7 @@ def test_the_host_asks_for_the_counts_once_and_for_nothing_else(name: str) -> No
 
     with FakeTensorMode():
         found = MoE(shrink(name), choose("auto"))
-        found.experts.counts_on_host = given
+        found.seams.counts_on_host = given
         x = torch.empty(2, 8, 24, requires_grad=True)
         out, balance = found(x)
         (out.sum() + balance.sum()).backward()

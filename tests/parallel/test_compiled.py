@@ -123,8 +123,8 @@ def test_routed_blocks_compile_around_their_experts() -> None:
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         for rank in ranks if not at % 2 else ():
-            # Left alone by this package (compiler.disable), or by FSDP's hooks where the experts are a unit of it.
-            assert rank.graphs > 1 and len(rank.breaks) == 1 and "disable" in rank.breaks[0]
+            # Left alone by this package (compiler.disable), and by FSDP's hooks where the experts are a unit of it.
+            assert rank.graphs > 1 and 1 <= len(rank.breaks) <= 2 and all("disable" in one for one in rank.breaks)
 
 
 @pytest.mark.slow

@@ -257,10 +257,9 @@ def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, flo
         given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "documents": rows}
         expected = loss_and_gradients(build(SHAPES[name], seed=1), given)
         model = build(SHAPES[name], seed=1)
-        model.call_block = block_call(recompute)
-        model.make_mask = mask_maker(cp, zigzag)
-        for block in model.layers.values():
-            block.attention.kernels = replace(model.kernels, attend=ATTEND[route](cp))
+        model.seams.call = block_call(recompute)
+        model.seams.mask = mask_maker(cp, zigzag)
+        model.seams.attend = ATTEND[route](cp)
         found = loss_and_gradients(model, {key: x if x is None else take(x, cp, zigzag) for key, x in given.items()})
         assert found.keys() == expected.keys()
         errors = [far(cp.all_reduce(found[key].clone()), expected[key]) for key in expected]

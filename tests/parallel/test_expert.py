@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -180,8 +179,7 @@ def _whole_models(world: int, name: str) -> dict[str, list[tuple[str, str]]]:
     for recompute in ("none", "selective", "full"):
         found = model(name)
         apply_expert_parallel(found, group)
-        for block in found.layers.values():
-            block.forward = partial(block_call(recompute), block)
+        found.seams.call = block_call(recompute)
         told.calls.clear()
         loss = one_pass(found, given[group.index : group.index + 1])
         kinds[recompute] = [what[:2] for what in told.calls]
@@ -265,8 +263,8 @@ def test_a_dry_run_is_given_its_routing() -> None:
     with FakeTensorMode():
         found = MoE(shrink("qwen3-30b-a3b"), fast())
         apply_expert_parallel(found, Unsent("ep", ranks=(0, 1, 2, 3), index=1))
-        assert isinstance(found.experts.forward.__self__, Dispatch)  # type: ignore[attr-defined]
-        found.experts.counts_on_host = evenly
+        assert isinstance(found.seams.dispatch.__self__, Dispatch)  # type: ignore[attr-defined]
+        found.seams.counts_on_host = evenly
         x = torch.empty(2, LENGTH, HIDDEN, requires_grad=True)
         out, balance = found(x)
         (out.sum() + balance.sum()).backward()

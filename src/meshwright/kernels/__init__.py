@@ -26,6 +26,7 @@ class Kernels:
     swiglu_linear: Callable[..., Tensor]
     expert_linear: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    linear_log_probabilities: Callable[..., Tensor]
 
 
 def reference() -> Kernels:
@@ -41,6 +42,7 @@ def reference() -> Kernels:
         swiglu_linear=swiglu.swiglu_linear_reference,
         expert_linear=experts.expert_linear_reference,
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
+        linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
     )
 
 
@@ -57,6 +59,7 @@ def fast() -> Kernels:
         swiglu_linear=swiglu.swiglu_linear,
         expert_linear=experts.expert_linear,
         linear_cross_entropy=cross_entropy.linear_cross_entropy,
+        linear_log_probabilities=cross_entropy.linear_log_probabilities,
     )
 
 

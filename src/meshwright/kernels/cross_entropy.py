@@ -1,5 +1,11 @@
-"""Head and loss in one: sum over valid targets of -log softmax(x W^T)[target], without the whole logits."""
+"""Head and loss in one, without the whole logits: sums of -log softmax(x W^T)[target], or each log-probability.
 
+One loop over chunks of rows serves both, and heads of which each device of a group holds some rows: what a chunk finds
+is then combined by the reductions of a `Vocabulary`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +23,31 @@ MIN_CHUNK_ROWS = 256
 
 @takes("logits")
 def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Summed loss in nats, fp32. x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale ()."""
-    logits = F.linear(x, weight).float()
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return loss if scale is None else loss * scale
+    """Summed loss in nats, fp32. x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale, () or one for
+    each target (N,)."""
+    loss = F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORED, reduction="none")
+    if scale is not None and scale.dim():
+        return (loss * scale).sum()
+    return loss.sum() if scale is None else loss.sum() * scale
+
+
+@takes("logits")
+def linear_log_probabilities_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability of each target (N,) in nats, fp32; 0 where it is -100. x (N, D), weight (V, D)."""
+    return -F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORED, reduction="none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Rows `first` to `first + number` of a head, `most` being the longest such part, and how parts are combined."""
+
+    first: int
+    number: int
+    most: int
+    largest: Callable[[Tensor], Tensor]
+    """Maxima (R,) of the rows here -> of all rows."""
+    total: Callable[[Tensor], Tensor]
+    """Sums over the rows here -> over all rows."""
 
 
 def chunk_rows(rows: int, vocab: int, device: str) -> int:
@@ -31,50 +58,84 @@ def chunk_rows(rows: int, vocab: int, device: str) -> int:
     return max(1, min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))))
 
 
-def _chunk(logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
-    """Loss of a chunk; `logits` (R, V) fp32 becomes (softmax - onehot) * scale in place (0 where ignored)."""
-    valid = targets != IGNORED
-    index = targets.clamp(min=0).unsqueeze(1)
-    peak = logits.amax(1, keepdim=True)
-    chosen = logits.gather(1, index) - peak
-    logits.sub_(peak).exp_()
-    total = logits.sum(1, keepdim=True)
-    loss = ((total.log() - chosen).squeeze(1) * valid).sum()
-    if want_gradient:
-        factor = valid.unsqueeze(1).to(logits.dtype) if scale is None else valid.unsqueeze(1) * scale
-        logits.mul_(factor / total)
-        logits.scatter_add_(1, index, -factor)
-    return loss
+@dataclass(slots=True)
+class _Chunks:
+    """The loop: targets (N,) of x (N, D), chunk by chunk, with gradients of the sum of factor x loss where wanted."""
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    vocabulary: Vocabulary | None
+    x_gradient: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    """fp32, whatever the dtype of the weight."""
+
+    def want(self, x: bool, weight: bool) -> None:
+        """Have gradients made."""
+        self.x_gradient = torch.empty_like(self.x) if x else None
+        self.weight_gradient = torch.zeros_like(self.weight, dtype=torch.float32) if weight else None
+
+    def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of each chunk: its rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
+        parts = self.vocabulary
+        weights = self.weight.float() if needs_wide(self.x) else self.weight
+        rows = chunk_rows(len(self.x), parts.most if parts else len(weights), kind(self.x))
+        for start in range(0, len(self.x), rows):
+            here = slice(start, start + rows)
+            part = self.x[here].to(weights.dtype)
+            logits = F.linear(part, weights).float()
+            valid = self.targets[here] != IGNORED
+            each = factor[here] if factor is not None and factor.dim() else factor
+            yield here, self._chunk(logits, self.targets[here], valid, each), valid
+            logits = logits.to(part.dtype)
+            if self.x_gradient is not None:
+                self.x_gradient[here] = logits @ weights
+            if self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
+                self.weight_gradient.addmm_(logits.t(), part)
+            elif self.weight_gradient is not None:
+                self.weight_gradient += logits.t() @ part
+            del logits, part  # else a chunk stands beside the next
+
+    def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
+        """The losses (R,) of a chunk; `logits` (R, V) fp32 becomes (softmax - onehot) * factor in place (0 where
+        ignored)."""
+        parts, mine = self.vocabulary, None
+        index = targets.clamp(min=0)
+        if parts is not None:
+            local = targets - parts.first
+            mine = valid & (local >= 0) & (local < parts.number)
+            index = local.clamp(0, parts.number - 1)
+        peak = logits.amax(1)
+        peak = (parts.largest(peak) if parts else peak).unsqueeze(1)
+        chosen = (logits.gather(1, index.unsqueeze(1)) - peak).squeeze(1)
+        logits.sub_(peak).exp_()
+        total = logits.sum(1)
+        if parts is not None and mine is not None:
+            total, chosen = parts.total(torch.stack((total, chosen * mine))).unbind(0)
+        if self.x_gradient is not None or self.weight_gradient is not None:
+            each = valid.to(logits.dtype) if factor is None else valid * factor
+            logits.mul_((each / total).unsqueeze(1))
+            logits.scatter_add_(1, index.unsqueeze(1), -(each if mine is None else each * mine).unsqueeze(1))
+        return total.log() - chosen
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Makes both gradients during the forward pass, chunk by chunk: three products in all and never more than a chunk
-    of logits alive. The gradient of W is summed in fp32 whatever the dtype of W. The backward pass multiplies them by
-    the incoming gradient in place, so it can run once."""
+    of logits alive. The backward pass multiplies them by the incoming gradient in place, so it can run once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-        want_x, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        wide = needs_wide(x)
-        weights = weight.float() if wide else weight
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, vocabulary: Vocabulary | None
+    ) -> Tensor:
+        chunks = _Chunks(x, weight, targets, vocabulary)
+        chunks.want(*ctx.needs_input_grad[:2])
+        each = scale if scale is not None and scale.dim() else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        ctx.x_gradient = torch.empty_like(x) if want_x else None
-        ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), len(weight), kind(x))
-        for start in range(0, len(x), rows):
-            part = x[start : start + rows].to(weights.dtype)
-            logits = F.linear(part, weights).float()
-            loss += _chunk(logits, targets[start : start + rows], scale, want_x or want_weight)
-            logits = logits.to(part.dtype)
-            if want_x:
-                ctx.x_gradient[start : start + rows] = logits @ weights
-            if want_weight and part.dtype == torch.float32:
-                ctx.weight_gradient.addmm_(logits.t(), part)
-            elif want_weight:
-                ctx.weight_gradient += logits.t() @ part
-            del logits, part  # else a chunk stands beside the next
-        return loss if scale is None else loss * scale
+        for rows, losses, valid in chunks.losses(scale):
+            loss += (losses * (valid if each is None else valid * each[rows])).sum()
+            del losses, valid
+        ctx.x_gradient, ctx.weight_gradient, ctx.dtype = chunks.x_gradient, chunks.weight_gradient, weight.dtype
+        return loss if scale is None or each is not None else loss * scale
 
     @staticmethod
     @takes("logits")
@@ -87,13 +148,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(gradient).to(ctx.dtype)
         ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
-        return x_gradient, weight_gradient, None, None
+        return x_gradient, weight_gradient, None, None, None
 
 
 @takes("logits")
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """As the reference; one backward pass."""
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, vocabulary: Vocabulary | None = None
+) -> Tensor:
+    """As the reference; one backward pass. With a vocabulary `weight` is a part of the head, the loss is that of all
+    parts, and the gradient of x what this part adds to it."""
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
         x, weight = x.detach(), weight.detach()
-    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale, vocabulary)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return result
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    """Keeps x and the weight; the backward pass makes the logits again, now that it knows each target's factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.vocabulary = vocabulary
+        found = [-(losses * valid) for _, losses, valid in _Chunks(x, weight, targets, vocabulary).losses()]
+        return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    @takes("logits")
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, targets = ctx.saved_tensors
+        chunks = _Chunks(x, weight, targets, ctx.vocabulary)
+        chunks.want(*ctx.needs_input_grad[:2])
+        for _ in chunks.losses(-gradient):
+            pass
+        weight_gradient = None if chunks.weight_gradient is None else chunks.weight_gradient.to(weight.dtype)
+        return chunks.x_gradient, weight_gradient, None, None
+
+
+@takes("logits")
+def linear_log_probabilities(
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None
+) -> Tensor:
+    """As the reference, with any number of backward passes; `vocabulary` as for linear_cross_entropy."""
+    result: Tensor = _LinearLogProbabilities.apply(x, weight, targets, vocabulary)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

@@ -6,6 +6,7 @@ Pipelines fill their bubbles with gradients of weights (Qi et al. 2023, arXiv:24
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -34,32 +35,52 @@ def needs_wide(x: Tensor) -> bool:
 
 
 @dataclass(slots=True)
-class _Switch:
-    """What all threads see: autograd runs a GPU's backward pass on threads of its own."""
+class _Split:
+    """One `splitting`: which queue its backward passes leave products in now."""
 
-    splits: bool = False
     queue: "WeightGradients | None" = None
 
 
-_switch = _Switch()
+_split: ContextVar[_Split | None] = ContextVar("split", default=None)
+"""Autograd runs a GPU's backward pass on threads of its own, which have another context: what a backward pass asks it
+keeps from its forward pass (`Leaf`), and what is computed again takes its switch along (`same_split`)."""
 
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    """Forward passes inside can be split: their backward passes, and what those compute again, belong inside as well.
+    """Forward passes inside can be split: their backward passes belong inside as well.
 
     Elsewhere `linear` is torch's own, which cannot be asked to leave a product out.
     """
-    before, _switch.splits = _switch.splits, True
+    with _inside(_split.get() or _Split()):
+        yield
+
+
+@contextmanager
+def _inside(split: _Split | None) -> Iterator[None]:
+    token = _split.set(split)
     try:
         yield
     finally:
-        _switch.splits = before
+        _split.reset(token)
+
+
+def same_split(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, split or not as a call would be now, wherever it is called."""
+    if torch.compiler.is_compiling():
+        return function
+    split = _split.get()
+
+    def call(*given: Any) -> Any:
+        with _inside(split):
+            return function(*given)
+
+    return call
 
 
 def splits() -> bool:
     """Whether a forward pass must be made so that it can be split. Compiled code never is: its products stay in B."""
-    return not torch.compiler.is_compiling() and _switch.splits
+    return not torch.compiler.is_compiling() and _split.get() is not None
 
 
 class WeightGradients:
@@ -77,14 +98,18 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._left: dict[Tensor, list[Callable[[], Tensor]]] = {}
+        self._split: _Split | None = None
 
     def __enter__(self) -> "WeightGradients":
-        assert _switch.queue is None, "one backward pass at a time can be split"
-        _switch.queue = self
+        self._split = _split.get()
+        if self._split is not None:
+            assert self._split.queue is None, "one backward pass at a time can be split"
+            self._split.queue = self
         return self
 
     def __exit__(self, *failure: object) -> None:
-        _switch.queue = None
+        if self._split is not None:
+            self._split.queue = None
 
     def __len__(self) -> int:
         """Products that wait."""
@@ -113,19 +138,28 @@ class WeightGradients:
         self._left.setdefault(weight, []).append(product)
 
 
-def as_leaf(weight: Tensor | None) -> Tensor | None:
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A weight whose gradient may be left for later, and where."""
+
+    weight: Tensor
+    split: _Split
+
+
+def as_leaf(weight: Tensor | None) -> Leaf | None:
     """The weight, for a forward pass that is made to be split, if its gradient may be left for later.
 
     A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
     """
-    return weight if weight is not None and splits() and weight.is_leaf else None
+    split = None if torch.compiler.is_compiling() else _split.get()
+    return Leaf(weight, split) if weight is not None and split is not None and weight.is_leaf else None
 
 
-def is_left(leaf: Tensor | None, product: Callable[[], Tensor]) -> bool:
+def is_left(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
     """Whether an open queue has taken the product that is a gradient of `leaf` (from `as_leaf`)."""
-    if leaf is None or _switch.queue is None:
+    if leaf is None or leaf.split.queue is None:
         return False
-    _switch.queue.take(leaf, product)
+    leaf.split.queue.take(leaf.weight, product)
     return True
 
 

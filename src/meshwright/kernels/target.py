@@ -6,34 +6,30 @@ therefore fake CPU tensors, and whoever chooses between kernels asks here.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
-
-@dataclass(slots=True)
-class _Acting:
-    kind: str = ""
-
-
-_acting = _Acting()
+_acting: ContextVar[str] = ContextVar("acting", default="")
+"""A dry run's tensors are on the CPU, whose backward pass runs on the thread that asks for it, in its context."""
 
 
 def kind(x: Tensor) -> str:
     """`cpu`, `cuda` ...: whose kernels `x` is computed with."""
-    return _acting.kind or x.device.type
+    return acts() or x.device.type
 
 
 def acts() -> str:
     """The kind that CPU tensors stand for; empty where tensors are what they say."""
-    return _acting.kind
+    return "" if torch.compiler.is_compiling() else _acting.get()  # no dry run compiles
 
 
 @contextmanager
 def acting_as(kind: str) -> Iterator[None]:
     """Inside, kernels are chosen as on such a device."""
-    before, _acting.kind = _acting.kind, kind
+    token = _acting.set(kind)
     try:
         yield
     finally:
-        _acting.kind = before
+        _acting.reset(token)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
-from meshwright.model.kv_cache import LayerCache
-from meshwright.model.linear import Linear, apply_all
+from meshwright.model.kv_cache import Past
+from meshwright.model.linear import Linear, read
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
+from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape
 
 
@@ -29,9 +30,9 @@ class Sight:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
-        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q = Linear(shape.hidden, queries, kernels, shape.qkv_bias)
         self.k = Linear(shape.hidden, keys, kernels, shape.qkv_bias)
@@ -42,30 +43,31 @@ class Attention(nn.Module):
         self.o = Linear(queries, shape.hidden, kernels, shape.out_bias)
         self.scale = shape.head_dim**-0.5
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
-        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in apply_all(x, self.q, self.k, self.v))
+        parts = read(self.seams.dense, x, self.q, self.k, self.v)
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if sight.cos is not None:
             q = self.kernels.rotate(q, sight.cos, sight.sin, self.shape.rope_interleaved)
             k = self.kernels.rotate(k, sight.cos, sight.sin, self.shape.rope_interleaved)
+        attend = self.seams.attend or self.kernels.attend
         if cache is not None:
-            k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
-        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
-        mixed: Tensor = self.o(out.flatten(2))
-        return mixed
+            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        else:
+            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        return self.seams.dense.leave(self.o(out.flatten(2)))
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
 
-    def __init__(self, shape: ModelShape, kernels: Kernels, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
         assert shape.mla is not None
         mla = self.mla = shape.mla
-        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
         queries = shape.heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank:
             self.q_down = Linear(shape.hidden, mla.q_rank, kernels, shape.qkv_bias)
@@ -79,10 +81,10 @@ class LatentAttention(nn.Module):
         self.o = Linear(shape.heads * mla.v_dim, shape.hidden, kernels, shape.out_bias)
         self.scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * softmax_factor(shape)
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         mla = self.mla
-        q, low = apply_all(x, self.q_down if mla.q_rank else self.q, self.kv_down)
+        q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
         q = self.q_up(self.q_norm(q)) if mla.q_rank else q
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
@@ -93,9 +95,9 @@ class LatentAttention(nn.Module):
         k_rope = self.kernels.rotate(k_rope.unsqueeze(2), sight.cos, sight.sin, self.shape.rope_interleaved)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        attend = self.seams.attend or self.kernels.attend
         if cache is not None:
-            k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
-        out = self.kernels.attend(q, k, v, sight.mask, scale=self.scale, dropout=dropout)
-        mixed: Tensor = self.o(out.flatten(2))
-        return mixed
+            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        else:
+            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        return self.seams.dense.leave(self.o(out.flatten(2)))

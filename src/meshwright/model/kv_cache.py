@@ -1,7 +1,25 @@
 """Keys and values of the past, so that one new token costs one token's work."""
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+from meshwright.kernels.attention import Mask
+
+
+class Past(Protocol):
+    """What one layer keeps of the past. It owns attention over itself, so that how it is kept is its own affair."""
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+
+    def attend(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
+    ) -> Tensor:
+        """Keeps k and v of S new positions; q (B, S, H, E) over all so far -> (B, S, H, V). `attend`: the kernel."""
 
 
 class LayerCache:
@@ -11,6 +29,12 @@ class LayerCache:
         self.length = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+
+    def attend(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
+    ) -> Tensor:
+        """As Past."""
+        return attend(q, *self.extend(k, v), mask, scale=scale)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append S new positions; returns all keys and values so far."""
@@ -31,10 +55,10 @@ class LayerCache:
 
 
 class Cache:
-    """One LayerCache a layer."""
+    """The past of each layer; by default LayerCaches."""
 
-    def __init__(self, layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(layers)]
+    def __init__(self, layers: int, make: Callable[[], Past] = LayerCache) -> None:
+        self.layers: Sequence[Past] = [make() for _ in range(layers)]
 
     @property
     def length(self) -> int:

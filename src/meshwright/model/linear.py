@@ -1,9 +1,22 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 from torch import Tensor, nn
 
-from meshwright import compat
 from meshwright.kernels import Kernels
+from meshwright.model.seams import Border
+
+
+class Weight(Protocol):
+    """What a product multiplies with, where that is not the layer's matrix alone: a low-rank sum, narrow integers."""
+
+    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+        """What the input (..., in) is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
+
+    def result(self, products: Sequence[Tensor], linear: Callable[..., Tensor]) -> Tensor:
+        """The products, of which the first has the bias -> (..., out). `linear` is the kernel for more of them."""
 
 
 class Linear(nn.Linear):
@@ -13,43 +26,55 @@ class Linear(nn.Linear):
         super().__init__(size_in, size_out, bias)
         self.kernels = kernels
         self.adds_bias = True
+        self.form: Weight | None = None
 
     @property
     def local_bias(self) -> Tensor | None:
-        """The bias, where it is added here: of ranks that share a sum, one adds it (parallel/tensor.py)."""
+        """The bias, where it is added here and not to another part of the same sum."""
         bias: Tensor | None = self.bias
         return bias if self.adds_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
+        if self.form is not None:
+            return products(self.kernels.linears, x, (self,))[0]
         product: Tensor = self.kernels.linear(x, self.weight, self.local_bias)
         return product
 
 
 class Head(Linear):
-    """The last layer, which gives logits, or at once the loss that they make. It is called for either: what gathers its
-    weight for a call (FSDP) must see it used."""
+    """The last layer, which gives logits, or at once what is made of them. It is called for either, so that its weight
+    is used inside of its own call."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """x (..., D) -> logits (..., V); x (N, D) with targets (N,) -> summed cross-entropy (), times scale."""
-        if targets is None:
-            return super().forward(x)
-        loss: Tensor = self.kernels.linear_cross_entropy(x, self.weight, targets, scale)
-        return loss
+    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """x (..., D) -> logits (..., V), or what `use` makes of x and the weight (V, D)."""
+        assert self.form is None, "what is made of logits takes the head's own matrix"
+        return super().forward(x) if use is None else use(x, self.weight)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a kernel may take the layer's weights without calling it: not where another module was put in its place,
-    nor where hooks hang on the call, as tensor parallelism's that gather, split or reduce."""
-    return type(layer) is Linear and not compat.is_hooked(layer)
+    """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
+    put in its place."""
+    return type(layer) is Linear and layer.form is None
 
 
-def apply_all(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The layers' results for one input; plain ones in a single call, others one by one."""
-    plain = [layer for layer in layers if isinstance(layer, Linear) and is_plain(layer)]
-    if len(plain) < len(layers):
+def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """What the first layers of a part make of its input, in a single product; other modules than ours one by one."""
+    ours = [layer for layer in layers if isinstance(layer, Linear)]
+    if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
-    found: tuple[Tensor, ...] = plain[0].kernels.linears(
-        x, [layer.weight for layer in plain], [layer.local_bias for layer in plain]
+    return products(border.read or ours[0].kernels.linears, x, ours)
+
+
+def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """The layers' results for one input; `product` as kernels.linears."""
+    if all(layer.form is None for layer in layers):
+        return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
+    matrices = [layer.form.matrices(layer.weight) if layer.form else (layer.weight,) for layer in layers]
+    biases = [[layer.local_bias, *[None] * (len(some) - 1)] for layer, some in zip(layers, matrices, strict=True)]
+    found = iter(product(x, [one for some in matrices for one in some], [one for some in biases for one in some]))
+    parts = [[next(found) for _ in some] for some in matrices]
+    return tuple(
+        layer.form.result(own, layer.kernels.linear) if layer.form else own[0]
+        for layer, own in zip(layers, parts, strict=True)
     )
-    return found

@@ -4,50 +4,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.linear import Linear, apply_all, is_plain
+from meshwright.model.linear import Linear, is_plain, read
+from meshwright.model.seams import Border
 from meshwright.spec.shape import ModelShape
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden: int, ffn: int, kernels: Kernels, bias: bool = False) -> None:
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool = False) -> None:
         super().__init__()
         self.gate = Linear(hidden, ffn, kernels, bias)
         self.up = Linear(hidden, ffn, kernels, bias)
         self.down = Linear(ffn, hidden, kernels, bias)
-        self.kernels = kernels
+        self.kernels, self.border = kernels, border
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        gate, up = apply_all(x, self.gate, self.up)
+        gate, up = read(self.border, x, self.gate, self.up)
         if is_plain(self.down):
             down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias)
         else:
             down = self.down(self.kernels.swiglu(gate, up))
-        return down
+        return self.border.leave(down)
 
 
 class PlainMLP(nn.Module):
     """down(gelu(up(x)))."""
 
-    def __init__(self, hidden: int, ffn: int, kernels: Kernels, bias: bool, approximate: str) -> None:
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool, approximate: str) -> None:
         super().__init__()
         self.up = Linear(hidden, ffn, kernels, bias)
         self.down = Linear(ffn, hidden, kernels, bias)
-        self.approximate = approximate
+        self.border, self.approximate = border, approximate
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        down: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
-        return down
+        (up,) = read(self.border, x, self.up)
+        return self.border.leave(self.down(F.gelu(up, approximate=self.approximate)))
 
 
-def make_mlp(shape: ModelShape, kernels: Kernels, ffn: int, bias: bool) -> nn.Module:
+def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> nn.Module:
     """The dense feed-forward of a shape, `ffn` wide."""
     if shape.mlp == "swiglu":
-        return GatedMLP(shape.hidden, ffn, kernels, bias)
-    return PlainMLP(shape.hidden, ffn, kernels, bias, gelu_form(shape))
+        return GatedMLP(shape.hidden, ffn, kernels, border, bias)
+    return PlainMLP(shape.hidden, ffn, kernels, border, bias, gelu_form(shape))
 
 
 def gelu_form(shape: ModelShape) -> str:

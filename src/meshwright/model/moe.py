@@ -3,8 +3,6 @@
 Dropless: every token reaches its top_k experts, however uneven. Letters: N tokens, D hidden, X experts, F expert ffn.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts import Counts, groups_on_device, spread
 from meshwright.model.mlp import gelu_form, make_mlp
+from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -53,20 +52,10 @@ class Router(nn.Module):
         return choice.topk(moe.top_k, dim=-1).indices
 
 
-def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
-    """Tables of counts (T, X) as lists; the host waits for the device. `rows` is the sum of the first table.
-
-    The only place where the host learns how tokens were routed, once a layer. Where tensors have no values (a dry run)
-    another function of this signature gives the counts.
-    """
-    known: list[list[int]] = counts.tolist()
-    return known
-
-
 class Experts(nn.Module):
     """X feed-forwards as three stacked matrices, or two without a gate; the product over runs of rows is a kernel."""
 
-    def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels) -> None:
+    def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels, seams: Seams) -> None:
         super().__init__()
         self.gated = shape.mlp == "swiglu"
         if self.gated:
@@ -74,14 +63,17 @@ class Experts(nn.Module):
         self.approximate = gelu_form(shape)
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
-        self.kernels = kernels
-        self.counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
+        self.kernels, self.seams = kernels, seams
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
+        return self.seams.dispatch(self, rows, counts)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As `forward`, where all experts are here."""
         if groups_on_device(rows, self.up):
             return self.feed_forward(rows, counts)
-        return self.feed_forward(rows, self.counts_on_host(counts.unsqueeze(0), len(rows))[0])
+        return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
     def feed_forward(self, rows: Tensor, counts: Counts) -> Tensor:
         """The experts that are held here: rows (R, D) sorted by them, counts rows of each -> (R, D)."""
@@ -97,18 +89,19 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus shared ones."""
 
-    def __init__(self, shape: ModelShape, kernels: Kernels) -> None:
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams | None = None) -> None:
         super().__init__()
         assert shape.moe is not None
         self.moe = shape.moe
+        self.seams = seams = seams or Seams()
         self.router = Router(shape, shape.moe)
-        self.experts = Experts(shape, shape.moe, kernels)
+        self.experts = Experts(shape, shape.moe, kernels, seams)
         if shape.moe.shared_experts:
-            self.shared = make_mlp(shape, kernels, shape.moe.shared_experts * shape.moe.ffn, False)
-        self.over_sequence: Callable[[Tensor], Tensor] = _whole
+            self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32."""
+        x = self.seams.routed.enter(x)
         flat = x.flatten(0, 1)
         weights, experts, probabilities = self.router(flat)
         choices = experts.flatten()
@@ -120,19 +113,15 @@ class MoE(nn.Module):
         out = (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1).view_as(x)
         if self.moe.shared_experts:
             out = out + self.shared(x)
-        return out, self._balance(experts, probabilities, x.shape[0])
+        return self.seams.routed.leave(out), self._balance(experts, probabilities, x.shape[0])
 
     def _balance(self, experts: Tensor, probabilities: Tensor, sequences: int) -> Tensor:
         """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4).
 
-        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split into micro-batches or ranks changes it. Where a
-        rank sees a part of each sequence, `over_sequence` makes of its two means (2, B, X) those of whole sequences.
+        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split of a batch changes it. Where a part of each
+        sequence is here, a seam makes of the two means (2, B, X) those of whole sequences.
         """
         chosen = torch.zeros_like(probabilities).scatter_(1, experts, 1.0).view(sequences, -1, self.moe.experts)
         means = torch.stack((chosen.mean(1) / self.moe.top_k, probabilities.view_as(chosen).mean(1)))
-        share, probability = self.over_sequence(means).unbind()
+        share, probability = self.seams.over_sequence(means).unbind()
         return self.moe.experts * (share * probability).sum(-1)
-
-
-def _whole(means: Tensor) -> Tensor:
-    return means

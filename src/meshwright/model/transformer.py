@@ -4,43 +4,46 @@ Letters: B batch, S sequence, D hidden, V vocab.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
-from meshwright.kernels.attention import Mask, causal_mask
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
-from meshwright.model.kv_cache import Cache, LayerCache
+from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
 from meshwright.model.rope import frequencies, table_factor, tables
+from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape
-
-MaskMaker = Callable[..., Mask]
-"""As kernels.attention.causal_mask; context parallelism puts another in its place."""
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, shape: ModelShape, layer: int, kernels: Kernels, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, layer: int, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape, kernels)
-        self.attention = (LatentAttention if shape.mla else Attention)(shape, kernels, dropout)
+        self.attention = (LatentAttention if shape.mla else Attention)(shape, kernels, seams, dropout)
         self.mlp_norm = make_norm(shape, kernels)
         self.window = shape.window_of(layer)
         self.routed = shape.is_moe_layer(layer)
-        self.mlp = MoE(shape, kernels) if self.routed else make_mlp(shape, kernels, shape.ffn, shape.mlp_bias)
-        self.dropout = dropout
+        dense = () if self.routed else (seams.dense, shape.ffn, shape.mlp_bias)
+        self.mlp = make_mlp(shape, kernels, *dense) if dense else MoE(shape, kernels, seams)
+        self.seams, self.dropout = seams, dropout
 
-    def forward(self, x: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
+        return self.seams.call(self, x, sight, cache)
+
+    def compute(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
+        """As `forward`: the arithmetic of one device."""
         x = x + self._drop(self.attention(self.attention_norm(x), sight, cache))
         if self.routed:
             out, balance = self.mlp(self.mlp_norm(x))
@@ -51,37 +54,50 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+class Embedding(nn.Embedding):
+    """A row of a matrix (V, D) for each token."""
+
+    def __init__(self, size: int, width: int, seams: Seams) -> None:
+        super().__init__(size, width)
+        self.seams = seams
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S) -> (B, S, D)."""
+        return self.seams.look_up(tokens, self.weight)
+
+
 class Loss(NamedTuple):
     """What a forward pass adds up, times what the caller gave. A tuple, so that those who look for tensors find
     them."""
 
     cross_entropy: Tensor
+    """Or what another objective makes of the predictions."""
     balance: Tensor | None
 
 
 class Transformer(nn.Module):
     """A decoder-only language model whose variants are data in its shape.
 
-    It may hold a part of the layers only (a pipeline stage): `first` says whether it embeds tokens, `last` whether it
+    It may hold a part of the layers only: `first` says whether it embeds tokens, `last` whether it
     ends in norm, head and loss. A tied head's matrix is `embed.weight` on a last stage too.
     """
 
     def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.kernels, self.dropout = shape, kernels, dropout
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.seams = Seams()
+        self.embed = Embedding(shape.vocab, shape.hidden, self.seams)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.max_positions, shape.hidden)
         else:
             self.register_buffer("inverse", frequencies(shape), persistent=False)
         self.layers = nn.ModuleDict(
-            {str(layer): Block(shape, layer, kernels, dropout) for layer in range(shape.layers)}
+            {str(layer): Block(shape, layer, kernels, self.seams, dropout) for layer in range(shape.layers)}
         )
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
             self.head = Head(shape.hidden, shape.vocab, kernels)
         self.first = self.last = True
-        self.make_mask: MaskMaker = causal_mask
 
     @property
     def head_weight(self) -> Tensor:
@@ -122,24 +138,19 @@ class Transformer(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
-        the loss: see `loss`. The cross-entropy is zero on all but the last."""
+        the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
+        predictions."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
         x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents))
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
-        flat = self.norm(x).flatten(0, 1)
-        return x, Loss(self._cross_entropy(flat, targets.flatten(), scale), balance)
-
-    def _cross_entropy(self, x: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-        """x (N, D), targets (N,) -> (), from head or embedding."""
-        if not self.shape.tied:
-            return cast(Tensor, self.head(x, targets, scale))
-        loss: Tensor = self.kernels.linear_cross_entropy(x, self.embed.weight, targets, scale)
-        return loss
+        predictions = Predictions(self, self.seams.enter_head(self.norm(x)))
+        return x, Loss((objective or Predictions.cross_entropy)(predictions, targets, scale), balance)
 
     def hidden(
         self,
@@ -159,13 +170,13 @@ class Transformer(nn.Module):
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
         sights = self.sights(positions, past + tokens.shape[1], documents)
         x, balance = self.run_layers(self.enter(tokens, positions), sights, cache)
-        return self.norm(x), balance
+        return self.seams.enter_head(self.norm(x)), balance
 
     def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the first layer reads (B, S, D)."""
         x = self.embed(tokens)
         if self.shape.positions == "learned":
-            x = x + self.positions(positions)
+            x = x + self.positions(self.seams.positions(positions))
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def run_layers(
@@ -189,9 +200,40 @@ class Transformer(nn.Module):
         windows = {block.window for block in self.layers.values()}
         device = positions.device
         return {
-            window: Sight(self.make_mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
+            window: Sight(self.seams.mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
             for window in windows
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a model says of next tokens, asked for without the whole logits: hidden states x (B, S, D) at its head."""
+
+    model: Transformer
+    x: Tensor
+
+    def cross_entropy(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """-log p summed () fp32 in nats over targets (B, S) that are not -100, times scale, () or (B, S)."""
+        model = self.model
+        made = model.seams.loss or model.kernels.linear_cross_entropy
+        factor = scale.flatten() if scale is not None and scale.dim() else scale
+        return self._at_head(lambda x, weight: made(x, weight, targets.flatten(), factor))
+
+    def log_probabilities(self, targets: Tensor) -> Tensor:
+        """log p (B, S) fp32 in nats of targets (B, S); 0 where they are -100."""
+        made = self.model.seams.log_probabilities or self.model.kernels.linear_log_probabilities
+        return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
+
+    def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        flat, model = self.x.flatten(0, 1), self.model
+        if model.shape.tied:
+            return use(flat, model.embed.weight)
+        found: Tensor = model.head(flat, use)
+        return found
+
+
+Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
+"""(predictions, targets (B, S), scale () or None) -> a sum () fp32 over the targets, times scale."""
 
 
 def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto") -> Transformer:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Sequences
-from meshwright.model.moe import Experts
 from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel import Mesh
 from meshwright.planner.memory.engine_peak import moments
@@ -70,8 +69,8 @@ class Program:
         self.state = new_state(self.plan, self.mesh, self.device, initialize=self.initialize)
         self.state.engine.train()
         if self.routing is not None:
-            for module in (m for stage in self.state.engine.stages for m in stage.modules() if isinstance(m, Experts)):
-                module.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
+            for stage in self.state.engine.stages:
+                stage.seams.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
         self.told("tokens")
         self.batches, self.read_ahead = self._tokens(), self._tokens()
 

@@ -16,7 +16,7 @@ class Routing:
     load: float = 1.0
 
     def counts(self, counts: Tensor, rows: int) -> list[list[int]]:
-        """In the place of model.moe.counts_on_host: counts (1 or 2, X), of rows that leave and of those that arrive.
+        """In the place of model.seams.counts_on_host: counts (1 or 2, X), of rows that leave and of those that arrive.
 
         PlanError where no expert elsewhere could give up so much.
         """

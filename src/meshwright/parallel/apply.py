@@ -2,17 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from meshwright import compat
 from meshwright.model import Transformer
-from meshwright.model.attention import Sight
 from meshwright.model.init import fill_initial
-from meshwright.model.kv_cache import LayerCache
-from meshwright.model.transformer import Block, materialize, shrink, skeleton
+from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.compiling import agreed, compiled_call, is_compiled
 from meshwright.parallel.context import mask_maker
@@ -22,11 +18,11 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.rank_boxes import Box, boxes
-from meshwright.parallel.recompute import BlockCall, block_call
+from meshwright.parallel.recompute import block_call
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import gather_attend, ring_attend
 from meshwright.parallel.stages import cut, share_embedding
-from meshwright.parallel.tensor import apply_tensor_parallel, replace_kernels
+from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
@@ -139,9 +135,8 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:
     """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
-    model.make_mask = mask_maker(group, layout.zigzag)
-    attend = ring_attend(group) if layout.context == "ring" else gather_attend(group)
-    replace_kernels(model, lambda kernels: replace(kernels, attend=attend))
+    model.seams.mask = mask_maker(group, layout.zigzag)
+    model.seams.attend = ring_attend(group) if layout.context == "ring" else gather_attend(group)
 
 
 def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
@@ -160,12 +155,4 @@ def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
     """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
     compiled = is_compiled(layout, device)
-    call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)
-    for block in model.layers.values():
-        block.forward = partial(_forward, call, block)
-
-
-def _forward(
-    call: BlockCall, block: Block, x: Tensor, sight: Sight, cache: LayerCache | None = None
-) -> tuple[Tensor, Tensor | None]:
-    return call(block, x, sight, cache)
+    model.seams.call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)

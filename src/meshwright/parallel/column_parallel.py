@@ -26,14 +26,10 @@ from meshwright.parallel.operators import SEQUENCE, resized
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What takes the place of kernels.linear and kernels.linears, with their signatures."""
+    """What takes the place of kernels.linears at a border of a model (model.seams.Border.read)."""
 
     group: Group
     sp: bool
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (B, S or S / t, in) -> (B, S, out / t)."""
-        return self.linears(x, (weight,), (bias,))[0]
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """x (B, S or S / t, in) -> (B, S, out / t) of each."""

@@ -9,12 +9,12 @@ from torch import Tensor
 from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
-from meshwright.model.kv_cache import LayerCache
-from meshwright.model.moe import Experts
+from meshwright.model.kv_cache import Past
+from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.group import Group
-from meshwright.parallel.recompute import BlockCall, block_call, call_block
+from meshwright.parallel.recompute import block_call
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 
@@ -71,14 +71,16 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     """
     torch_compile.raise_recompile_limit(VARIANTS)
     torch_compile.when_recompile_limit_is_hit(_say_limit)
-    _keep_from_compiler(model)
+    # Experts take runs of rows whose lengths would become constants of the code: every step would compile anew.
+    model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
     dense = torch.compile(block_call(recompute), dynamic=False)
-    routed = block_call(recompute, torch.compile(call_block, dynamic=False))
+    routed = block_call(recompute, torch.compile(compute, dynamic=False))
 
-    def run(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
+    def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
-            return call_block(block, x, sight, cache)
-        return routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)
+            return compute(block, x, sight, cache)
+        found: tuple[Tensor, Tensor | None] = (routed if block.routed else dense)(block, x, sight, None)
+        return found
 
     return run
 
@@ -89,10 +91,3 @@ def _say_limit() -> None:
         "with the same results. TORCH_LOGS=recompiles names what differs.",
         VARIANTS,
     )
-
-
-def _keep_from_compiler(model: Transformer) -> None:
-    """Experts take runs of rows whose lengths would become constants of the code: every step would compile anew."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]  # outside of the graph

@@ -151,12 +151,8 @@ class Engine:
         of the ranks that hold it."""
         elsewhere = {name for one, group in self.common if group.index for name in one.names}
         counted = [data.local(gradient) for name, gradient in gradients.items() if name not in elsewhere]
-        if self.mesh["world"].size == 1:
-            return euclidean_norm(counted)
-        device = next(iter(gradients.values())).device
-        square = euclidean_norm(counted) ** 2 if counted else torch.zeros((), device=device)
-        norm: Tensor = self.mesh["world"].all_reduce(square).sqrt()
-        return norm
+        norm = euclidean_norm(counted) if counted else torch.zeros((), device=next(self.model.parameters()).device)
+        return norm if self.mesh["world"].size == 1 else self.mesh["world"].all_reduce(norm**2).sqrt()
 
 
 def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ def apply_expert_parallel(model: nn.Module, group: Group) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             _cut(module.experts, module.moe.experts, group)
-            module.experts.forward = Dispatch(module.experts, group).forward  # type: ignore[method-assign]  # exchanges around it
+            module.seams.dispatch = Dispatch(group).run
 
 
 def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
@@ -55,28 +55,28 @@ def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
     present = [group for group in groups if group.size > 1]
     for module in model.modules():
         if isinstance(module, MoE) and present:
-            module.over_sequence = partial(reduce, _mean_over, present)
+            module.seams.over_sequence = partial(reduce, _mean_over, present)
 
 
+@dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What stands in place of Experts.forward where experts lie on other ranks."""
+    """What stands in place of Experts.compute where experts lie on other ranks."""
 
-    def __init__(self, experts: Experts, group: Group) -> None:
-        self.experts, self.group = experts, group
+    group: Group
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """This rank's rows (N k, D) sorted by expert, counts (X,) rows of each of all experts -> (N k, D)."""
         local = len(counts) // self.group.size
         runs = [local] * self.group.size
         arriving = self.group.all_to_all(counts, runs, runs)
-        leaving_known, arriving_known = self.experts.counts_on_host(torch.stack((counts, arriving)), len(rows))
+        leaving_known, arriving_known = experts.seams.counts_on_host(torch.stack((counts, arriving)), len(rows))
         route = Route(group=self.group, sent=_sums(leaving_known, local), received=_sums(arriving_known, local))
         order, inverse = sort_runs(arriving.view(-1, local), sum(route.received))
         here = _travel(rows, order, inverse, route, True)
         by_expert: Counts = [sum(arriving_known[expert::local]) for expert in range(local)]
-        if groups_on_device(here, self.experts.up):
+        if groups_on_device(here, experts.up):
             by_expert = arriving.view(-1, local).sum(0)
-        return _travel(self.experts.feed_forward(here, by_expert), order, inverse, route, False)
+        return _travel(experts.feed_forward(here, by_expert), order, inverse, route, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.kernels.linear import same_split
 from meshwright.model.attention import Sight
-from meshwright.model.kv_cache import LayerCache
+from meshwright.model.kv_cache import Past
+from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
-
-BlockCall = Callable[[Block, Tensor, Sight, LayerCache | None], tuple[Tensor, Tensor | None]]
-
-
-def call_block(block: Block, x: Tensor, sight: Sight, cache: LayerCache | None) -> tuple[Tensor, Tensor | None]:
-    """A block's own arithmetic, without what hooks add to the call: those stay outside of what is made again."""
-    return Block.forward(block, x, sight, cache)
-
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -42,7 +36,7 @@ def _call(
     block: Block,
     x: Tensor,
     sight: Sight,
-    cache: LayerCache | None,
+    cache: Past | None,
     *,
     inner: BlockCall,
     contexts: Callable[[], tuple[Any, Any]] | None,
@@ -52,13 +46,14 @@ def _call(
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     keep_random_state = bool(block.dropout) and block.training
     result: tuple[Tensor, Tensor | None] = checkpoint(
-        inner, block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
+        same_split(inner), block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
     )
     return result
 
 
-def block_call(recompute: str, inner: BlockCall = call_block) -> BlockCall:
-    """The function that runs a block under a policy: none, selective or full; `inner` is what is made again."""
+def block_call(recompute: str, inner: BlockCall = compute) -> BlockCall:
+    """The function that runs a block under a policy: none, selective or full. `inner` is what is made again; hooks on
+    the block stay outside of it."""
     if recompute == "none":
         return inner
     if recompute == "full":

@@ -278,7 +278,7 @@ def _attend(group: Group, route: str) -> Attend:
         if not isinstance(mask, ContextMask):
             raise IllegalLayout(
                 f"attention over layout.cp={group.size} ranks was given a mask of one device: "
-                "put parallel.context.mask_maker in the place of model.make_mask"
+                "put parallel.context.mask_maker in the place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
             given = mask.zigzag, scale, group.number, route

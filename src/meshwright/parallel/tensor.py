@@ -15,18 +15,13 @@ gradients run while the collective does, and g keeps its slice only and gathers 
 it too (a router, experts), and before the head, they stand alone.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels import Kernels
-from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
-from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.target import kind
+from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel import operators
@@ -34,12 +29,9 @@ from meshwright.parallel.column_parallel import Columns
 from meshwright.parallel.group import Group
 from meshwright.parallel.operators import SEQUENCE
 from meshwright.parallel.rank_boxes import share
-from meshwright.spec.purpose import takes
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""
-READERS = ("q", "k", "v", "q_down", "kv_down", "gate", "up")
-"""Linears that read what enters attention or MLP."""
 
 
 class _Enter(torch.autograd.Function):
@@ -87,142 +79,45 @@ def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tokens_in_experts: bool) -> None:
-    """Hang the collectives onto a model whose parameters are this rank's boxes.
+    """Give the seams of a model, whose parameters are this rank's boxes, the collectives.
 
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
-    for block in model.layers.values():
-        _surround(block.attention, group, sp)
-        if not (block.routed and own_tokens_in_experts):
-            _surround(block.mlp, group, sp)
-            continue
-        if block.routed and hasattr(block.mlp, "shared"):
-            _surround(block.mlp.shared, group, sp)
+    seams, enters, leaves = model.seams, partial(enter, group=group, sp=sp), partial(leave, group=group, sp=sp)
+    seams.dense.read, seams.dense.leave = Columns(group, sp).linears, leaves
+    if own_tokens_in_experts:
+        seams.shared.read, seams.shared.leave = seams.dense.read, leaves
+    else:
+        seams.routed.enter, seams.routed.leave = enters, leaves
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
             module.adds_bias = group.index == 0
-    if model.first:
-        _split_embedding(model, group, sp)
-    if model.last:
-        model.norm.register_forward_hook(lambda module, inputs, out: enter(out, group, sp))
-        loss = VocabularyParallelLoss(group, model.shape.vocab)
-        head = model if model.shape.tied else model.head
-        head.kernels = replace(head.kernels, linear_cross_entropy=loss)
-
-
-def _surround(module: nn.Module, group: Group, sp: bool) -> None:
-    """Enter before, leave after; a mixture of experts gives (out, balance loss) and only the first is a sum."""
-
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (enter(inputs[0], group, sp), *inputs[1:])
-
-    def after(module: nn.Module, inputs: Any, out: Any) -> Any:
-        if isinstance(out, tuple):
-            return leave(out[0], group, sp), *out[1:]
-        return leave(out, group, sp)
-
-    readers = [child for name, child in module.named_children() if name in READERS]
-    for reader in readers:
-        columns = Columns(group, sp)
-        assert isinstance(reader, Linear), "what reads the input of a block must take its product from its kernels"
-        reader.kernels = replace(reader.kernels, linear=columns.linear, linears=columns.linears)
-    if not readers:
-        module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
-
-
-def _split_embedding(model: Transformer, group: Group, sp: bool) -> None:
-    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding. With learned positions and sp
-    a rank adds those of its slice."""
     first, number = share(model.shape.vocab, group.size, group.index)
-    model.embed.forward = partial(_look_up, model.embed, first, number)  # type: ignore[method-assign]  # a part of the rows
-    model.embed.register_forward_hook(lambda module, inputs, out: leave(out, group, sp))
-    if sp and model.shape.positions == "learned":
-        model.positions.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(group.size, 1)[group.index],))
+    seams.look_up = partial(_look_up, first=first, number=number, group=group, sp=sp)
+    if sp:
+        seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
+    seams.enter_head = enters
+    vocabulary = vocabulary_of(group, model.shape.vocab)
+    seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary)
+    seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary)
 
 
-def _look_up(embed: nn.Embedding, first: int, number: int, tokens: Tensor) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
+    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding."""
     local = tokens - first
     outside = (local < 0) | (local >= number)
-    rows = nn.functional.embedding(local.masked_fill(outside, 0), embed.weight)
-    return rows.masked_fill(outside.unsqueeze(-1), 0.0)
+    rows = nn.functional.embedding(local.masked_fill(outside, 0), weight)
+    return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group, sp)
 
 
-class VocabularyParallelLoss:
-    """Head and loss in one (kernels/cross_entropy.py) where each rank holds some rows of the head.
-
-    Per chunk of rows two small collectives (maximum; sum of exponentials with the target's logit); no rank
-    ever sees another's logits. The gradient of x is a rank's part; `enter` before the head sums it.
-    """
-
-    def __init__(self, group: Group, vocab: int) -> None:
-        self.group = group
-        self.first, self.number = share(vocab, group.size, group.index)
-        self.most = share(vocab, group.size, 0)[1]
-
-    @takes("logits")
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-        """x (N, D) whole, weight (V/tp, D), targets (N,) -> summed loss (), the same on every rank."""
-        if not torch.is_grad_enabled():
-            x, weight = x.detach(), weight.detach()
-        loss: Tensor = _SplitCrossEntropy.apply(x, weight, targets, scale, self)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        return loss
-
-    def chunk(self, logits: Tensor, targets: Tensor, scale: Tensor | None, want_gradient: bool) -> Tensor:
-        """Loss of a chunk; `logits` (R, V/tp) fp32 becomes its gradient in place."""
-        valid = targets != IGNORED
-        local = targets - self.first
-        mine = valid & (local >= 0) & (local < self.number)
-        index = local.clamp(0, self.number - 1).unsqueeze(1)
-        peak = self.group.all_reduce(logits.amax(1), "max").unsqueeze(1)
-        chosen = (logits.gather(1, index) - peak).squeeze(1) * mine
-        logits.sub_(peak).exp_()
-        total, chosen = self.group.all_reduce(torch.stack((logits.sum(1), chosen))).unbind(0)
-        loss = ((total.log() - chosen) * valid).sum()
-        if want_gradient:
-            factor = valid.to(logits.dtype) if scale is None else valid * scale
-            logits.mul_((factor / total).unsqueeze(1))
-            logits.scatter_add_(1, index, -(factor * mine).unsqueeze(1))
-        return loss
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    """As kernels.cross_entropy's, chunk by chunk, both gradients made in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, head: VocabularyParallelLoss
-    ) -> Tensor:
-        want_x, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        weights = weight.float() if needs_wide(x) else weight
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        ctx.x_gradient = torch.empty_like(x) if want_x else None
-        ctx.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        ctx.dtype = weight.dtype
-        rows = chunk_rows(len(x), head.most, kind(x))  # equally many chunks on every rank
-        for start in range(0, len(x), rows):
-            part = x[start : start + rows].to(weights.dtype)
-            logits = torch.mm(part, weights.t()).float()
-            loss += head.chunk(logits, targets[start : start + rows], scale, want_x or want_weight)
-            logits = logits.to(part.dtype)
-            if want_x:
-                ctx.x_gradient[start : start + rows] = logits @ weights
-            if want_weight:
-                ctx.weight_gradient += logits.t() @ part
-            del logits, part  # else a chunk stands beside the next
-        return loss if scale is None else loss * scale
-
-    @staticmethod
-    @takes("logits")
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x_gradient = None if ctx.x_gradient is None else ctx.x_gradient.mul_(gradient)
-        weight_gradient = None if ctx.weight_gradient is None else ctx.weight_gradient.mul_(gradient).to(ctx.dtype)
-        ctx.x_gradient = ctx.weight_gradient = None
-        return x_gradient, weight_gradient, None, None, None
-
-
-def replace_kernels(model: nn.Module, change: Callable[[Kernels], Kernels]) -> None:
-    """Give every module that has kernels changed ones."""
-    for module in model.modules():
-        if isinstance(getattr(module, "kernels", None), Kernels):
-            module.kernels = change(module.kernels)  # type: ignore[assignment]  # a field that not every module has
+def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
+    """This rank's rows of the head. Per chunk of rows two small collectives (maximum; sum of exponentials with the
+    target's logit); no rank ever sees another's logits. `enter` before the head sums the gradients of its input."""
+    first, number = share(vocab, group.size, group.index)
+    return Vocabulary(
+        first=first,
+        number=number,
+        most=share(vocab, group.size, 0)[1],
+        largest=partial(group.all_reduce, op="max"),
+        total=group.all_reduce,
+    )

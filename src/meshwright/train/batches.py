@@ -1,9 +1,9 @@
 """From numbered windows of tokens to micro-batches on a device, one step ahead of the training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class Batch:
     """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
     cut: bool = False
     """Whether this rank holds a part of the positions: they are there without documents, too."""
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """What an objective reads beside, by name: (B,) or (B, S)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ def select(batch: Batch, share: Share = WHOLE) -> Batch:
         valid_of_rows=valid_of_rows,
         masked=batch.masked,
         cut=share.columns is not None,
+        more={name: t[here][:, columns] if t.dim() > 1 else t[here] for name, t in batch.more.items()},
     )
 
 
@@ -133,22 +136,42 @@ def forms(batch: Batch) -> dict[bool, Batch]:
 
 def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
-    return replace(batch, **{name: None if tensor is None else change(tensor) for name, tensor in put.items()})
+    more = {name: change(tensor) for name, tensor in batch.more.items()}
+    return replace(batch, more=more, **{name: None if t is None else change(t) for name, t in put.items()})
+
+
+class Source(Protocol):
+    """Where batches come from. The samples of a run are numbered; a number gives the same sample on every rank, in
+    every layout and after a restart, and costs the same wherever it lies."""
+
+    def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
+        """Samples cursor .. cursor + count - 1; of each the columns of `share`. Called from a thread, one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedText:
+    """Windows of a text, each one sample."""
+
+    sampler: "Sampler"
+    document_mask: bool
+
+    def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
+        """As Source."""
+        return to_batch(self.sampler.take(cursor, count), device, document_mask=self.document_mask, share=share)
 
 
 class Feed:
-    """Reads the batch after the current one in a thread, so that a step does not wait for the disk."""
+    """Reads the batch after the current one in a thread, so that a step does not wait for its source."""
 
-    def __init__(self, sampler: "Sampler", device: torch.device, *, document_mask: bool, share: Share = WHOLE) -> None:
-        self.sampler, self.device, self.document_mask, self.share = sampler, device, document_mask, share
+    def __init__(self, source: Source, device: torch.device, *, share: Share = WHOLE) -> None:
+        self.source, self.device, self.share = source, device, share
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def _read(self, cursor: int, count: int) -> Batch:
         """This rank's part of samples cursor .. cursor + count - 1."""
         own = count // self.share.parts
-        taken = self.sampler.take(cursor + own * self.share.index, own)
-        return to_batch(taken, self.device, document_mask=self.document_mask, share=self.share)
+        return self.source.take(cursor + own * self.share.index, own, self.device, self.share)
 
     def take(self, cursor: int, count: int, following: int = 0) -> Batch:
         """This rank's part of samples cursor .. cursor + count - 1; then begins to read the next `following` ones."""

@@ -32,10 +32,11 @@ class _Group:
 
 
 class AdamW:
-    """Updates named parameters from their gradients. Matrices decay; norms and biases do not."""
+    """Updates named parameters from their gradients. Matrices decay; norms and biases do not. What does not require a
+    gradient is passed over and has no state."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
-        self.parameters = dict(parameters)
+        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe = recipe
         self.masters = {name: local(parameter.detach()).float() for name, parameter in self.parameters.items()}
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())

@@ -24,7 +24,7 @@ PHASES = {
 
 READS = frozenset(
     {
-        "meshwright.model.moe:counts_on_host",
+        "meshwright.model.seams:counts_on_host",
         "meshwright.train.evaluate:evaluate",
         "meshwright.train.readback:Readback.read",
         "meshwright.train.stopping:StopAgreement.reached",

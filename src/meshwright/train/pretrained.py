@@ -47,10 +47,11 @@ def take_weights(state: TrainState, plan: Plan) -> None:
             box = place.box
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
             place.held.copy_(tensor[part])
-            masters[name].copy_(tensor[part])
+            if name in masters:
+                masters[name].copy_(tensor[part])
         elif place is not None:
             place.copy_(tensor)
-            if name in masters:  # a kept buffer has none
+            if name in masters:  # a kept buffer, or what is not trained, has none
                 masters[name].copy_(tensor)
 
     with torch.no_grad():

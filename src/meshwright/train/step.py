@@ -2,17 +2,45 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.model import Transformer
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
-from meshwright.train.batches import Batch, forms, valid_tokens
+from meshwright.train.batches import Batch, forms
 from meshwright.train.optimizer import AdamW
 from meshwright.train.precision import LossScaler
 from meshwright.train.skipping import StepSkipper
+
+
+class Objective(Protocol):
+    """What a micro-batch computes: a sum over it, and what the sum over all micro-batches and ranks is divided by."""
+
+    def count(self, batch: Batch) -> float:
+        """What this batch adds to the divisor; known on the host."""
+
+    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
+        """The sum () fp32 over a batch, times scale () (None = 1). Only the last pipeline stage asks; every rank of it
+        makes the same calls of `predictions`."""
+
+
+class CrossEntropy:
+    """-log p of every valid target; their mean is what pretraining minimizes."""
+
+    def count(self, batch: Batch) -> float:
+        """Valid targets."""
+        return batch.valid
+
+    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
+        """In nats."""
+        return predictions.cross_entropy(batch.targets, scale)
+
+
+CROSS_ENTROPY = CrossEntropy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +48,7 @@ class StepResult:
     """What a step found, as tensors () on the device."""
 
     loss: Tensor
-    """Nats per valid token of the whole step."""
+    """Of the whole step: nats per valid token where the objective is cross-entropy."""
     part: Tensor
     """What this rank's stages added to it, before the loss scale was taken out."""
     grad_norm: Tensor
@@ -49,18 +77,19 @@ def train_step(
     spike_factor: float = 0.0,
     measure_noise: bool = False,
     before_update: Callable[[], None] | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> StepResult:
     """Forward and backward over this rank's micro-batches, clip, update; `before_update` is called between.
 
-    Loss = sum over valid targets of all micro-batches and ranks / their number, so that no split changes it; the
-    balance loss is the mean over sequences, times `balance_loss`. `skipper` is what skips a step, by the norms of
+    Loss = the objective's sum over all micro-batches and ranks / its count, so that no split changes it; the balance
+    loss is the mean over sequences, times `balance_loss`. `skipper` is what skips a step, by the norms of
     earlier ones where `spike_factor` is given.
     """
     device = micro_batches[0].tokens.device
-    weights = Weights.of(engine, micro_batches, balance_loss, scaler)
+    weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
     gradients = _Gradients(optimizer, measure_noise)
-    passes = [MicroPass(batch, weights) for batch in micro_batches]
-    engine.forward_backward(passes, after=lambda one: gradients.collect(one.batch.valid * weights.token))
+    passes = [MicroPass(batch, weights, objective) for batch in micro_batches]
+    engine.forward_backward(passes, after=lambda one: gradients.collect(objective.count(one.batch) * weights.token))
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
     part, (loss, balance) = loss, engine.sum_loss(torch.stack((loss, balance)))
@@ -100,11 +129,18 @@ class Weights:
     scale: Tensor | None = None
 
     @staticmethod
-    def of(engine: Engine, micro_batches: Sequence[Batch], balance_loss: float, scaler: LossScaler | None) -> "Weights":
+    def of(
+        engine: Engine,
+        micro_batches: Sequence[Batch],
+        balance_loss: float,
+        scaler: LossScaler | None,
+        objective: Objective = CROSS_ENTROPY,
+    ) -> "Weights":
         """Counts of all ranks together. Every tp rank goes through all of a router's loss, and gradients are summed:
         each takes its share of that."""
         device = micro_batches[0].tokens.device
-        tokens = engine.total(valid_tokens(micro_batches), device).clamp(min=1)
+        tokens = engine.total(sum(map(objective.count, micro_batches)), device)
+        tokens = tokens.where(tokens > 0, 1.0)
         sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
         scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place
         return Weights(
@@ -122,8 +158,8 @@ EVALUATION = Weights(None)
 class MicroPass:
     """A micro-batch on its way through the stages (parallel.passes.Pass); keeps what this rank's stages found."""
 
-    def __init__(self, batch: Batch, weights: Weights) -> None:
-        self.batch, self.weights = batch, weights
+    def __init__(self, batch: Batch, weights: Weights, objective: Objective = CROSS_ENTROPY) -> None:
+        self.batch, self.weights, self.objective = batch, weights, objective
         zero = torch.zeros((), device=batch.tokens.device)
         self.cross_entropy, self.balance = zero, zero
 
@@ -135,7 +171,10 @@ class MicroPass:
 
     def forms(self) -> dict[Hashable, "MicroPass"]:
         """With documents and without, where both may come (parallel.passes.Pass)."""
-        return {(*self.size, packed): MicroPass(one, self.weights) for packed, one in forms(self.batch).items()}
+        return {
+            (*self.size, packed): MicroPass(one, self.weights, self.objective)
+            for packed, one in forms(self.batch).items()
+        }
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """Through one stage: (its output, its part of the step's loss times the loss scale)."""
@@ -147,6 +186,7 @@ class MicroPass:
             scale=weights.token,
             positions=batch.positions,
             documents=batch.documents,
+            objective=lambda predictions, _, scale: self.objective.loss(predictions, batch, scale),
         )
         total = found.cross_entropy
         self.cross_entropy = self.cross_entropy + total.detach()

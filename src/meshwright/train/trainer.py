@@ -21,7 +21,7 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.store.saver import Saver
 from meshwright.train import device
-from meshwright.train.batches import Feed, Share, held_out, split
+from meshwright.train.batches import Feed, PackedText, Share, held_out, split
 from meshwright.train.evaluate import evaluate
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.pending_step import PendingStep, first_without_number, readback, step_metrics
@@ -86,7 +86,7 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = self._sampler(self.corpus.train, shuffle=True)
-        feed = Feed(sampler, self.device, document_mask=recipe.document_mask, share=self.share)
+        feed = Feed(PackedText(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
             self.folder.keep_dry_run(self.foreseen.dry_run)

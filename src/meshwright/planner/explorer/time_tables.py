@@ -90,7 +90,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
     width, recipe = 4 if of.recipe.precision == "fp32" else 2, of.recipe
     counted = local(of.shape, of.stack, layout, sequence, 1, width, recipe.dropout, recipe.document_mask, of._gpu)
-    counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]
+    counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]  # a share of a sequence
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))
 
 
