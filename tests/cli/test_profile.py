@@ -60,7 +60,7 @@ def test_what_was_profiled_is_trained_in_the_same_folder(tmp_path: Path, capsys:
     training = train(write_texts(tmp_path / "texts"), tmp_path / "run")
     profile = ["profile", *training[2:], "--steps", "1"]
     assert call(capsys, *profile)[0] == 0
-    assert "would be replaced" in refused(capsys, *training, "recipe.steps=3")
+    assert "refusing to overwrite it" in refused(capsys, *training, "recipe.steps=3")
     assert call(capsys, *training)[0] == 0
     assert (tmp_path / "run" / "checkpoints").is_dir() and (tmp_path / "run" / "profile.json").exists()
     assert call(capsys, *profile)[0] == 0
