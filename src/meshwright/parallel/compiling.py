@@ -79,7 +79,8 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
             return compute(block, x, sight, cache)
-        found: tuple[Tensor, Tensor | None] = (routed if block.routed else dense)(block, x, sight, None)
+        found: tuple[Tensor, Tensor | None]
+        found = routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)
         return found
 
     return run
