@@ -4,10 +4,10 @@ python -m benchmarks.bf16_distance
 """
 
 from meshwright.observe.verify.feature_matrix import FEATURES, outcomes, trials
-from meshwright.observe.verify.one_device import BANDS, Outcome, assemble, distance
+from meshwright.observe.verify.one_device import BANDS, RankOutcome, assemble, distance
 
 
-def distances(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
+def distances(one: RankOutcome, ranks: list[RankOutcome]) -> dict[str, float]:
     """The largest relative difference of each kind that a band has a figure for."""
     whole = assemble(ranks)
     by_name = {name: distance(name, one, whole, BANDS["bf16"]) for name in one.tensors}

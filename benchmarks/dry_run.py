@@ -27,7 +27,7 @@ from benchmarks.allocations import again_counted, counter, missing
 from meshwright.model.moe import Router
 from meshwright.observe.dryrun.simulate import DryRun, dry_run
 from meshwright.observe.profile.cpu_allocator import patient, watching
-from meshwright.observe.program import Program
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
 from meshwright.parallel.mesh import Made, saving_group
@@ -151,7 +151,7 @@ def counted(plan: Plan, times: int) -> tuple[int, list[int]]:
 def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
     mesh = make_mesh(plan.layout, made=made)
     group = saving_group(mesh).process_group if plan.copies_state("cpu") else None
-    program = Program(
+    program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), told=lambda part: None, initialize=True,
         assigned=lambda tensors: checkpoint.assigned(tensors, group),
     )  # fmt: skip

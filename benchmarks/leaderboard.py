@@ -25,7 +25,7 @@ from meshwright.planner.accuracy import score as accuracy
 from meshwright.planner.accuracy.choice import choices
 from meshwright.planner.accuracy.flop_conventions import convention_of, figures
 from meshwright.planner.accuracy.judged import Judged
-from meshwright.planner.accuracy.published import Row, Unreadable, read
+from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -110,9 +110,9 @@ def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
     return found
 
 
-def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Calibration) -> list[Row]:
+def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Calibration) -> list[PublishedRow]:
     """Rows of models and GPU counts that were held out whole."""
-    found: list[Row] = []
+    found: list[PublishedRow] = []
     for cluster in clusters:
         if cluster in calibration.clusters:
             rows = [one.row for one in known if one.row.step_s and source_families.cluster_of(one.row) == cluster]
@@ -204,11 +204,11 @@ def _plain(reason: str) -> str:
     return reason.partition("; nearest")[0].replace("|", "/")
 
 
-def convention_table(rows: Sequence[Row | Unreadable]) -> list[str]:
+def convention_table(rows: Sequence[PublishedRow | Unreadable]) -> list[str]:
     """Whether each source's own figures follow from its tokens/s."""
     counts: dict[tuple[str, str, str], list[bool]] = {}
     for row in rows:
-        if isinstance(row, Row) and (convention := convention_of(row.columns)) and not row.derived:
+        if isinstance(row, PublishedRow) and (convention := convention_of(row.columns)) and not row.derived:
             for figure in figures(row.columns):
                 counts.setdefault((convention.name, convention.formula, figure.kind), []).append(figure.agrees)
     found = ["| source | FLOP of a token | figure | rows | made again within 0.5 % |", "|---|---|---|---:|---:|"]
@@ -255,7 +255,7 @@ def main() -> int:
     today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
     rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
     if options.fit or not options.calibration.is_file():
-        holdout.calibrate([row for row in rows if isinstance(row, Row)], today).save(options.calibration)
+        holdout.calibrate([row for row in rows if isinstance(row, PublishedRow)], today).save(options.calibration)
     calibration = fit.load(options.calibration)
     zero, calibrated = accuracy.judge(rows), accuracy.judge(rows, calibration)
     lines = lines_of(zero, calibrated, calibration)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.program import Program
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.spans import replaced
 from meshwright.parallel import make_mesh
@@ -35,7 +35,7 @@ PLAN = Plan(
 def steps(count: int) -> tuple[list[float], list[float], int]:
     """CPU seconds of each step with and without ledgers, on one rank; collectives of a step."""
     torch.set_num_threads(1)
-    program = Program(
+    program = TrainingProgram(
         plan=PLAN, mesh=make_mesh(PLAN.layout), device=torch.device("cpu"), told=lambda part: None, initialize=True
     )
     program.build()

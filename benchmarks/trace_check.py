@@ -25,10 +25,10 @@ from meshwright import compat
 from meshwright.kernels.linear import linear
 from meshwright.kernels.target import acting_as
 from meshwright.observe.check.events import RankTrace
-from meshwright.observe.check.recorder import Recorder
+from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world
 from meshwright.observe.check.rules import Checked, check
-from meshwright.observe.program import Program
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.subprocesses import apart
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import Trial, trials
@@ -78,7 +78,7 @@ def _schedule(name: str, pp: int) -> list[Checked]:
     with compat.fake_tensors(), acting_as("cuda"):
         for rank in range(pp):
             with compat.fake_world(rank, pp):
-                program = Program(
+                program = TrainingProgram(
                     plan=plan, mesh=make_mesh(layout), device=torch.device("cpu"), told=lambda part: None, routing=1.0
                 )
                 program.build()
@@ -87,14 +87,14 @@ def _schedule(name: str, pp: int) -> list[Checked]:
     return [check(world) for world in worlds]
 
 
-def _pipeline(program: Program, rank: int, count: int) -> RankTrace:
+def _pipeline(program: TrainingProgram, rank: int, count: int) -> RankTrace:
     engine = program.state.engine
     assert engine.pipeline is not None
     for number in engine.pipeline.stages:
         last = number == len(engine.pipeline.placement) - 1
         weight = next(p for n, p in engine.parameters.items() if n.endswith("attention.o.weight"))
         engine.pipeline.stages[number] = _Toy(weight, last=last)
-    recorder = Recorder()
+    recorder = TraceRecorder()
     recorder.part = f"{count} micro-batches"
     with recorder.listening():
         engine.pipeline.run([Tokens()] * count)

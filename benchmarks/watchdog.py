@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from meshwright.parallel.health.blame import Limits
-from meshwright.parallel.health.heartbeat import Beat, Pulse, Watch
+from meshwright.parallel.health.heartbeat import Beat, Heartbeat, HeartbeatWatch
 from meshwright.parallel.health.watchdog import _Observed
 from meshwright.train.phases import PHASES, READS
 
@@ -24,8 +24,8 @@ def measure() -> dict[str, float]:
     """Seconds of each."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    pulse = Pulse()
-    watch = Watch(pulse, PHASES, READS)
+    pulse = Heartbeat()
+    watch = HeartbeatWatch(pulse, PHASES, READS)
 
     def beat() -> None:
         store.set("beat/0", watch.look().encode())

@@ -197,6 +197,16 @@ def test_a_file_name_says_where_it_lies() -> None:
     assert {name for name, paths in seen.items() if len(paths) > 1} == set(NAMED_ALIKE), "strike off what is alone"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """One noun per concept: a reader who meets a name knows which class it is."""
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(shown(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_lower_layers_use_only_their_libraries() -> None:
     free = set(sys.stdlib_module_names) | {"meshwright"}
     outside = []

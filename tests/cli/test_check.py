@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.observe.check import recording
-from meshwright.observe.check.events import RankTrace, Start, Wait
+from meshwright.observe.check.events import RankTrace, Start, WaitEvent
 
 TINY = [
     "model.name=tiny", "model.vocab=61", "model.layers=2", "model.hidden=24", "model.heads=4", "model.ffn=40",
@@ -43,5 +43,5 @@ def broken(plan: object, **named: object) -> list[RankTrace]:
     first, second = RECORD(plan, **named)  # type: ignore[arg-type]
     trace = second.trace
     last = max(n for n, one in enumerate(trace.operations) if not one.is_message)
-    kept = tuple(event for event in trace.events if event not in (Start((last,)), Wait(last)))
+    kept = tuple(event for event in trace.events if event not in (Start((last,)), WaitEvent(last)))
     return [first, replace(second, trace=replace(trace, events=kept))]

@@ -16,7 +16,7 @@ def made(texts: list[str], size: int = 150) -> list[Document]:
     return [Document(name=str(number), pieces=cut(text, size)) for number, text in enumerate(texts)]
 
 
-def run(texts: list[str], share: float) -> list[split.Part]:
+def run(texts: list[str], share: float) -> list[split.SplitPart]:
     chosen = split.choose(split.survey(made(texts)), share)
     reading = split.Reading()
     found = list(split.parts(made(texts), chosen, reading))
@@ -24,7 +24,7 @@ def run(texts: list[str], share: float) -> list[split.Part]:
     return found
 
 
-def side(parts: list[split.Part], stream: int) -> list[str]:
+def side(parts: list[split.SplitPart], stream: int) -> list[str]:
     """The documents of one stream, put together again."""
     found: list[str] = []
     for part in parts:

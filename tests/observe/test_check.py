@@ -16,17 +16,17 @@ import torch.distributed as dist
 from meshwright import compat
 from meshwright.observe.check import deadlock
 from meshwright.observe.check.events import (
+    CommunicationOperation,
     Communicator,
     Compute,
     Event,
-    Operation,
     RankTrace,
     Start,
     Touch,
     Trace,
-    Wait,
+    WaitEvent,
 )
-from meshwright.observe.check.recorder import Recorder
+from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import brief, record_world
 from meshwright.observe.check.rules import check
 from meshwright.observe.subprocesses import apart
@@ -68,7 +68,7 @@ def in_busiest_group(trace: Trace) -> list[int]:
 
 def without(trace: Trace, number: int) -> Trace:
     """One operation is never called."""
-    events = [e for e in trace.events if e not in (Start((number,)), Wait(number))]
+    events = [e for e in trace.events if e not in (Start((number,)), WaitEvent(number))]
     return replace(trace, events=tuple(events))
 
 
@@ -81,7 +81,7 @@ def sound(world: Iterable[RankTrace]) -> list[RankTrace]:
         for event in one.trace.events:
             if isinstance(event, Start) and posted & set(event.operations):
                 continue
-            if isinstance(event, Wait) and event.operation in posted:
+            if isinstance(event, WaitEvent) and event.operation in posted:
                 events.append(Start((event.operation,)))
             events.append(event)
         found.append(replace(one, trace=replace(one.trace, events=tuple(events))))
@@ -177,17 +177,19 @@ def test_a_buffer_freed_early_is_named() -> None:
 PAIR = Communicator(name="pair", ranks=(0, 1), axis="pp")
 
 
-def message(kind: str, peer: int = 1, elements: int = 4) -> Operation:
-    return Operation(group=0, kind=kind, elements=elements, dtype="float32", element_bytes=4, peer=peer, where=kind)
+def message(kind: str, peer: int = 1, elements: int = 4) -> CommunicationOperation:
+    return CommunicationOperation(
+        group=0, kind=kind, elements=elements, dtype="float32", element_bytes=4, peer=peer, where=kind
+    )
 
 
-def one(rank: int, operations: tuple[Operation, ...], *events: Event) -> RankTrace:
+def one(rank: int, operations: tuple[CommunicationOperation, ...], *events: Event) -> RankTrace:
     return RankTrace(rank, Trace(operations, events), (PAIR,))
 
 
 def test_two_ranks_that_both_send_first_wait_for_each_other() -> None:
     operations = message("send"), message("receive")
-    events = Start((0,)), Wait(0), Start((1,)), Wait(1)
+    events = Start((0,)), WaitEvent(0), Start((1,)), WaitEvent(1)
     (violation,) = check([one(rank, operations, *events) for rank in (0, 1)]).violations
     assert violation.rule == "deadlock"
     assert "rank 0 needs rank 1 for its send" in violation.text
@@ -196,7 +198,7 @@ def test_two_ranks_that_both_send_first_wait_for_each_other() -> None:
 def test_one_communicator_works_off_its_operations_in_order_even_if_nobody_waits() -> None:
     """FIFO: the host goes on, but each rank's receive runs after its send, which needs the other rank's receive."""
     operations = message("send"), message("receive")
-    events = Start((0,)), Start((1,)), Wait(0), Wait(1)
+    events = Start((0,)), Start((1,)), WaitEvent(0), WaitEvent(1)
     (violation,) = check([one(rank, operations, *events) for rank in (0, 1)]).violations
     assert violation.rule == "deadlock"
     assert "only after, in the same group" in violation.text
@@ -204,16 +206,18 @@ def test_one_communicator_works_off_its_operations_in_order_even_if_nobody_waits
 
 def test_sends_and_receives_of_one_call_run_together() -> None:
     operations = message("send"), message("receive")
-    assert not check([one(rank, operations, Start((0, 1)), Wait(0), Wait(1)) for rank in (0, 1)]).violations
+    assert not check([one(rank, operations, Start((0, 1)), WaitEvent(0), WaitEvent(1)) for rank in (0, 1)]).violations
 
 
 def test_groups_that_two_ranks_enter_in_opposite_order_are_a_deadlock() -> None:
     reduce = [
-        Operation(group=group, kind="all_reduce", elements=1, dtype="float32", element_bytes=4, where=f"group {group}")
+        CommunicationOperation(
+            group=group, kind="all_reduce", elements=1, dtype="float32", element_bytes=4, where=f"group {group}"
+        )
         for group in (0, 1)
     ]
     groups = PAIR, replace(PAIR, name="other", axis="tp")
-    events = Start((0,)), Wait(0), Start((1,)), Wait(1)
+    events = Start((0,)), WaitEvent(0), Start((1,)), WaitEvent(1)
     world = [
         RankTrace(0, Trace(tuple(reduce), events), groups),
         RankTrace(1, Trace(tuple(reduce[::-1]), events), groups),
@@ -222,7 +226,8 @@ def test_groups_that_two_ranks_enter_in_opposite_order_are_a_deadlock() -> None:
     assert violation.rule == "deadlock"
     assert len(violation.text.splitlines()) == 1 + 2 * 3
     async_world = [
-        replace(one, trace=replace(one.trace, events=(Start((0,)), Start((1,)), Wait(0), Wait(1)))) for one in world
+        replace(one, trace=replace(one.trace, events=(Start((0,)), Start((1,)), WaitEvent(0), WaitEvent(1))))
+        for one in world
     ]
     assert not check(async_world).violations
 
@@ -233,10 +238,10 @@ def test_a_group_whose_name_differs_between_its_ranks_is_named() -> None:
 
 
 def test_rows_that_do_not_meet_in_an_all_to_all_are_named() -> None:
-    def exchange(sent: tuple[int, int], received: tuple[int, int]) -> Operation:
+    def exchange(sent: tuple[int, int], received: tuple[int, int]) -> CommunicationOperation:
         return replace(message("all_to_all", 0), sent=sent, received=received)
 
-    events = Start((0,)), Wait(0)
+    events = Start((0,)), WaitEvent(0)
     right = [one(0, (exchange((1, 3), (1, 2)),), *events), one(1, (exchange((2, 2), (3, 2)),), *events)]
     assert not check(right).violations
     wrong = [right[0], one(1, (exchange((2, 2), (4, 2)),), *events)]
@@ -247,7 +252,7 @@ def test_a_cycle_of_five_ranks_is_shown_whole() -> None:
     ranks = tuple(range(5))
     ring = Communicator(name="ring", ranks=ranks, axis="cp")
     sends = tuple(replace(message(kind, peer), where="") for kind, peer in (("send", 1), ("receive", 4)))
-    events = Start((0,)), Wait(0), Start((1,)), Wait(1)
+    events = Start((0,)), WaitEvent(0), Start((1,)), WaitEvent(1)
     world = [RankTrace(rank, Trace(sends, events), (ring,)) for rank in ranks]
     (violation,) = check(world).violations
     assert len(violation.text.splitlines()) == 1 + 3 * 5
@@ -255,7 +260,7 @@ def test_a_cycle_of_five_ranks_is_shown_whole() -> None:
 
 def in_fake_pair(function: Callable[[Mesh], None]) -> Trace:
     """The trace of rank 0 of 2 over a small program."""
-    recorder = Recorder()
+    recorder = TraceRecorder()
     with compat.fake_tensors(), compat.fake_world(0, 2):
         mesh = make_mesh(Layout(tp=2))
         with recorder.listening():
@@ -360,7 +365,7 @@ def test_a_collective_that_the_recorder_cannot_hear_is_an_error() -> None:
 
 
 def _deaf() -> None:
-    recorder = Recorder()
+    recorder = TraceRecorder()
     with compat.fake_tensors(), compat.fake_world(0, 2):
         unheard = dist.group.WORLD.allreduce
         with recorder.listening():
@@ -425,7 +430,7 @@ def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:
 def test_compute_without_open_receives_adds_no_rule() -> None:
     first = message("send")
     world = [
-        one(0, (first,), Compute(True), Start((0,)), Compute(True), Wait(0)),
-        one(1, (message("receive"),), Compute(True), Start((0,)), Wait(0), Compute(True)),
+        one(0, (first,), Compute(True), Start((0,)), Compute(True), WaitEvent(0)),
+        one(1, (message("receive"),), Compute(True), Start((0,)), WaitEvent(0), Compute(True)),
     ]
     assert not check(world).violations

@@ -13,15 +13,15 @@ from meshwright.observe.compare.finished_run import open_run, refuse_other, same
 from meshwright.observe.compare.sources_of_columns import columns
 from meshwright.observe.dryrun.dryrun_document import dry
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.observe.shared_document import Document, checked
+from meshwright.observe.shared_document import SharedDocument, checked
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
 from tests.cli.toy import call, refused
 from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
 
 
-def of(plan: Plan, source: Any = "measured", device: str = "cuda", version: str = __version__) -> Document:
-    return Document(source=source, plan=asdict(plan), device=device, environment={"meshwright": version})
+def of(plan: Plan, source: Any = "measured", device: str = "cuda", version: str = __version__) -> SharedDocument:
+    return SharedDocument(source=source, plan=asdict(plan), device=device, environment={"meshwright": version})
 
 
 def changed(**keys: Any) -> Plan:

@@ -143,7 +143,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     yield found
 
 
-def witnessed(allocator: Allocator) -> testimony.Testimony:
+def witnessed(allocator: Allocator) -> testimony.AllocatorAccount:
     """Of two parts: in the first 3 MB, and 6 MB in between; in the second 4 MB more."""
     with DeviceWitness(DEVICE) as witness:
         allocator.take(0, 3 * MB)

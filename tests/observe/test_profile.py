@@ -14,16 +14,16 @@ from meshwright.cli.main import main
 from meshwright.compat import torch_compile
 from meshwright.observe.profile.allocator import POINTS, thinned
 from meshwright.observe.profile.clock import HostClock
-from meshwright.observe.profile.collective_times import Call, Wait
+from meshwright.observe.profile.collective_times import CollectiveCall, WaitSpan
 from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gathered, measure
 from meshwright.observe.profile.perfetto import trace
 from meshwright.observe.profile.profile_document import measured
-from meshwright.observe.profile.step_record import PARTS, PASSES, Recorder, TimedCall, TimedSpan, TimedStep, part_of
+from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedSpan, TimedStep, part_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.shared_document import checked
 from meshwright.parallel import make_mesh
 from meshwright.parallel.compiling import is_compiled
-from meshwright.parallel.health.heartbeat import Pulse
+from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan
 from meshwright.spec.schedule import Action, schedule
@@ -181,11 +181,11 @@ def test_the_watched_round_is_never_compiled(
     one = plan(Layout(micro_batch=2, compile=compile))
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     assert is_compiled(one.layout, torch.device(target)) == bool(said)
-    rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Pulse())
+    rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Heartbeat())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda *given, **named: pytest.fail("the watched program was compiled"))
         seen, _ = rounds.watched()
-    off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Pulse())
+    off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Heartbeat())
     assert seen.kinds == off.watched()[0].kinds
     rank = replace(profiles["1f1b"].ranks[0], compiled=bool(said))
     assert len(measured(Profile(plan=one, ranks=(rank,)))["notes"]) == said
@@ -272,11 +272,11 @@ def test_a_curve_keeps_its_peak() -> None:
 
 
 def test_a_wait_is_noted_in_its_span() -> None:
-    recorder = Recorder(HostClock(), pipeline=False)
+    recorder = StepRecorder(HostClock(), pipeline=False)
     with recorder.step():
         start = recorder.clock.mark()
-        call = Call("world", "all_reduce", 4, start)
-        recorder._waited(Wait(call, start, recorder.clock.mark()))
+        call = CollectiveCall("world", "all_reduce", 4, start)
+        recorder._waited(WaitSpan(call, start, recorder.clock.mark()))
     found: Any = recorder.timed(lambda seconds: seconds + 100.0)
     assert [wait.part for wait in found.waits] == ["other"] and found.waits[0].start_s > 100.0
 

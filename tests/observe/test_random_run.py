@@ -17,9 +17,17 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify import one_device, random_run
 from meshwright.observe.verify.case_text import Drawn, drawn_of, text_of
 from meshwright.observe.verify.feature_matrix import received, sent
-from meshwright.observe.verify.one_device import Outcome, outcome
+from meshwright.observe.verify.one_device import RankOutcome, outcome
 from meshwright.observe.verify.random_case import random_case
-from meshwright.observe.verify.random_run import ALONE, Verdict, difference, smallest, verdict, verdicts, wrong_alone
+from meshwright.observe.verify.random_run import (
+    ALONE,
+    CaseVerdict,
+    difference,
+    smallest,
+    verdict,
+    verdicts,
+    wrong_alone,
+)
 from meshwright.parallel import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
@@ -149,7 +157,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 }
 
 
-def _with_faults(texts: list[tuple[str, str]]) -> list[Outcome]:
+def _with_faults(texts: list[tuple[str, str]]) -> list[RankOutcome]:
     made: Made = {}
     found = []
     for fault, text in texts:
@@ -209,7 +217,7 @@ def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monke
     assert found[1] is not None and found[1].startswith("rank ") and found[1].endswith("ValueError: no windows today")
 
 
-def _fails_with_a_window(cases: list[Drawn], device: str) -> list[Outcome]:
+def _fails_with_a_window(cases: list[Drawn], device: str) -> list[RankOutcome]:
     if any(drawn.case.shape.window for drawn in cases):
         raise ValueError("no windows today")
     made: Made = {}
@@ -260,9 +268,9 @@ def test_a_difference_is_made_small_and_printed_as_a_command(
 ) -> None:
     """A fault of one setting, without processes: every case with a window is wrong."""
 
-    def judged(drawn: Drawn, *args: Any, **options: Any) -> Verdict:
+    def judged(drawn: Drawn, *args: Any, **options: Any) -> CaseVerdict:
         wrong = "step 1: loss is 2 on rank 0, 1 on one device" if drawn.case.shape.window else None
-        return Verdict(index=0, drawn=drawn, difference=wrong)
+        return CaseVerdict(index=0, drawn=drawn, difference=wrong)
 
     monkeypatch.setattr(random_run, "verdict", judged)
     monkeypatch.setattr(
@@ -284,11 +292,11 @@ def test_a_difference_is_made_small_and_printed_as_a_command(
 def test_a_shrunk_case_differs_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another error on the way is another finding."""
 
-    def judged(drawn: Drawn, *args: Any, **options: Any) -> Verdict:
+    def judged(drawn: Drawn, *args: Any, **options: Any) -> CaseVerdict:
         other = (
             "rank 0 of 2: KeyError: 'x'" if not drawn.case.packed else "step 1: loss is 2 on rank 0, 1 on one device"
         )
-        return Verdict(index=0, drawn=drawn, difference=other)
+        return CaseVerdict(index=0, drawn=drawn, difference=other)
 
     monkeypatch.setattr(random_run, "verdict", judged)
     start = judged(drawn_of("packed=true window=3 tp=2"))
@@ -330,8 +338,8 @@ def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, fou
     box = Box(whole=(2,), offsets=(0,), sizes=(2,))
     names = ("step 1 gradient of head.bias", "step 1 weight head.bias")
 
-    def outcome_of(bias: Tensor) -> Outcome:
-        return Outcome((1.0,), (0.1,), {names[0]: (box, gradient), names[1]: (box, bias)})
+    def outcome_of(bias: Tensor) -> RankOutcome:
+        return RankOutcome((1.0,), (0.1,), {names[0]: (box, gradient), names[1]: (box, bias)})
 
     turned = weight.clone()
     turned[element] *= -1

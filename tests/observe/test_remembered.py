@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.observe.dryrun.op_cache import Remembered
+from meshwright.observe.dryrun.op_cache import OpCache
 from meshwright.observe.dryrun.rank_run import Seen
 from meshwright.observe.dryrun.simulate import see
-from meshwright.observe.dryrun.storage_tracker import Watch
+from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.observe.program import shortened
 from meshwright.observe.ranks import SERVER
 from meshwright.spec import Plan
@@ -27,7 +27,7 @@ PLANS = {
 }
 
 
-class Counted(Remembered):
+class Counted(OpCache):
     """Tells how many operations torch was asked for."""
 
     asked = 0
@@ -49,7 +49,7 @@ def counted() -> Iterator[Counted]:
         maker = compat.fake_maker(fake)
         assert maker is not None
         made = Counted(maker)
-        with Watch(1, made.call):
+        with StorageWatch(1, made.call):
             yield made
 
 
@@ -124,7 +124,7 @@ def test_an_error_comes_every_time(counted: Counted) -> None:
 
 def _seen(one: Plan, remembers: bool) -> Seen:
     if not remembers:
-        Remembered.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
+        OpCache.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
     rank = one.layout.world - 1
     return see(one, rank, "cuda", 1.0, shortened(one, rank))
 

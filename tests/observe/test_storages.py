@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.observe.dryrun.storage_tracker import Watch
+from meshwright.observe.dryrun.storage_tracker import StorageWatch
 
 WIDTH = 64
 
@@ -14,7 +14,7 @@ WIDTH = 64
 def watched(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
     """Peak, and how many storages there were, of a function on a matrix."""
     x = torch.ones(WIDTH, WIDTH)
-    with Watch() as watch:
+    with StorageWatch() as watch:
         function(x)
     return watch.peak_bytes, len(watch.records)
 
@@ -48,7 +48,7 @@ def test_a_compiled_function_is_seen_with_all_its_memory(before: bool) -> None:
 
 
 def test_views_take_nothing_and_what_is_let_go_is_gone() -> None:
-    with Watch() as watch:
+    with StorageWatch() as watch:
         a = torch.ones(WIDTH)
         b = a.view(8, 8).t()
         assert watch.peak_bytes == 4 * WIDTH

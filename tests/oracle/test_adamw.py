@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import Outcome, assemble
+from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.data import local
@@ -91,7 +91,7 @@ def train(of: Expected, layout: Layout, made: Made) -> dict[str, Any]:
 
 def worst(of: Expected, ranks: list[dict[str, Any]]) -> tuple[float, str]:
     """The largest difference of any weight, and where."""
-    whole = assemble([Outcome((), (), held) for held in ranks])
+    whole = assemble([RankOutcome((), (), held) for held in ranks])
     assert whole.keys() == of[3].keys()
     return max((float(abs(whole[n].double().numpy() - w).max() / abs(w).max()), n) for n, w in of[3].items())
 

@@ -15,7 +15,7 @@ from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
 from meshwright.parallel.mesh import Made
@@ -34,7 +34,7 @@ CUDA = torch.device("cuda")
 class Compiled:
     """Of one rank: what it trained, how many graphs were made, why any was cut, and what it sent in which order."""
 
-    outcome: Outcome
+    outcome: RankOutcome
     graphs: int
     breaks: tuple[str, ...]
     calls: tuple[tuple[str, str, int], ...]

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import KINDS, shrink
-from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 
@@ -73,11 +73,11 @@ FOUR_EXPERTS: list[dict[str, Any]] = [
 
 
 @cache
-def one_device(case: str) -> Outcome:
+def one_device(case: str) -> RankOutcome:
     return outcome(CASES[case], Layout(compile="off"))
 
 
-def _run(case: str, options: list[dict[str, Any]]) -> list[Outcome]:
+def _run(case: str, options: list[dict[str, Any]]) -> list[RankOutcome]:
     made: Made = {}
     return [outcome(CASES[case], Layout(compile="off", **each), made=made) for each in options]
 

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine
 from meshwright.parallel.mesh import Made, make_mesh
 from meshwright.parallel.rank_boxes import Box
@@ -51,7 +51,7 @@ def test_the_dim_that_is_cut(sizes: tuple[int, ...], ranks: int, dim: int) -> No
     assert (covered == 1).all()
 
 
-def trained(options: list[dict[str, Any]]) -> list[Outcome]:
+def trained(options: list[dict[str, Any]]) -> list[RankOutcome]:
     made: Made = {}
     return [outcome(CASE, Layout(compile="off", **each), made=made) for each in options]
 

@@ -7,7 +7,7 @@ import pytest
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import apply
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape
@@ -31,7 +31,7 @@ def partly_frozen(shape: ModelShape, **options: Any) -> Transformer:
     return model
 
 
-def trained(options: list[dict[str, Any]]) -> list[Outcome]:
+def trained(options: list[dict[str, Any]]) -> list[RankOutcome]:
     made: Made = {}
     apply.skeleton = partly_frozen
     try:
@@ -41,11 +41,11 @@ def trained(options: list[dict[str, Any]]) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Outcome:
+def expected() -> RankOutcome:
     return trained([{}])[0]
 
 
-def test_one_device_trains_the_others_only(expected: Outcome) -> None:
+def test_one_device_trains_the_others_only(expected: RankOutcome) -> None:
     names = [name.removeprefix("step 1 weight ") for name in expected.tensors if name.startswith("step 1 weight ")]
     frozen = [name for name in names if name.startswith(FROZEN)]
     assert len(frozen) > 10
@@ -55,7 +55,7 @@ def test_one_device_trains_the_others_only(expected: Outcome) -> None:
         assert (f"step 1 gradient of {name}" in expected.tensors) == (name not in frozen), name
 
 
-def test_layouts_train_the_same(expected: Outcome) -> None:
+def test_layouts_train_the_same(expected: RankOutcome) -> None:
     ranks = on_ranks(2, trained, LAYOUTS)
     for index, each in enumerate(LAYOUTS):
         assert first_difference(expected, [rank[index] for rank in ranks]) is None, each

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.parallel_work import SHAPE, Ours, Work
 from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import Outcome, assemble
+from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 
@@ -26,10 +26,10 @@ SMALL = replace(
 WORK = Work(shape=SMALL, rows=8, sequence=16)
 MICRO = replace(WORK, micro_rows=2)
 PEERS = {"DDP": TorchDDP, "FSDP2": TorchFSDP2, "TP": TorchTP}
-Found = tuple[list[Outcome], dict[str, dict[str, Tensor]]]
+Found = tuple[list[RankOutcome], dict[str, dict[str, Tensor]]]
 
 
-def ours(work: Work, made: Made, layout: dict[str, Any]) -> Outcome:
+def ours(work: Work, made: Made, layout: dict[str, Any]) -> RankOutcome:
     """This rank's boxes of the gradients of one training step."""
     one = Ours(work, made, **layout)
     kept: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def ours(work: Work, made: Made, layout: dict[str, Any]) -> Outcome:
 
     one.optimizer.step = keep_and_update  # type: ignore[method-assign]
     loss = one.step(*work.batch(0))
-    return Outcome((loss.item() * one.layout.world,), (), kept)
+    return RankOutcome((loss.item() * one.layout.world,), (), kept)
 
 
 def theirs(peer: Peer, work: Work) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def _on_rank(work: Work, layouts: list[dict[str, Any]], peers: list[str], schedu
     return mine, found | {name: theirs(TorchPipeline(work, name), work) for name in schedules}
 
 
-def assert_equal(mine: list[Outcome], other: list[dict[str, Tensor]]) -> None:
+def assert_equal(mine: list[RankOutcome], other: list[dict[str, Tensor]]) -> None:
     """Every gradient and the loss; what several ranks have whole is the same on all."""
     loss = sum(found.pop("loss") for found in other)
     torch.testing.assert_close(torch.tensor(mine[0].losses[0]), loss, rtol=1e-5, atol=0)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshwright.parallel.p2p import AHEAD, UNDER_WAY, PointToPoint, program
-from meshwright.spec.replay import Link, links, placement_of
+from meshwright.spec.replay import StageLink, links, placement_of
 from meshwright.spec.schedule import (
     NAMES,
     V_PLACED,
@@ -36,7 +36,7 @@ class Work:
     """A transfer as the rank that started it sees it: the n-th of a link."""
 
     log: list[Node]
-    link: Link
+    link: StageLink
     number: int
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class Recorder:
     """In place of the group of a link."""
 
     log: list[Node]
-    link: Link
+    link: StageLink
     index: int
     started: int = 0
 
@@ -125,7 +125,7 @@ def played(logs: list[list[Node]], loads: Launch, *, host_waits: bool = False) -
     for rank, log in enumerate(logs):
         host: Node | None = None
         stream: Node | None = None
-        of_link: dict[Link, Node] = {}
+        of_link: dict[StageLink, Node] = {}
         open_receives: list[Node] = []
         for number, (what, *given) in enumerate(log):
             start = graph.add(("start", rank, number, what, *given), host)
@@ -175,10 +175,10 @@ def test_a_receive_at_the_start_of_a_step_is_a_deadlock(monkeypatch: pytest.Monk
     that pass loads code, and finds nothing where no code is loaded."""
     monkeypatch.setattr(PointToPoint, "_may_wait", lambda *_: True)
     logs = rank_logs(schedule("1f1b", 2, 4))
-    assert logs[0][0] == ("receive", Link("B", 1, 0), 0)
+    assert logs[0][0] == ("receive", StageLink("B", 1, 0), 0)
     assert played(logs, nowhere) is None
     found = played(logs, lambda rank, action: action in (Action("F", 0, 0), Action("F", 1, 0)))
-    assert found is not None and ("transfer", Link("B", 1, 0), 0) in found
+    assert found is not None and ("transfer", StageLink("B", 1, 0), 0) in found
 
 
 def test_swapped_sends_are_a_deadlock() -> None:
@@ -226,9 +226,10 @@ def test_no_more_buffers_than_the_planner_counts() -> None:
 def test_links_connect_in_an_order_in_which_no_rank_waits_for_a_chain() -> None:
     """Each rank's links one after the other: after half of the pairs the other half."""
     assert links(stage_rank("1f1b", 4)) == (
-        Link("B", 1, 0), Link("F", 0, 1), Link("B", 3, 2), Link("F", 2, 3), Link("B", 2, 1), Link("F", 1, 2),
+        StageLink("B", 1, 0), StageLink("F", 0, 1), StageLink("B", 3, 2), StageLink("F", 2, 3),
+        StageLink("B", 2, 1), StageLink("F", 1, 2),
     )  # fmt: skip
     ring, v = links(stage_rank("interleaved", 4, 2)), links(stage_rank("zb-v", 4, 2))
-    assert Link("F", 3, 0) in ring and Link("B", 0, 3) in ring and len(ring) == 8
+    assert StageLink("F", 3, 0) in ring and StageLink("B", 0, 3) in ring and len(ring) == 8
     assert len(v) == 12 and all(abs(link.source - link.target) == 1 for link in v)
     assert links((0,)) == ()

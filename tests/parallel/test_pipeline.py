@@ -24,7 +24,7 @@ from meshwright.parallel.p2p import UNDER_WAY
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.replay import Link, replay
+from meshwright.spec.replay import StageLink, replay
 from meshwright.spec.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
 from tests.model.shrunk import VOCAB, shrink
 from tests.parallel.telling import Told
@@ -126,13 +126,13 @@ def _run_cases(world: int, chosen: list[Case]) -> list[dict[str, Any]]:
     return [_run_case(case, *ranks_of(case, world, made, told), told) for case in chosen]
 
 
-def ranks_of(case: Case, world: int, made: Made, told: Told | None = None) -> tuple[Group, dict[Link, Group]]:
+def ranks_of(case: Case, world: int, made: Made, told: Told | None = None) -> tuple[Group, dict[StageLink, Group]]:
     """The pipeline's ranks and the links of this one."""
     mesh = make_mesh(Layout(pp=world, vp=case.virtual, schedule=case.schedule), traffic=told, made=made)
     return mesh["pp"], mesh.links
 
 
-def _run_case(case: Case, group: Group, links: dict[Link, Group], told: Told) -> dict[str, Any]:
+def _run_case(case: Case, group: Group, links: dict[StageLink, Group], told: Told) -> dict[str, Any]:
     placement = stage_rank(case.schedule, group.size, case.virtual)
     ranges = stage_layers(case.layers, len(placement))
     models = [part_of(case, ranges[stage]) for stage in stages_of(placement, group.index)]
@@ -233,7 +233,7 @@ def _count_alive(world: int, chosen: list[Case]) -> list[tuple[int, int]]:
     return [_count_one(case, *ranks_of(case, world, made)) for case in chosen]
 
 
-def _count_one(case: Case, group: Group, links: dict[Link, Group]) -> tuple[int, int]:
+def _count_one(case: Case, group: Group, links: dict[StageLink, Group]) -> tuple[int, int]:
     """Most activations that wait for a backward pass or for the weight's gradient, and most outputs."""
     census = Census()
     placement = stage_rank(case.schedule, group.size, case.virtual)

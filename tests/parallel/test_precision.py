@@ -13,7 +13,7 @@ from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
-from meshwright.observe.verify.one_device import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
@@ -134,11 +134,11 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _alone(case: str) -> Outcome:
+def _alone(case: str) -> RankOutcome:
     return outcome(CASES[case], Layout(compile="off"))
 
 
-def _compared(options: list[tuple[str, dict[str, Any]]]) -> list[Outcome]:
+def _compared(options: list[tuple[str, dict[str, Any]]]) -> list[RankOutcome]:
     made: Made = {}
     return [outcome(CASES[case], Layout(compile="off", **each), made=made) for case, each in options]
 
@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str, Callable[..., Any]]] = {
 }
 
 
-def _mutated() -> list[Outcome]:
+def _mutated() -> list[RankOutcome]:
     made: Made = {}
     found = []
     for each, owner, name, changed in WRONG.values():

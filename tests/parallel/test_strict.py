@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made, make_mesh
 from meshwright.parallel.p2p import PointToPoint
@@ -48,7 +48,7 @@ def case_of(layout: Layout) -> Case:
     return CASE if layout.ep > 1 or layout.pp > 1 else DENSE
 
 
-def _strictly(layouts: list[Layout], seed: int) -> list[tuple[Outcome, int, int]]:
+def _strictly(layouts: list[Layout], seed: int) -> list[tuple[RankOutcome, int, int]]:
     """What each layout computed, how many calls were checked, and how many of these ended without a wait."""
     made: Made = {}
     found = []
@@ -228,7 +228,7 @@ def _changes_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PointToPoint, "put", put_and_change)
 
 
-def _engine_with_a_fault(plant: Callable[[pytest.MonkeyPatch], None]) -> Outcome:
+def _engine_with_a_fault(plant: Callable[[pytest.MonkeyPatch], None]) -> RankOutcome:
     plant(pytest.MonkeyPatch())
     layout = Layout(pp=2, micro_batch=1, compile="off")
     with strict(3):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.column_parallel import Columns
+from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.spec import Layout, ModelShape
 
 ROWS, SEQUENCE = 2, 32
@@ -74,7 +74,7 @@ def backward_order(sp: bool) -> list[str]:
     tp = make_mesh(Layout(tp=2, sp=sp))["tp"]
     x = torch.randn(2, 4, 8, requires_grad=True)
     weights = [torch.randn(6, 8, requires_grad=True) for _ in range(2)]
-    first, second = Columns(tp, sp).linears(x, weights, (None, None))
+    first, second = ColumnParallelProducts(tp, sp).linears(x, weights, (None, None))
     with Order() as order:
         (first.sum() + second.sum()).backward()
     assert x.grad is not None and x.grad.shape == x.shape

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.blame import Limits, judge
-from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Pulse, Watch
+from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
 from meshwright.parallel.health.rendezvous import meet, named
-from meshwright.parallel.health.watchdog import FAILED, TERMINATED, Place, Watchdog, _Observed
+from meshwright.parallel.health.watchdog import FAILED, TERMINATED, RankPlace, Watchdog, _Observed
 from meshwright.spec.errors import RunError
 from meshwright.train.interrupt import Interrupt
 from meshwright.train.phases import PHASES, READS
@@ -116,7 +116,7 @@ def test_a_beat_of_a_newer_version_is_read() -> None:
 
 
 def test_a_thread_is_seen_where_it_stands() -> None:
-    pulse, go, on = Pulse(step=3, ended=5), threading.Event(), threading.Event()
+    pulse, go, on = Heartbeat(step=3, ended=5), threading.Event(), threading.Event()
     watches = []
 
     def deep() -> None:
@@ -124,7 +124,7 @@ def test_a_thread_is_seen_where_it_stands() -> None:
         go.wait(20)
 
     def work() -> None:
-        watches.append(Watch(pulse, {f"{__name__}:{deep.__qualname__}": "forward"}))
+        watches.append(HeartbeatWatch(pulse, {f"{__name__}:{deep.__qualname__}": "forward"}))
         deep()
 
     thread = threading.Thread(target=work)
@@ -147,10 +147,10 @@ def test_a_thread_is_seen_where_it_stands() -> None:
 @pytest.mark.parametrize(("phase", "moves"), [("save", True), ("forward", False)])
 def test_who_waits_for_threads_that_write_does_not_stand_still(phase: str, moves: bool) -> None:
     """A save may take longer than the limit of one that stands; a step is not excused by it."""
-    pulse, held, watches = Pulse(), threading.Lock(), []
+    pulse, held, watches = Heartbeat(), threading.Lock(), []
 
     def joins() -> None:
-        watches.append(Watch(pulse, {f"{__name__}:{joins.__qualname__}": phase}))
+        watches.append(HeartbeatWatch(pulse, {f"{__name__}:{joins.__qualname__}": phase}))
         held.acquire()
 
     held.acquire()
@@ -173,7 +173,9 @@ def test_who_reads_a_number_that_all_compute_waits_for_the_others() -> None:
         device.acquire()  # as Tensor.item: no frame of its own
 
     def work() -> None:
-        watches.extend(Watch(Pulse(), {}, frozenset(names)) for names in ([], [f"{__name__}:{reads.__qualname__}"]))
+        watches.extend(
+            HeartbeatWatch(Heartbeat(), {}, frozenset(names)) for names in ([], [f"{__name__}:{reads.__qualname__}"])
+        )
         reads()
 
     device.acquire()
@@ -200,7 +202,7 @@ def seen_in(names: list[str], elsewhere: list[str], **kind: Any) -> Beat:
         return do
 
     def begin() -> None:
-        watches.append(Watch(Pulse(step=3, ended=5), PHASES, READS, **kind))
+        watches.append(HeartbeatWatch(Heartbeat(step=3, ended=5), PHASES, READS, **kind))
         inside(names, lambda: go.wait(20))()
 
     threads = [
@@ -255,8 +257,8 @@ def watched(store: dist.Store, hang_s: float) -> Iterator[list[int]]:
     found = Watchdog(
         store,
         store,
-        Place(rank=0, world=1),
-        pulse=Pulse(),
+        RankPlace(rank=0, world=1),
+        pulse=Heartbeat(),
         phases=PHASES,
         reads=READS,
         limits=Limits(hang_s=hang_s),

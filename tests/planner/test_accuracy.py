@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.planner.accuracy.choice import spearman
-from meshwright.planner.accuracy.published import Row, Unreadable, read
+from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
 from meshwright.planner.accuracy.score import Judged, by_source, judge, quantile, score
 from meshwright.spec.errors import DataError
 from tests.planner.published_tables import COLUMNS, run, table, write
@@ -100,9 +100,9 @@ def test_what_cannot_be_scored_says_why(change: dict[str, object], reason: str, 
     assert reason in one.reason
 
 
-def rows_of(tmp_path: Path, **columns: object) -> Row:
+def rows_of(tmp_path: Path, **columns: object) -> PublishedRow:
     [row] = read(write(tmp_path / "rows.csv", [run(**columns)]))
-    assert isinstance(row, Row), row.reason
+    assert isinstance(row, PublishedRow), row.reason
     return row
 
 
@@ -240,10 +240,11 @@ def test_no_published_row_is_left_out() -> None:
     assert sum(isinstance(row, Unreadable) for row in rows) < 0.05 * len(rows)
 
 
-def rows_as_judged(rows: list[Row | Unreadable]) -> list[Judged | Unreadable]:
+def rows_as_judged(rows: list[PublishedRow | Unreadable]) -> list[Judged | Unreadable]:
     """Without predictions, which would take seconds."""
     return [
-        Judged(row=row, step_s=1, part_value=1, fits=True, seen=False) if isinstance(row, Row) else row for row in rows
+        Judged(row=row, step_s=1, part_value=1, fits=True, seen=False) if isinstance(row, PublishedRow) else row
+        for row in rows
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from meshwright.planner.accuracy import calibration as fit
 from meshwright.planner.accuracy import holdout
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, Fitted, load
-from meshwright.planner.accuracy.published import Row, read
+from meshwright.planner.accuracy.published import PublishedRow, read
 from meshwright.planner.accuracy.score import estimator_of, judge
 from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import links_of
@@ -20,15 +20,15 @@ LAYOUTS = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp"
 MODELS = ({"layers": 16, "hidden": 2048}, {"layers": 24, "hidden": 4096, "heads": 32, "ffn": 16384})
 
 
-def rows_of(tmp_path: Path, **columns: object) -> list[Row]:
+def rows_of(tmp_path: Path, **columns: object) -> list[PublishedRow]:
     made = [run(id=i, **{**model, **layout}, step_time_s=1, **columns)
             for i, (model, layout) in enumerate((m, x) for m in MODELS for x in LAYOUTS)]  # fmt: skip
-    rows = [row for row in read(write(tmp_path / "rows.csv", made)) if isinstance(row, Row)]
+    rows = [row for row in read(write(tmp_path / "rows.csv", made)) if isinstance(row, PublishedRow)]
     assert len(rows) == len(made)
     return rows
 
 
-def other_machine(rows: list[Row], changes: dict[str, tuple[str, float]]) -> list[Row]:
+def other_machine(rows: list[PublishedRow], changes: dict[str, tuple[str, float]]) -> list[PublishedRow]:
     """The same rows, measured on a machine that differs from ours in some scalars."""
     truth = Calibration(clusters={cluster_of(rows[0]): Fitted(changes=changes, rows=(), error_before=0, error_after=0)})
     return [replace(row, step_s=estimator_of(row, truth).predict(row.plan).step_s) for row in rows]
@@ -82,9 +82,9 @@ def test_twenty_rows_at_most(tmp_path: Path) -> None:
 
 
 def test_the_split_holds_out_whole_models_and_counts() -> None:
-    clusters: dict[str, list[Row]] = {}
+    clusters: dict[str, list[PublishedRow]] = {}
     for row in read(table("training_throughput.csv")):
-        if isinstance(row, Row) and row.step_s:
+        if isinstance(row, PublishedRow) and row.step_s:
             clusters.setdefault(cluster_of(row), []).append(row)
     assert len(clusters) > 10
     for own in clusters.values():
@@ -98,9 +98,9 @@ def test_the_split_holds_out_whole_models_and_counts() -> None:
 
 def test_the_calibration_of_the_page_keeps_to_the_split() -> None:
     calibration = load(ROOT / "benchmarks" / "calibration.json")
-    clusters: dict[str, list[Row]] = {}
+    clusters: dict[str, list[PublishedRow]] = {}
     for row in read(table("training_throughput.csv")):
-        if isinstance(row, Row) and cluster_of(row) in calibration.clusters and row.step_s:
+        if isinstance(row, PublishedRow) and cluster_of(row) in calibration.clusters and row.step_s:
             clusters.setdefault(cluster_of(row), []).append(row)
     for name, own in clusters.items():
         rows = calibration.clusters[name].rows

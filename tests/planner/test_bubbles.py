@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.time.timeline import least_s, pipeline_s
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Times, needs, placement_of, replay
@@ -17,7 +17,7 @@ EVERY = [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-
 
 def waiting(name: str, p: int, m: int, v: int = 1, forward: int = 2, inputs: int = 2, weights: int = 2) -> Fraction:
     """(total - work of a rank) / that work; equal stages, no time between ranks. Whole seconds: exact."""
-    stage = Cost(forward_s=forward, input_s=inputs, weight_s=weights)
+    stage = MicroBatchCost(forward_s=forward, input_s=inputs, weight_s=weights)
     work = m * v * (forward + inputs + weights)
     total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
     return Fraction(round(total - work), work)
@@ -84,7 +84,7 @@ def test_a_long_step_is_its_beginning_and_the_steady_state(name: str, v: int) ->
     """Uneven stages: a few rounds are played, the rest is the busiest rank's work; the whole play says the same within
     a hundredth (interleaved ranks still make up for late starts)."""
     p, m, random = 4, 64, Random(7)
-    stages = [Cost(forward_s=1 + 0.2 * random.random(), input_s=1.3, weight_s=1.0) for _ in range(p * v)]
+    stages = [MicroBatchCost(forward_s=1 + 0.2 * random.random(), input_s=1.3, weight_s=1.0) for _ in range(p * v)]
     short = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, stages, 0.01)  # type: ignore[arg-type]
     assert short == pytest.approx(replay(schedule(name, p, m, v), stages, 0.01).total_s, rel=0.01)
 
@@ -92,7 +92,7 @@ def test_a_long_step_is_its_beginning_and_the_steady_state(name: str, v: int) ->
 @pytest.mark.parametrize(("name", "v"), EVERY[:5])
 def test_the_least_time_is_that_of_equal_stages(name: str, v: int) -> None:
     p, m = 4, 16
-    stage = Cost(forward_s=1.0, input_s=1.0, weight_s=1.0)
+    stage = MicroBatchCost(forward_s=1.0, input_s=1.0, weight_s=1.0)
     total = pipeline_s(Layout(pp=p, vp=v, schedule=name), m, [stage] * (p * v), 0.0)  # type: ignore[arg-type]
     assert total == pytest.approx(least_s(name, p, v, m, [stage] * (p * v), 0.0))
 
@@ -107,7 +107,7 @@ def test_no_play_takes_less_than_the_least_time(name: str, v: int) -> None:
             times = [[random.choice((0.1, 1.0, 3.0)) for _ in range(3)] for _ in range(p * v)]
             send_s = random.choice((0.0, 0.3))
             layout = Layout(pp=p, vp=v, schedule=name)  # type: ignore[arg-type]
-            stages = [Cost(forward_s=f, input_s=b, weight_s=w) for f, b, w in times]
+            stages = [MicroBatchCost(forward_s=f, input_s=b, weight_s=w) for f, b, w in times]
             least = least_s(name, p, v, m, stages, send_s)
             assert least <= replay(schedule(name, p, m, v), stages, send_s).total_s * (1 + 1e-12), (p, m)
             assert least <= pipeline_s(layout, m, stages, send_s) * (1 + 1e-12), (p, m)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
-from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.memory.rank_memory import leading, moments
@@ -26,7 +26,7 @@ GPT = ModelShape(
 """Korthikanti et al. 2022, table 3; 175B, 530B and 1T below."""
 
 
-def block(layout: Layout, shape: ModelShape = GPT, stack: Stack = MEGATRON_2022, width: int = 2) -> Block:
+def block(layout: Layout, shape: ModelShape = GPT, stack: Stack = MEGATRON_2022, width: int = 2) -> LayerWork:
     """A layer for one micro-batch of B sequences."""
     return layer(local(shape, stack, layout, S, B, width))
 

@@ -9,12 +9,12 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.observe.calibrate.host_floor import tiny, with_floors
 from meshwright.observe.calibrate.timed_steps import threads_of
-from meshwright.planner.cost.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.cost.work import Attention, Pass, Product
+from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product
 from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.machine.clusterfile_writer import text
 from meshwright.planner.machine.overheads import fitted
@@ -31,19 +31,20 @@ def machine(*, share: float = 1.0, product: float = 10 * GFLOP, crowd: float = 1
     together = {}
     for ranks in (1, 2, 4):
         curves = DeviceCurves(
-            products={4.0: Grid(((16.0, 1024.0),) * 3, (product,) * 8)},
-            passes=Grid(((1e4, 1e8),), (2 * GB, 2 * GB)),
+            products={4.0: RateGrid(((16.0, 1024.0),) * 3, (product,) * 8)},
+            passes=RateGrid(((1e4, 1e8),), (2 * GB, 2 * GB)),
             attention=(
-                Grid(((128.0, 1024.0), (64.0,)), (4 * GFLOP,) * 2), Grid(((128.0, 1024.0), (64.0,)), (5 * GFLOP,) * 2),
+                RateGrid(((128.0, 1024.0), (64.0,)), (4 * GFLOP,) * 2),
+                RateGrid(((128.0, 1024.0), (64.0,)), (5 * GFLOP,) * 2),
             ),
-            update=Grid(((1e4, 1e8),), (1 * GB, 1 * GB)),
+            update=RateGrid(((1e4, 1e8),), (1 * GB, 1 * GB)),
         )  # fmt: skip
         speeds = Speeds(
             matmul_flop_per_s=product, peak_flop_per_s=product, memory_bytes_per_s=2 * GB, product_share=share,
             memory_share=1.0, attention_forward=1.0, attention_backward=1.0, launch_s=0.0, curves=curves,
             ranks_per_core=crowd,
         )  # fmt: skip
-        grid = Grid(((1e3, 1e6),), (1e-3, 1e-3))
+        grid = RateGrid(((1e3, 1e6),), (1e-3, 1e-3))
         seconds = {(name, ranks): grid for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")}
         seconds["send", 2] = grid
         links = Links(per_node=ranks, link_bytes_per_s=1e9, network_bytes_per_s=1e8)
@@ -64,11 +65,11 @@ def plan(of: ClusterFile, batch: int = 4, **layout: object) -> Plan:
 
 
 def test_between_points_values_lie_on_lines_of_logarithms() -> None:
-    grid = Grid(((1.0, 100.0),), (10.0, 1000.0))
+    grid = RateGrid(((1.0, 100.0),), (10.0, 1000.0))
     assert (
         grid.at(10) == pytest.approx(100) and grid.at(0.1) == pytest.approx(10) and grid.at(1e9) == pytest.approx(1e3)
     )
-    plane = Grid(((1.0, 4.0), (1.0, 9.0)), (1.0, 3.0, 2.0, 6.0))
+    plane = RateGrid(((1.0, 4.0), (1.0, 9.0)), (1.0, 3.0, 2.0, 6.0))
     assert plane.at(4, 1) == pytest.approx(2) and plane.at(1, 9) == pytest.approx(3)
     assert plane.at(2, 3) == pytest.approx(6**0.5)
 
@@ -76,14 +77,14 @@ def test_between_points_values_lie_on_lines_of_logarithms() -> None:
 def test_operations_take_what_the_curves_say() -> None:
     speeds = machine(share=0.5).together[1].speeds
     assert speeds.seconds(Product(100, 100, 100, 3, 4.0)) == pytest.approx(3 * 2e6 / (10 * GFLOP) / 0.5)
-    assert speeds.seconds(Pass(4e6, 2)) == pytest.approx(4e6 / (2 * GB))
-    assert speeds.seconds(Attention(1e9)) == pytest.approx(0.25)
-    assert speeds.seconds(Attention(1e9, backward=True)) == pytest.approx(0.2)
-    assert replace(speeds, launch_s=1e-3).seconds(Pass(0.0, 2)) == pytest.approx(2e-3)
+    assert speeds.seconds(MemoryPass(4e6, 2)) == pytest.approx(4e6 / (2 * GB))
+    assert speeds.seconds(AttentionCore(1e9)) == pytest.approx(0.25)
+    assert speeds.seconds(AttentionCore(1e9, backward=True)) == pytest.approx(0.2)
+    assert replace(speeds, launch_s=1e-3).seconds(MemoryPass(0.0, 2)) == pytest.approx(2e-3)
 
 
 def test_exchanges_take_what_the_curves_say() -> None:
-    curves = LinkCurves(seconds={("all-reduce", 2): Grid(((1e3, 1e6),), (1e-3, 1e-2))})
+    curves = LinkCurves(seconds={("all-reduce", 2): RateGrid(((1e3, 1e6),), (1e-3, 1e-2))})
     links = Links(per_node=4, link_bytes_per_s=1e9, network_bytes_per_s=1e8, curves=curves)
     assert links.seconds("all-reduce", 1e6, 2) == pytest.approx(1e-2)
     assert links.seconds("all-reduce", 1e2, 2) == pytest.approx(1e-3)

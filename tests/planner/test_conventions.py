@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 
 from meshwright.planner.accuracy.flop_conventions import BAR, Figure, convention_of, figures
-from meshwright.planner.accuracy.published import Row, read
+from meshwright.planner.accuracy.published import PublishedRow, read
 from tests.planner.published_tables import run, table
 
 LLAMA = {
@@ -95,7 +95,7 @@ def test_six_sources_agree_row_by_row() -> None:
     agree: dict[tuple[str, str], list[bool]] = defaultdict(list)
     median: dict[str, list[float]] = defaultdict(list)
     for row in read(table("training_throughput.csv")):
-        if not isinstance(row, Row) or "SFT" in row.columns["model"]:
+        if not isinstance(row, PublishedRow) or "SFT" in row.columns["model"]:
             continue
         convention = convention_of(row.columns)
         if convention is None:

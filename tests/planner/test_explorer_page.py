@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.search.bounds import families
-from meshwright.planner.search.landscape import Front, Point, counted, landscape, look
+from meshwright.planner.search.landscape import Front, LayoutPoint, counted, landscape, look
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -355,7 +355,7 @@ def test_the_front_is_that_of_all_layouts(name: str) -> None:
 def test_points_of_a_front() -> None:
     front = Front()
     for step_s, peak in ((3.0, 5.0), (1.0, 9.0), (2.0, 7.0), (2.0, 6.0), (2.5, 6.0), (1.0, 9.0), (3.0, 4.0)):
-        front.add(Point(step_s, peak, Layout(), None))  # type: ignore[arg-type]
+        front.add(LayoutPoint(step_s, peak, Layout(), None))  # type: ignore[arg-type]
     assert [point[:2] for point in front.points] == [(1.0, 9.0), (2.0, 6.0), (3.0, 4.0)]
     assert front.times == [1.0, 2.0, 3.0]
     assert front.beats(2.0, 6.0) and front.beats(9.0, 4.0) and not front.beats(1.5, 8.0) and not front.beats(0.5, 99.0)

@@ -22,7 +22,7 @@ from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import moments as in_flight
 from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import estimator, predict
-from meshwright.planner.time.collectives import Held, sharing, traffic
+from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.shape import MoEShape
 
@@ -92,7 +92,7 @@ def test_seconds_of_data_parallelism_are_those_of_the_ledgers_calls() -> None:
     """ZeRO-3: a gather a unit, of which each costs its latency."""
     one = plan(LLAMA, Recipe(sequence=4096, global_batch=512, precision="bf16"), nodes=64, dp_shard=512, zero=3)
     of = estimator(one)
-    held = Held(tuple(range(LLAMA.layers)), True, True)
+    held = StageContents(tuple(range(LLAMA.layers)), True, True)
     whole = sharing(LLAMA, one.layout, held, of.links, 2, 4, True)
     apart = sharing(LLAMA, one.layout, held, of.links, 2, 4, False)
     calls = {sent.collective: sent.calls for sent in traffic(one) if sent.axis == "shard"}
@@ -108,7 +108,7 @@ def test_replicas_are_summed_once_a_step() -> None:
         )
         for batch in (64, 512)
     )
-    inside = sharing(LLAMA, Layout(dp_replicate=8, dp_shard=8, zero=2), Held(tuple(range(32)), True, True),
+    inside = sharing(LLAMA, Layout(dp_replicate=8, dp_shard=8, zero=2), StageContents(tuple(range(32)), True, True),
                      estimator(plan(LLAMA, recipe, nodes=8)).links, 2, 4, False)  # fmt: skip
     assert many.time.gradients_s <= once.time.gradients_s + 7 * inside.reduce_s
 
@@ -116,7 +116,7 @@ def test_replicas_are_summed_once_a_step() -> None:
 def test_experts_are_reduced_over_those_that_hold_the_same() -> None:
     shape = presets.model("mixtral-8x7b")
     links = estimator(plan(shape, Recipe(sequence=512, global_batch=64, precision="bf16"))).links
-    held = Held(tuple(range(shape.layers)), True, True)
+    held = StageContents(tuple(range(shape.layers)), True, True)
     spread, together = (sharing(shape, Layout(dp_shard=8, ep=ep, zero=2), held, links, 2, 4, False) for ep in (8, 1))
     assert spread.reduce_s < 0.1 * together.reduce_s
 

@@ -13,7 +13,7 @@ from statistics import mean, quantiles
 
 import pytest
 
-from meshwright.planner.accuracy.published import Row, read
+from meshwright.planner.accuracy.published import PublishedRow, read
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022, NANOTRON, NANOTRON_GATHERED, run_of_sweep
 from meshwright.planner.step.predict import estimator
 from meshwright.planner.step.prediction import Prediction
@@ -23,7 +23,7 @@ from tests.planner.published_tables import run, write
 from tests.planner.test_closed_forms import TABLE, paper
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-Found = list[tuple[Row, Prediction]]
+Found = list[tuple[PublishedRow, Prediction]]
 
 
 def table(name: str) -> Path:
@@ -39,7 +39,7 @@ def runs() -> dict[str, Found]:
     """Rows that say something about memory, by software."""
     found: dict[str, Found] = defaultdict(list)
     for row in read(table("training_throughput.csv")):
-        if isinstance(row, Row) and (row.peak_bytes or row.stack.name == "aleph-alpha-scaling"):
+        if isinstance(row, PublishedRow) and (row.peak_bytes or row.stack.name == "aleph-alpha-scaling"):
             found[row.stack.name].append((row, estimator(row.plan, row.stack).predict(row.plan)))
     return found
 
@@ -81,14 +81,18 @@ def test_first_run_that_overflows_is_of_the_second(tmp_path: Path) -> None:
         "n_gpus": 16, "gpu": "H100-SXM-80", "attn_kernel": "flash2", "precision": "bf16", "step_time_s": 1.0,
     }  # fmt: skip
     rows = [run(**shape, micro_batch=n, global_batch_seqs=n) for n in (4, 32)]
-    kept = [row.stack for row in read(write(tmp_path / "rows.csv", rows)) if isinstance(row, Row)]
+    kept = [row.stack for row in read(write(tmp_path / "rows.csv", rows)) if isinstance(row, PublishedRow)]
     assert kept == [NANOTRON_GATHERED, NANOTRON]
 
 
 def test_torchtitan(runs: dict[str, Found]) -> None:
     """Rows of its table of runs, then all of its peaks, where a step under a pipeline is split as it does by itself."""
     assert mean(errors(runs["torchtitan"])) < 0.042
-    rows = [row for row in read(table("peak_memory.csv")) if isinstance(row, Row) and row.stack.name == "torchtitan"]
+    rows = [
+        row
+        for row in read(table("peak_memory.csv"))
+        if isinstance(row, PublishedRow) and row.stack.name == "torchtitan"
+    ]
     found = [(row, estimator(row.plan, row.stack).predict(row.plan)) for row in rows]
     assert {row.plan.layout.micro_batch for row in rows if " T5" in row.source} == {4}
     assert mean(errors(found)) < 0.075

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
-from meshwright.planner.cost.work import Attention, Pass, Product
+from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product
 from meshwright.spec import Cluster, presets
 
 DEVICES = ["a100", "h100", "h200", "b200", "gb200", "mi300x"]
@@ -70,7 +70,7 @@ def test_attention_gains_with_length_and_generation() -> None:
     device = presets.device("h100")
 
     def rate(flash: int, sequence: float) -> float:
-        return 1e15 / speeds_of(device, flash).seconds(Attention(1e15, sequence=sequence))
+        return 1e15 / speeds_of(device, flash).seconds(AttentionCore(1e15, sequence=sequence))
 
     assert rate(2, 512) < rate(2, 4096) < rate(2, 65536)
     assert rate(1, 4096) < rate(2, 4096) < rate(3, 4096) < 800e12
@@ -78,8 +78,8 @@ def test_attention_gains_with_length_and_generation() -> None:
 
 def test_a_pass_is_memory_and_launches() -> None:
     of = speeds("h100")
-    assert of.seconds(Pass(0.0, 3)) == pytest.approx(3 * of.launch_s)
-    assert of.seconds(Pass(3.35e9)) == pytest.approx(1e-3 / of.memory_share, rel=0.01)
+    assert of.seconds(MemoryPass(0.0, 3)) == pytest.approx(3 * of.launch_s)
+    assert of.seconds(MemoryPass(3.35e9)) == pytest.approx(1e-3 / of.memory_share, rel=0.01)
 
 
 @pytest.mark.parametrize(("ranks", "size"), A100_ALL_REDUCE)

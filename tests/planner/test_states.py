@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.states import Counts, counts, states
+from meshwright.planner.cost.states import ElementCounts, counts, states
 from meshwright.spec.held import memory
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import Ledger
@@ -65,7 +65,7 @@ def planned(shape: ModelShape, layout: Layout, precision: str, place: int, **bat
     return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in phases.items()}
 
 
-def stage_counts(shape: ModelShape, layout: Layout, place: int) -> Counts:
+def stage_counts(shape: ModelShape, layout: Layout, place: int) -> ElementCounts:
     split, own = layers_of_stages(shape.layers, layout), own_stages(layout, place)
     layers = tuple(layer for stage in own for layer in split[stage])
     return counts(shape, layout, layers, first=0 in own, last=len(split) - 1 in own)

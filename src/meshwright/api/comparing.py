@@ -12,9 +12,9 @@ from meshwright.api.answer import Answer
 
 if TYPE_CHECKING:
     from meshwright.observe.compare.finished_run import Finished
-    from meshwright.observe.compare.judge import Comparison, Row
+    from meshwright.observe.compare.judge import ComparedRow, Comparison
     from meshwright.observe.compare.sources_of_columns import DryRunner
-    from meshwright.observe.shared_document import Document
+    from meshwright.observe.shared_document import SharedDocument
     from meshwright.spec import Plan
 
 Told = Callable[[str], None]
@@ -38,7 +38,7 @@ class ComparisonAnswer(Answer):
         return not self.found.disagreeing if self.found.judged else None
 
     @property
-    def disagreeing(self) -> "tuple[Row, ...]":
+    def disagreeing(self) -> "tuple[ComparedRow, ...]":
         """Rows beyond their tolerance."""
         return self.found.disagreeing
 
@@ -184,7 +184,7 @@ def _wanting(found: "Comparison") -> str:
 def _dryer(run: "Finished", told: Told) -> "DryRunner":
     """Runs the dry run, and keeps it in the folder for the next question and for the report."""
 
-    def dry(plan: "Plan", device: str) -> "Document":
+    def dry(plan: "Plan", device: str) -> "SharedDocument":
         from meshwright.observe.compare.finished_run import DRYRUN
         from meshwright.observe.dryrun.dryrun_document import dry as as_document
         from meshwright.observe.dryrun.simulate import dry_run

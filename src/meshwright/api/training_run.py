@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
     from meshwright.api.trained_model import TrainedModel
     from meshwright.observe.compare.metric_records import Record
-    from meshwright.parallel.health.heartbeat import Pulse
+    from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.spec import Plan
     from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
@@ -141,7 +141,7 @@ def run(
     dry_run: bool = True,
     anyway: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    pulse: "Pulse | None" = None,
+    pulse: "Heartbeat | None" = None,
     machines: int = 1,
 ) -> TrainAnswer:
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the

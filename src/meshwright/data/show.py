@@ -38,7 +38,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class DataView:
     """Everything `data show` says."""
 
     source: str
@@ -64,14 +64,14 @@ class View:
         return asdict(self)
 
 
-def view(data: Data, recipe: Recipe, corpus: Corpus) -> View:
+def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
     source, tokenizer, both = Source(data), corpus.tokenizer, (corpus.train, corpus.validation)
     sampler = Sampler(corpus.train, sequence=recipe.sequence, tokenizer_separator=tokenizer.separator, seed=recipe.seed)
     short = -(-max(0, corpus.validation.num_tokens - 1) // recipe.sequence)
     sample, packed, tokens = _sample(corpus, sampler)
     num_bytes, num_tokens = (sum(getattr(stream, f"num_{what}") for stream in both) for what in ("bytes", "tokens"))
-    return View(
+    return DataView(
         source=source.title,
         files=len(source.files),
         passed_over=tuple(str(path) for path in source.passed_over),

@@ -46,7 +46,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SplitPart:
     """A piece on its way to a stream."""
 
     stream: int
@@ -127,7 +127,7 @@ def _by_hash(found: Survey, target: int) -> NDArray[np.bool_]:
     return taken[where]
 
 
-def parts(found: Iterable[Document], split: Split, reading: Reading) -> Iterator[Part]:
+def parts(found: Iterable[Document], split: Split, reading: Reading) -> Iterator[SplitPart]:
     """Every piece with its stream, in order; `reading` counts along, to notice text that changed since the survey."""
     for document in found:
         number = reading.num_documents
@@ -157,13 +157,13 @@ def _line_end(text: str, near: int) -> int:
     return text.rfind("\n", 0, near) + 1 or (text.find("\n", near) + 1) % len(text) or near
 
 
-def _marked(found: Iterable[tuple[int, str]]) -> Iterator[Part]:
+def _marked(found: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
     """Each piece of a document told whether it is the first or last of its stream."""
     waiting, before = None, None
     for item in found:
         if waiting is not None:
-            yield Part(stream=waiting[0], first=waiting[0] != before, last=item[0] != waiting[0], text=waiting[1])
+            yield SplitPart(stream=waiting[0], first=waiting[0] != before, last=item[0] != waiting[0], text=waiting[1])
             before = waiting[0]
         waiting = item
     if waiting is not None:
-        yield Part(stream=waiting[0], first=waiting[0] != before, last=True, text=waiting[1])
+        yield SplitPart(stream=waiting[0], first=waiting[0] != before, last=True, text=waiting[1])

@@ -153,7 +153,7 @@ class _Build:
     def _encode(self, streams: list["_Writer"]) -> None:
         reading, done, total = split.Reading(), 0, self._counted.num_bytes
         chosen = split.choose(self._counted, self._data.validation)
-        waiting: list[list[split.Part]] = []
+        waiting: list[list[split.SplitPart]] = []
         parts = split.parts(self._source.documents(), chosen, reading)
         with Pool(self._tokenizer, self._processes) as pool:
             for ids in pool.map(_remember(_batches(parts), waiting)):
@@ -166,8 +166,8 @@ class _Build:
             raise DataError(_changed(self._data))
 
 
-def _batches(parts: Iterator[split.Part]) -> Iterator[list[split.Part]]:
-    batch: list[split.Part] = []
+def _batches(parts: Iterator[split.SplitPart]) -> Iterator[list[split.SplitPart]]:
+    batch: list[split.SplitPart] = []
     size = 0
     for part in parts:
         batch.append(part)
@@ -179,7 +179,7 @@ def _batches(parts: Iterator[split.Part]) -> Iterator[list[split.Part]]:
         yield batch
 
 
-def _remember(batches: Iterator[list[split.Part]], waiting: list[list[split.Part]]) -> Iterator[Batch]:
+def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
     """What the pool needs of each batch; the rest waits for its ids."""
     for batch in batches:
         waiting.append(batch)
@@ -210,7 +210,7 @@ class _Writer:
             finally:
                 file.close()
 
-    def write(self, part: split.Part, ids: bytes) -> None:
+    def write(self, part: split.SplitPart, ids: bytes) -> None:
         """Append the ids of one piece, with the marks of its document."""
         if part.first:
             self._starts.write(np.int64(self._size // self._width).tobytes())

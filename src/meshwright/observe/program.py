@@ -35,7 +35,7 @@ Stage = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Program:
+class TrainingProgram:
     """One rank's part. `routing` tells how tokens go to experts where their choice cannot be computed."""
 
     plan: Plan

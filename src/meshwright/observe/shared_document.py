@@ -19,7 +19,7 @@ LARGEST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class KindBytes:
     """Bytes of one kind of memory."""
 
     kind: str
@@ -27,7 +27,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentEntry:
     """One collective along one axis, in a step."""
 
     axis: str
@@ -37,7 +37,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Took:
+class TimePart:
     """A part of a step's time."""
 
     what: str
@@ -45,7 +45,7 @@ class Took:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ModuleActivations:
     """Bytes of activations by module and operation."""
 
     where: str
@@ -53,7 +53,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Large:
+class LargeTensor:
     """One of the largest tensors alive at the peak."""
 
     bytes: Annotated[int, Field(ge=0, validation_alias=AliasChoices("bytes", "size_bytes"))]
@@ -83,61 +83,61 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class PartPeak:
     """A part of the program when it held most."""
 
     name: str
     step: int = 0
-    memory: tuple[Held, ...] = ()
+    memory: tuple[KindBytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class RankRecord:
     """What one rank held, sent and did; a field that is empty was not looked at."""
 
     rank: Whole
     peak_bytes: Whole | None = None
     reserved_bytes: Whole | None = None
     when: str = ""
-    memory: tuple[Held, ...] = ()
-    traffic: tuple[Sent, ...] | None = None
-    time: tuple[Took, ...] = ()
+    memory: tuple[KindBytes, ...] = ()
+    traffic: tuple[SentEntry, ...] | None = None
+    time: tuple[TimePart, ...] = ()
     spans: tuple[Ran, ...] = ()
-    activations: tuple[Kept, ...] = ()
-    largest: tuple[Large, ...] = ()
-    passes: tuple[Moment, ...] = ()
-    memory_timeline: tuple[Moment, ...] = ()
+    activations: tuple[ModuleActivations, ...] = ()
+    largest: tuple[LargeTensor, ...] = ()
+    passes: tuple[PartPeak, ...] = ()
+    memory_timeline: tuple[PartPeak, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class SharedDocument:
     """A prediction, a dry run or a measurement. None and empty: not known."""
 
     source: Literal["predicted", "dryrun", "measured"]
     plan: dict[str, Any] = field(default_factory=dict)
     peak_bytes: Whole | None = None
     peak_rank: Whole | None = None
-    memory: tuple[Held, ...] = ()
-    traffic: tuple[Sent, ...] | None = None
-    time: tuple[Took, ...] = ()
+    memory: tuple[KindBytes, ...] = ()
+    traffic: tuple[SentEntry, ...] | None = None
+    time: tuple[TimePart, ...] = ()
     step_seconds: Positive | None = None
     tokens_per_second_per_device: NotNegative | None = None
     mfu_causal: NotNegative | None = None
     mfu_full: NotNegative | None = None
     hfu: NotNegative | None = None
     bubble_fraction: Number | None = None
-    ranks: tuple[Rank, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
     device: str = ""
     notes: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
 
 
 @cache
-def _adapter() -> TypeAdapter[Document]:
-    return TypeAdapter(Document)
+def _adapter() -> TypeAdapter[SharedDocument]:
+    return TypeAdapter(SharedDocument)
 
 
-def checked(found: object, name: str) -> Document:
+def checked(found: object, name: str) -> SharedDocument:
     """A document from parsed JSON; RunError names `name` and the first key that is wrong."""
     try:
         return _adapter().validate_python(found)
@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def read(path: Path, source: str) -> Document | None:
+def read(path: Path, source: str) -> SharedDocument | None:
     """The document in a file, which must be one of `source`; None where there is no file. RunError."""
     found = read_json(path)
     if found is None:

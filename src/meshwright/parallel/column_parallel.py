@@ -25,7 +25,7 @@ from meshwright.parallel.operators import SEQUENCE, resized
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnParallelProducts:
     """What takes the place of kernels.linears at a border of a model (model.seams.Border.read)."""
 
     group: Group
@@ -45,7 +45,7 @@ class _Columns(torch.autograd.Function):
     """Arguments after the columns: n weights, then n biases (or None)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: Columns, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, columns: ColumnParallelProducts, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.leaves = columns, tuple(map(as_leaf, weights))
@@ -59,7 +59,7 @@ class _Columns(torch.autograd.Function):
 
 
 def _gradients(
-    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], columns: Columns
+    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], columns: ColumnParallelProducts
 ) -> list[Tensor | None]:
     """Of x, of each weight, of each bias; `ctx` says which are wanted, x first and the parameters last, and which
     weights may be left for later."""
@@ -108,7 +108,9 @@ def columns_backward(
     """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
     ctx = _Wanted(wanted, [None] * len(weights))
     return [
-        found for found in _gradients(ctx, x, weights, gradients, Columns(numbered(group), sp)) if found is not None
+        found
+        for found in _gradients(ctx, x, weights, gradients, ColumnParallelProducts(numbered(group), sp))
+        if found is not None
     ]
 
 

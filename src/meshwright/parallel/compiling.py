@@ -77,10 +77,8 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     routed = block_call(recompute, torch.compile(compute, dynamic=False))
 
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
-        if cache is not None:
-            return compute(block, x, sight, cache)
-        found: tuple[Tensor, Tensor | None]
-        found = routed(block, x, sight, None) if block.routed else dense(block, x, sight, None)
+        call = compute if cache is not None else routed if block.routed else dense
+        found: tuple[Tensor, Tensor | None] = call(block, x, sight, cache)
         return found
 
     return run

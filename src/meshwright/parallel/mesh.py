@@ -17,7 +17,7 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.places import expert_ranks, expert_replicas, place_of, ranks_along
-from meshwright.spec.replay import Link, links
+from meshwright.spec.replay import StageLink, links
 from meshwright.spec.schedule import stage_rank
 
 Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
@@ -52,7 +52,7 @@ class Mesh:
     groups: dict[str, Group]
     traffic: Traffic
     """Told of every collective of every group."""
-    links: dict[Link, Group]
+    links: dict[StageLink, Group]
     """The two ranks of each link of the pipeline that this rank sends or receives on, in order of rank."""
     made: Made
     """Process groups; another mesh of the same process takes them over."""

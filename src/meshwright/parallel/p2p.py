@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.parallel.group import Group
 from meshwright.spec.purpose import takes
-from meshwright.spec.replay import Link, Transfer, numbered, transfers
+from meshwright.spec.replay import StageLink, Transfer, numbered, transfers
 from meshwright.spec.schedule import Action, Actions
 
 AHEAD = 1
@@ -38,7 +38,7 @@ Key = tuple[Kind, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RankProgram:
     """A rank's actions, its sends and receives in the order in which they are made, and whom they wait for."""
 
     actions: tuple[Action, ...]
@@ -55,7 +55,7 @@ class Program:
         return any(action.kind == "W" for action in self.actions)
 
 
-def program(lists: Actions, rank: int) -> Program:
+def program(lists: Actions, rank: int) -> RankProgram:
     """The part of one rank in the lists of all."""
     order = numbered(lists)
     made = {_read(action): number for action, number in order.items() if action.kind != "W"}
@@ -66,7 +66,7 @@ def program(lists: Actions, rank: int) -> Program:
         kind, stage, i = _key(transfer)
         maker = stage - 1 if kind == "F" else stage + 1
         others[transfer] = made[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
-    return Program(lists[rank], tuple(order[action] for action in lists[rank]), own, others)
+    return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), own, others)
 
 
 class PointToPoint:
@@ -76,7 +76,9 @@ class PointToPoint:
     transfer names stays here: its stage lies on this rank.
     """
 
-    def __init__(self, groups: Mapping[Link, Group], rank: int, todo: Program, empty: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, groups: Mapping[StageLink, Group], rank: int, todo: RankProgram, empty: Callable[[int], Tensor]
+    ) -> None:
         self.groups, self.todo, self.empty = groups, todo, empty
         self.sends = {_key(transfer): transfer for transfer in todo.transfers if transfer.source == rank}
         self.receives = [transfer for transfer in todo.transfers if transfer.target == rank]

@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.parallel.group import Group
-from meshwright.parallel.p2p import Kind, PointToPoint, Program, program
-from meshwright.spec.replay import Link
+from meshwright.parallel.p2p import Kind, PointToPoint, RankProgram, program
+from meshwright.spec.replay import StageLink
 from meshwright.spec.schedule import Action, forward_only, schedule, stage_rank, stages_of
 
 Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
@@ -61,7 +61,7 @@ class Pipeline:
         stages: Sequence[Stage],
         receive_like: Callable[[Any], Tensor],
         *,
-        links: Mapping[Link, Group],
+        links: Mapping[StageLink, Group],
         before: Watch | None = None,
         after: Watch | None = None,
         warm_up: WarmUp | None = None,
@@ -73,7 +73,7 @@ class Pipeline:
         self.before, self.after = before, after
         self.warm_up = warm_up
         self._warm: set[Hashable] = set()
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool], RankProgram] = {}
         self.current: tuple[Action, ...] = ()
         """The actions of the step under way."""
 
@@ -90,7 +90,7 @@ class Pipeline:
         with torch.no_grad():
             return self._execute(micro_batches, train=False)
 
-    def _program(self, micro_batches: int, *, train: bool) -> "Program":
+    def _program(self, micro_batches: int, *, train: bool) -> "RankProgram":
         key = micro_batches, train
         if key not in self._programs:
             ranks, virtual = self.group.size, len(self.stages)
@@ -121,7 +121,7 @@ class Pipeline:
         p2p.close()
         return passes.loss()
 
-    def _warm_up(self, how: WarmUp, todo: Program, micro_batches: Sequence[Any], *, train: bool) -> None:
+    def _warm_up(self, how: WarmUp, todo: RankProgram, micro_batches: Sequence[Any], *, train: bool) -> None:
         kinds = {(action.stage, action.kind) for action in todo.actions}
         for form, one in {form: one for given in micro_batches for form, one in how.forms(given).items()}.items():
             name = train, form, frozenset(kinds)

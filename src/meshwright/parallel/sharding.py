@@ -21,7 +21,7 @@ from meshwright.spec.purpose import takes
 def tell(module: nn.Module, replicas: Group, shards: Group) -> None:
     """Have every collective of a sharded module told to the traffic of the two groups that its mesh was made of."""
     assert isinstance(module, FSDPModule)
-    module.set_custom_all_gather(_Gather(shards))  # type: ignore[arg-type]  # the protocol, structurally
+    module.set_custom_all_gather(_ShardGather(shards))  # type: ignore[arg-type]  # the protocol, structurally
     module.set_custom_reduce_scatter(_Scatter(shards))  # type: ignore[arg-type]  # the protocol, structurally
     if replicas.size > 1:
         module.set_all_reduce_hook(replicas.tell_all_reduce)
@@ -39,7 +39,7 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Allocates):
+class _ShardGather(_Allocates):
     """All shards of a module's parameters in one buffer."""
 
     def __call__(

@@ -25,7 +25,7 @@ from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, l
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.parallel import operators
-from meshwright.parallel.column_parallel import Columns
+from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group
 from meshwright.parallel.operators import SEQUENCE
 from meshwright.parallel.rank_boxes import share
@@ -84,7 +84,7 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
     seams, enters, leaves = model.seams, partial(enter, group=group, sp=sp), partial(leave, group=group, sp=sp)
-    seams.dense.read, seams.dense.leave = Columns(group, sp).linears, leaves
+    seams.dense.read, seams.dense.leave = ColumnParallelProducts(group, sp).linears, leaves
     if own_tokens_in_experts:
         seams.shared.read, seams.shared.leave = seams.dense.read, leaves
     else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from meshwright.planner.search.changes import Change, fixes, longest_sequence, on_half, without
+from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
 from meshwright.planner.search.ranking import Found, search, usable_bytes
 from meshwright.planner.search.recommend import FREE, is_tight
 from meshwright.planner.search.regions import Fixed, divisors
@@ -121,7 +121,7 @@ def _technique(layout: Layout, without_it: str) -> str:
     return f"{axis}={getattr(layout, axis)}"
 
 
-def _compared(best: Prediction, change: Change) -> str:
+def _compared(best: Prediction, change: LayoutChange) -> str:
     other, less = change.prediction, change.prediction.peak_bytes - best.peak_bytes
     time = other.step_s / best.step_s - 1
     speed_words = f"{abs(time):.0%} {'slower' if time > 0 else 'faster'}" if abs(time) >= 0.005 else "as fast"

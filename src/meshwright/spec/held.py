@@ -35,7 +35,7 @@ PHASES: tuple[Phase, ...] = ("step", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class ElementWidths:
     """Bytes of an element of each kind."""
 
     parameter: int
@@ -45,9 +45,9 @@ class Widths:
 
 
 WIDTHS = {
-    "fp32": Widths(parameter=4, gradient=4, master=0),
-    "bf16": Widths(parameter=2, gradient=2, master=4),
-    "fp16": Widths(parameter=2, gradient=2, master=4),
+    "fp32": ElementWidths(parameter=4, gradient=4, master=0),
+    "bf16": ElementWidths(parameter=2, gradient=2, master=4),
+    "fp16": ElementWidths(parameter=2, gradient=2, master=4),
 }
 """By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
 `gradient_bytes` wide."""
@@ -69,7 +69,7 @@ def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldParameter:
     """One parameter on one rank. `box`: what tensor and expert parallelism leave; `ranks` share that under ZeRO."""
 
     parameter: Parameter
@@ -88,7 +88,7 @@ class Held:
         return shard(self.box, self.ranks, 0).numel
 
 
-def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
+def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
     """Every parameter that a rank holds any part of, once: a tied head's matrix also where the last stage is."""
     found = boxes(shape, layout, rank)
     place = place_of(layout, rank)
@@ -99,7 +99,7 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[Held]:
     for parameter in _parameters_of(shape, layout, rank):
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
         ranks, index = (ranks, index) if layout.zero else (1, 0)
-        result.append(Held(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
+        result.append(HeldParameter(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
     return result
 
 
@@ -217,7 +217,7 @@ def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int =
     return round(total)
 
 
-def _sizes(found: list[Held], layout: Layout, phase: Phase, width: Widths) -> dict[str, int]:
+def _sizes(found: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths) -> dict[str, int]:
     """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
     parameter put back into shards, before the stage's last one."""
     zero, late, inside = layout.zero, layout.pp > 1, phase == "step"

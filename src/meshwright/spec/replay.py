@@ -35,7 +35,7 @@ EVEN = Times()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ActionSpan:
     """When an action runs."""
 
     action: Action
@@ -47,7 +47,7 @@ class Span:
 class Replay:
     """What a schedule does, for each rank."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     in_flight: tuple[int, ...]
     """Most micro-batches (of one stage each) whose forward pass began and whose W or BW did not end."""
 
@@ -142,17 +142,17 @@ def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: floa
     stages = len(placement_of(actions))
     _check_once(actions, stages)
     each = [times] * stages if isinstance(times, Times) else times
-    spans: list[list[Span]] = [[] for _ in actions]
+    spans: list[list[ActionSpan]] = [[] for _ in actions]
     for rank, span in _spans(actions, each, send_s):
         spans[rank].append(span)
     return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_peak, actions)))
 
 
-def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, Span]]:
+def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, ActionSpan]]:
     """(rank, span) of all actions."""
     order, nexts = in_order(actions), [iter(own) for own in actions]
     for turn, start, end in zip(order, *play(order, stages, send_s), strict=True):
-        yield turn.rank, Span(action=next(nexts[turn.rank]), start_s=start, end_s=end)
+        yield turn.rank, ActionSpan(action=next(nexts[turn.rank]), start_s=start, end_s=end)
 
 
 def placement_of(actions: Actions) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def _peak(own: Sequence[Action]) -> int:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Link:
+class StageLink:
     """What one pipeline rank sends another: activations (F) or gradients (B)."""
 
     kind: Literal["F", "B"]
@@ -211,22 +211,22 @@ class Transfer:
     target: int
 
     @property
-    def link(self) -> Link:
+    def link(self) -> StageLink:
         """The link that it travels on."""
-        return Link(self.kind, self.source, self.target)
+        return StageLink(self.kind, self.source, self.target)
 
 
-def links(placement: Sequence[int]) -> tuple[Link, ...]:
+def links(placement: Sequence[int]) -> tuple[StageLink, ...]:
     """The links of a pipeline whose stages are on these ranks, each once.
 
     All ranks connect their own in this order. Every second pair of neighbours comes first, so that pairs connect at the
     same time instead of one after the other.
     """
     ranks = 1 + max(placement)
-    found = {Link("F", a, b) for a, b in pairwise(placement) if a != b}
-    found |= {Link("B", link.target, link.source) for link in found}
+    found = {StageLink("F", a, b) for a, b in pairwise(placement) if a != b}
+    found |= {StageLink("B", link.target, link.source) for link in found}
 
-    def place(link: Link) -> tuple[int, int, Link]:
+    def place(link: StageLink) -> tuple[int, int, StageLink]:
         first = link.source if (link.target - link.source) % ranks == 1 else link.target
         return first % 2, first, link
 

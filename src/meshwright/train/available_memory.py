@@ -53,7 +53,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _ControlGroup:
     """A control group: its limit of memory, and what it leaves this process."""
 
     limit_bytes: int
@@ -63,7 +63,7 @@ class _Group:
     """Of memory and swap together."""
 
 
-def _groups(root: Path) -> Iterator[_Group]:
+def _groups(root: Path) -> Iterator[_ControlGroup]:
     """Each control group that this process is in."""
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
@@ -83,7 +83,7 @@ def _groups(root: Path) -> Iterator[_Group]:
             folder = folder.parent
 
 
-def _group(folder: Path, *, first_kind: bool) -> _Group:
+def _group(folder: Path, *, first_kind: bool) -> _ControlGroup:
     """Of the first kind memory and swap have a limit together, of the second each its own."""
     prefix, limit, used = ("total_", "limit_in_bytes", "usage_in_bytes") if first_kind else ("", "max", "current")
     statistics = _table(folder / "memory.stat")
@@ -91,7 +91,7 @@ def _group(folder: Path, *, first_kind: bool) -> _Group:
     most = _number(folder / f"memory.{limit}")
     swap = _number(folder / "memory.swap.max")
     both = _number(folder / "memory.memsw.limit_in_bytes")
-    return _Group(
+    return _ControlGroup(
         limit_bytes=most,
         memory_bytes=_left(most, folder / f"memory.{used}", cache),
         swap_bytes=_left(swap, folder / "memory.swap.current"),

@@ -140,7 +140,7 @@ def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, more=more, **{name: None if t is None else change(t) for name, t in put.items()})
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where batches come from. The samples of a run are numbered; a number gives the same sample on every rank, in
     every layout and after a restart, and costs the same wherever it lies."""
 
@@ -163,7 +163,7 @@ class PackedText:
 class Feed:
     """Reads the batch after the current one in a thread, so that a step does not wait for its source."""
 
-    def __init__(self, source: Source, device: torch.device, *, share: Share = WHOLE) -> None:
+    def __init__(self, source: BatchSource, device: torch.device, *, share: Share = WHOLE) -> None:
         self.source, self.device, self.share = source, device, share
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None

@@ -14,7 +14,7 @@ from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
-from meshwright.parallel.health.heartbeat import Pulse
+from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
@@ -43,7 +43,7 @@ def run(
     watchers: Sequence[Watcher] = (),
     resume: str = "no",
     progress: Callable[[int, int], None] | None = None,
-    pulse: Pulse | None = None,
+    pulse: Heartbeat | None = None,
     foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
     machines: int = 1,
 ) -> Summary:
@@ -56,7 +56,7 @@ def run(
     Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
-    pulse = pulse or Pulse()
+    pulse = pulse or Heartbeat()
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     first = FirstRank(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
@@ -227,7 +227,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
     return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress(), StepSkipper(target))
 
 
-def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Pulse) -> Path | None:
+def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Heartbeat) -> Path | None:
     """What `resume` means now, verified: of our own choice damaged ones are passed over, one that was named is not."""
     if resume == "no":
         return None

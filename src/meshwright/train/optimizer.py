@@ -21,7 +21,7 @@ BUCKET_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ParameterGroup:
     """Some parameters of one weight decay, as lists that the kernel takes."""
 
     names: list[str]
@@ -43,7 +43,7 @@ class AdamW:
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
         self._steps = {name: torch.zeros((), device=master.device) for name, master in self.masters.items()}
         self._moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
-        self._groups: dict[tuple[str, ...], list[_Group]] = {}
+        self._groups: dict[tuple[str, ...], list[_ParameterGroup]] = {}
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
@@ -111,7 +111,7 @@ class AdamW:
                 parameter.grad = None
         return found
 
-    def _grouped(self, names: tuple[str, ...]) -> list[_Group]:
+    def _grouped(self, names: tuple[str, ...]) -> list[_ParameterGroup]:
         """The lists of some parameters, made once; they are the same in nearly every step."""
         if names not in self._groups:
             matrices = [name for name in names if self.masters[name].dim() > 1]
@@ -120,10 +120,10 @@ class AdamW:
             self._groups[names] = [self._group(some, decay) for some, decay in given if some]
         return self._groups[names]
 
-    def _group(self, names: list[str], decay: float) -> _Group:
+    def _group(self, names: list[str], decay: float) -> _ParameterGroup:
         first, second = ([self._moments[name][place] for name in names] for place in (0, 1))
         masters, steps = ([kind[name] for name in names] for kind in (self.masters, self._steps))
-        return _Group(names, decay, masters, (first, second), steps)
+        return _ParameterGroup(names, decay, masters, (first, second), steps)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

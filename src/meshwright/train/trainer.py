@@ -13,7 +13,7 @@ from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes
 from meshwright.parallel.group import Group
-from meshwright.parallel.health.heartbeat import Pulse
+from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
@@ -52,7 +52,7 @@ class Trainer:
     share: Share
     """What this rank reads of every step."""
     device: torch.device
-    pulse: Pulse
+    pulse: Heartbeat
     """Told of each step."""
     saving: Group | None
     """Of the thread that writes checkpoints; None = they are written between steps."""

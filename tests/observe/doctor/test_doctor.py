@@ -21,7 +21,7 @@ from meshwright.kernels import fast
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.examine import Examination, _gathered, examine
 from meshwright.observe.doctor.findings import Finding, examined, failure, merged, ok, verdict, warning
-from meshwright.observe.doctor.network import Link
+from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
 from meshwright.spec.layout import Layout
@@ -239,11 +239,14 @@ def test_products_that_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 NODES = [0, 0, 1, 1]
 
 
-def fabric(slow: dict[tuple[int, int], float] | None = None) -> list[Link]:
+def fabric(slow: dict[tuple[int, int], float] | None = None) -> list[NetworkLink]:
     """Four ranks on two nodes: 100 GB/s within, 25 between."""
     pairs = [(source, (source + stride) % 4) for stride in (1, 2) for source in range(4)]
     rates = {pair: 100e9 if NODES[pair[0]] == NODES[pair[1]] else 25e9 for pair in pairs}
-    return [Link(source, target, (slow or {}).get((source, target), rate)) for (source, target), rate in rates.items()]
+    return [
+        NetworkLink(source, target, (slow or {}).get((source, target), rate))
+        for (source, target), rate in rates.items()
+    ]
 
 
 def test_a_slow_link_is_named() -> None:

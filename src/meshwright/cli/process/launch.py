@@ -18,7 +18,7 @@ from meshwright.spec.errors import MeshwrightError, RunError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from meshwright.parallel.health.heartbeat import Pulse
+    from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.watchdog import Watchdog
 
 REACH_S, MEET_S = 40.0, 600.0
@@ -54,17 +54,17 @@ def nodes() -> int:
 
 
 @contextmanager
-def joined(hang_after_s: float | None = None) -> Iterator["Pulse"]:
+def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
     """Within, this process is one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs; alone, nothing.
 
     `hang_after_s`: see parallel.health.blame.Limits. RunError: a backend is absent, there are fewer GPUs than
     processes, an address is in use or unreachable, a rank does not come.
     """
     global _watchdog
-    from meshwright.parallel.health.heartbeat import Pulse
+    from meshwright.parallel.health.heartbeat import Heartbeat
 
     if processes() == 1:
-        yield Pulse()
+        yield Heartbeat()
         return
     import torch.distributed as dist
 
@@ -131,15 +131,15 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     import torch.distributed as dist
 
     from meshwright.parallel.health.blame import Limits
-    from meshwright.parallel.health.heartbeat import Pulse
+    from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.rendezvous import meet
-    from meshwright.parallel.health.watchdog import Place, Watchdog
+    from meshwright.parallel.health.watchdog import RankPlace, Watchdog
     from meshwright.train.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)
     store = _store(hosts=rank() == 0 and not _is_agents_store(), limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
-    place = Place(
+    place = RankPlace(
         rank=rank(),
         world=processes(),
         neighbours=_neighbours(),
@@ -149,7 +149,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
         place,
-        pulse=Pulse(),
+        pulse=Heartbeat(),
         phases=PHASES,
         reads=READS,
         limits=Limits(hang_s=hang_after_s),

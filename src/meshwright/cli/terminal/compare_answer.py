@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from meshwright.cli.terminal.screen_text import coloured, width, wrapped
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
-from meshwright.observe.compare.judge import Comparison, Row
+from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.table import missing, notes, peaks, percent
 from meshwright.spec.units import many
 
@@ -69,7 +69,7 @@ def _verdict(found: Comparison, run: str) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _differs(row: Row) -> bool:
+def _differs(row: ComparedRow) -> bool:
     """Whether a row is worth its line: known twice, and not equal; or a peak that is known twice."""
     known = sum(value is not None for value in row.values)
     if known < 2:
@@ -77,7 +77,7 @@ def _differs(row: Row) -> bool:
     return row.what.startswith("peak") or bool(row.note) or any(row.error(place) for place in (0, 1))
 
 
-def _rest(found: Comparison, rows: Sequence[Row], section: str) -> Iterator[str]:
+def _rest(found: Comparison, rows: Sequence[ComparedRow], section: str) -> Iterator[str]:
     """What has no line of its own: rows that are equal, and rows of one column."""
     equal = [row for row in rows if sum(value is not None for value in row.values) > 1]
     if section == "traffic" and equal:
@@ -94,13 +94,13 @@ def _rest(found: Comparison, rows: Sequence[Row], section: str) -> Iterator[str]
             yield from wrapped(f"{told}", width(), f"{section}, only {title}: ", "  ")
 
 
-def _name(found: Comparison, row: Row) -> str:
+def _name(found: Comparison, row: ComparedRow) -> str:
     several = found.plan.layout.pp > 1 and row.rank is not None
     rank = f", rank {row.rank}" if several and (row.what == "peak" or row.rank != found.rank) else ""
     return f"{row.what}{rank}"
 
 
-def _line(row: Row, name: str, wide: int) -> Iterator[str]:
+def _line(row: ComparedRow, name: str, wide: int) -> Iterator[str]:
     """Name, planned and its error, dry run and its error, measured, unit; a long name has a line of its own."""
     lead = f"  {name}"
     if len(lead) > wide:
@@ -116,7 +116,7 @@ def _line(row: Row, name: str, wide: int) -> Iterator[str]:
     yield f"{lead:<{wide}}{cells}{numbers[2]:>{VALUE}} {unit}{end}"
 
 
-def in_one_unit(row: Row) -> tuple[list[str], str]:
+def in_one_unit(row: ComparedRow) -> tuple[list[str], str]:
     """The three figures of a row in the unit of the largest, with three digits of it; a dash where one is not known."""
     most = max((abs(value) for value in row.values if value is not None), default=0.0)
     scales: Iterable[tuple[float, str]] = SCALES.get(row.unit, ((1.0, row.unit),))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from meshwright.data import Corpus
-    from meshwright.data.show import StreamFigures, Token, View
+    from meshwright.data.show import DataView, StreamFigures, Token
     from meshwright.spec import Data
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -51,7 +51,7 @@ def encode(data: "Data", console: "Console") -> "Corpus":
         return prepare(data, progress=advance)
 
 
-def _figures(found: "View") -> "Table":
+def _figures(found: "DataView") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -69,7 +69,7 @@ def _row(side: "StreamFigures") -> tuple[str, ...]:
     return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
 
 
-def _legend(found: "View") -> "Text":
+def _legend(found: "DataView") -> "Text":
     from rich.text import Text
 
     tokenizer = f"tokenizer {found.tokenizer}: {found.vocab:,} ids, {found.bytes_per_token:.2f} bytes per token"
@@ -84,7 +84,7 @@ def _legend(found: "View") -> "Text":
     return Text("\n".join([*lines, ""]))
 
 
-def _marks(found: "View") -> str:
+def _marks(found: "DataView") -> str:
     if found.bos is None:
         return "nothing marks the borders of documents"
     if found.bos == found.eos:
@@ -92,7 +92,7 @@ def _marks(found: "View") -> str:
     return f"documents are {found.bos} ... {found.eos}"
 
 
-def _sequence(found: "View") -> "Text":
+def _sequence(found: "DataView") -> "Text":
     from rich.text import Text
 
     text = Text()

@@ -73,7 +73,7 @@ def free_folder(wanted: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class QuickstartResult:
     """What a finished quickstart has to show."""
 
     bits_per_byte: float | None
@@ -86,7 +86,7 @@ class Outcome:
     summary: "Summary"
 
 
-def run(plan: "Plan", people: "Console") -> Outcome | str:
+def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
     """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
     people.print(_opening(plan), markup=False)  # before torch is loaded, which takes seconds
     from meshwright.api import training_run
@@ -110,7 +110,9 @@ def run(plan: "Plan", people: "Console") -> Outcome | str:
     after = sample(opened, prompt)
     show(people, "After training", prompt, after, 18)
     write_directory(Path(plan.run), Path(plan.run) / "hf")
-    return Outcome(bits_per_byte=summary.bits_per_byte, prompt=prompt, before=before, after=after, summary=summary)
+    return QuickstartResult(
+        bits_per_byte=summary.bits_per_byte, prompt=prompt, before=before, after=after, summary=summary
+    )
 
 
 def first_words(corpus: "Corpus") -> str:
@@ -152,7 +154,7 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
     people.print()
 
 
-def farewell(people: "Console", plan: "Plan", outcome: Outcome, seconds: float) -> None:
+def farewell(people: "Console", plan: "Plan", outcome: QuickstartResult, seconds: float) -> None:
     """The result, one line of memory, and three commands to go on with."""
     from meshwright.api.foresight import hindsight
     from meshwright.spec.units import duration, many

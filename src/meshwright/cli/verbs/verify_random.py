@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.observe.verify.random_run import Verdict
+    from meshwright.observe.verify.random_run import CaseVerdict
 
 
 def verify_random(number: int, seed: int, *, processes: int, device: str, json: bool) -> None:
@@ -41,7 +41,7 @@ def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
     _end([one], device=device, json=json, seed=None)
 
 
-def _line(verdict: "Verdict") -> str:
+def _line(verdict: "CaseVerdict") -> str:
     from meshwright.observe.verify.case_text import text_of
 
     world = verdict.drawn.layout.world
@@ -50,7 +50,7 @@ def _line(verdict: "Verdict") -> str:
     )
 
 
-def _end(found: "Sequence[Verdict]", *, device: str, json: bool, seed: int | None) -> None:
+def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int | None) -> None:
     """Shrink what differs, print the document or the commands; OutsideTolerance where anything differs."""
     from meshwright.cli.terminal.output import print_json
     from meshwright.observe.verify.case_text import text_of
@@ -87,7 +87,7 @@ def _end(found: "Sequence[Verdict]", *, device: str, json: bool, seed: int | Non
         print(f"{many(len(found), 'case')} equal one device{again}")
 
 
-def _as_json(one: "Verdict", commands: dict[int, str]) -> dict[str, Any]:
+def _as_json(one: "CaseVerdict", commands: dict[int, str]) -> dict[str, Any]:
     from meshwright.observe.verify.case_text import text_of
 
     return {

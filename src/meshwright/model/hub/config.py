@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.hub.families import FAMILIES, Family
+from meshwright.model.hub.families import FAMILIES, HubFamily
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.shape import MOST_LAYERS, ModelShape, RopeScaling
 
@@ -162,7 +162,7 @@ def _difference(name: str, want: object, got: object) -> str:
     return f"{name}={want} cannot be written (it would be read back as {got})"
 
 
-def _check_architecture(entries: Entries, family: Family) -> None:
+def _check_architecture(entries: Entries, family: HubFamily) -> None:
     listed = entries.raw("architectures", None) or [family.architecture]
     if not isinstance(listed, list) or family.architecture not in listed:
         shown = ", ".join(map(str, listed)) if isinstance(listed, list) else repr(listed)

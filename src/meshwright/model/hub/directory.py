@@ -22,7 +22,7 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
-class Tokenizer(Protocol):
+class HubTokenizer(Protocol):
     """What is needed of a tokenizer: the ids of its marks, and that it writes its files."""
 
     @property
@@ -78,7 +78,7 @@ def export_folder(
     *,
     model_tensors: Iterable[tuple[str, Tensor]],
     shape: ModelShape,
-    tokenizer: Tokenizer | None,
+    tokenizer: HubTokenizer | None,
     dtype: torch.dtype,
     chat_template: str | None = None,
     generation: Mapping[str, object] | None = None,
@@ -105,7 +105,7 @@ def export_folder(
 
 
 def _tokenizer_config(
-    folder: Path, tokenizer: Tokenizer, shape: ModelShape, chat_template: str | None
+    folder: Path, tokenizer: HubTokenizer, shape: ModelShape, chat_template: str | None
 ) -> dict[str, object]:
     """What the tokenizer wrote, and what is missing of it. v5 has a class name of its own, which v4 does not know."""
     saved = read_json(folder / TOKENIZER) or {}

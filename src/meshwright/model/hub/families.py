@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.model.hub import parts
-from meshwright.model.hub.parts import Part
+from meshwright.model.hub.parts import ConfigPart
 
 _USUAL = {
     "vocab": "vocab_size",
@@ -25,7 +25,7 @@ _SILU = {"hidden_act": ("silu", "swish")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class HubFamily:
     """One model_type. `eps` and `tied` are what stands for an absent key."""
 
     architecture: str
@@ -39,43 +39,43 @@ class Family:
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: _SILU)
     """Keys that may have these values alone; the first is written."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ConfigPart, ...] = ()
 
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
+FAMILIES: Mapping[str, HubFamily] = {
+    "llama": HubFamily(
         architecture="LlamaForCausalLM",
         parts=(parts.heads(), parts.rope(), parts.ATTENTION_BIAS, parts.MLP_BIAS),
     ),
-    "mistral": Family(
+    "mistral": HubFamily(
         architecture="MistralForCausalLM",
         parts=(parts.heads(kv_heads=8), parts.rope(), parts.plain_window(absent=4096)),
     ),
-    "mixtral": Family(
+    "mixtral": HubFamily(
         architecture="MixtralForCausalLM",
         eps=1e-5,
         parts=(parts.heads(kv_heads=8), parts.rope(1e6), parts.plain_window(absent=None), parts.MIXTRAL),
     ),
-    "qwen2": Family(
+    "qwen2": HubFamily(
         architecture="Qwen2ForCausalLM",
         fixed={"qkv_bias": True},
         parts=(parts.heads(kv_heads=32), parts.rope(), parts.LAYERED_WINDOW),
     ),
-    "qwen3": Family(
+    "qwen3": HubFamily(
         architecture="Qwen3ForCausalLM",
         fixed={"qk_norm": True},
         parts=(parts.heads(kv_heads=32, head_dim=128), parts.rope(), parts.ATTENTION_BIAS, parts.LAYERED_WINDOW),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": HubFamily(
         architecture="Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
         parts=(parts.heads(kv_heads=4), parts.rope(), parts.ATTENTION_BIAS, parts.SWITCHED_WINDOW, parts.QWEN_MOE),
     ),
-    "deepseek_v3": Family(
+    "deepseek_v3": HubFamily(
         architecture="DeepseekV3ForCausalLM",
         parts=(parts.rope(), parts.ATTENTION_BIAS, parts.MLA, parts.DEEPSEEK_MOE),
     ),
-    "gpt2": Family(
+    "gpt2": HubFamily(
         architecture="GPT2LMHeadModel",
         sizes=_GPT2,
         eps=1e-5,

@@ -11,21 +11,21 @@ Fields = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ConfigPart:
     """`read` gives fields of the shape, `write` keys of the config."""
 
     read: Callable[[Entries], Fields]
     write: Callable[[ModelShape], Fields]
 
 
-def rope(theta: float = 10000.0) -> Part:
+def rope(theta: float = 10000.0) -> ConfigPart:
     """Rotary positions; `theta` is the family's own default."""
-    return Part(read=lambda entries: read_rope(entries, theta=theta), write=write_rope)
+    return ConfigPart(read=lambda entries: read_rope(entries, theta=theta), write=write_rope)
 
 
-def heads(kv_heads: int | None = None, head_dim: int | None = None) -> Part:
+def heads(kv_heads: int | None = None, head_dim: int | None = None) -> ConfigPart:
     """Key heads and head width; an absent key stands for the family's number, null for heads and hidden / heads."""
-    return Part(
+    return ConfigPart(
         read=lambda entries: {
             "kv_heads": entries.maybe_integer("num_key_value_heads", kv_heads) or 0,
             "head_dim": entries.maybe_integer("head_dim", head_dim) or 0,
@@ -39,15 +39,15 @@ def _read_bias(entries: Entries) -> Fields:
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-ATTENTION_BIAS = Part(read=_read_bias, write=lambda shape: {"attention_bias": shape.qkv_bias})
-MLP_BIAS = Part(
+ATTENTION_BIAS = ConfigPart(read=_read_bias, write=lambda shape: {"attention_bias": shape.qkv_bias})
+MLP_BIAS = ConfigPart(
     read=lambda entries: {"mlp_bias": entries.flag("mlp_bias", False)}, write=lambda shape: {"mlp_bias": shape.mlp_bias}
 )
 
 
-def plain_window(absent: int | None) -> Part:
+def plain_window(absent: int | None) -> ConfigPart:
     """sliding_window in every layer, null for none (Mistral, Mixtral); `absent` is what a missing key stands for."""
-    return Part(
+    return ConfigPart(
         read=lambda entries: {"window": entries.maybe_integer("sliding_window", absent) or 0},
         write=lambda shape: {"sliding_window": shape.window or None},
     )
@@ -76,8 +76,8 @@ def _write_window(shape: ModelShape) -> Fields:
     return {"use_sliding_window": shape.window > 0, "sliding_window": shape.window or None}
 
 
-SWITCHED_WINDOW = Part(read=_read_switched_window, write=_write_window)
-LAYERED_WINDOW = Part(
+SWITCHED_WINDOW = ConfigPart(read=_read_switched_window, write=_write_window)
+LAYERED_WINDOW = ConfigPart(
     read=_read_layered_window,
     write=lambda shape: {
         **_write_window(shape),
@@ -92,10 +92,12 @@ def _read_gelu(entries: Entries) -> Fields:
     return {"mlp": names[entries.text("activation_function", "gelu_new")]}
 
 
-GELU = Part(read=_read_gelu, write=lambda shape: {"activation_function": "gelu" if shape.mlp == "gelu" else "gelu_new"})
+GELU = ConfigPart(
+    read=_read_gelu, write=lambda shape: {"activation_function": "gelu" if shape.mlp == "gelu" else "gelu_new"}
+)
 
 
-INNER = Part(
+INNER = ConfigPart(
     read=lambda entries: {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")},
     write=lambda shape: {"n_inner": shape.ffn},
 )
@@ -121,7 +123,7 @@ def _write_mixtral(shape: ModelShape) -> Fields:
     }
 
 
-MIXTRAL = Part(read=_read_mixtral, write=_write_mixtral)
+MIXTRAL = ConfigPart(read=_read_mixtral, write=_write_mixtral)
 
 
 def _first_dense(entries: Entries) -> int:
@@ -168,7 +170,7 @@ def _write_qwen_moe(shape: ModelShape) -> Fields:
     }
 
 
-QWEN_MOE = Part(read=_read_qwen_moe, write=_write_qwen_moe)
+QWEN_MOE = ConfigPart(read=_read_qwen_moe, write=_write_qwen_moe)
 
 
 def _read_deepseek_moe(entries: Entries) -> Fields:
@@ -215,7 +217,7 @@ def _write_deepseek_moe(shape: ModelShape) -> Fields:
     }
 
 
-DEEPSEEK_MOE = Part(read=_read_deepseek_moe, write=_write_deepseek_moe)
+DEEPSEEK_MOE = ConfigPart(read=_read_deepseek_moe, write=_write_deepseek_moe)
 
 
 def _read_mla(entries: Entries) -> Fields:
@@ -252,4 +254,4 @@ def _write_mla(shape: ModelShape) -> Fields:
     }
 
 
-MLA = Part(read=_read_mla, write=_write_mla)
+MLA = ConfigPart(read=_read_mla, write=_write_mla)

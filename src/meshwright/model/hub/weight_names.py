@@ -17,7 +17,7 @@ from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WeightRow:
     """Our modules (one, or several that they fuse), their pattern, and the transform between."""
 
     ours: tuple[str, ...]
@@ -25,8 +25,8 @@ class Row:
     transform: Transform
 
 
-def _rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[Row, ...]:
-    return tuple(Row(tuple(ours.split(" + ")), theirs, transform) for ours, theirs in pairs.items())
+def _rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[WeightRow, ...]:
+    return tuple(WeightRow(tuple(ours.split(" + ")), theirs, transform) for ours, theirs in pairs.items())
 
 
 _OUTER = _rows({"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
@@ -113,7 +113,7 @@ _GPT2 = _rows(
 )
 
 _PLAIN = _OUTER + _NORMS + _ATTENTION + _DENSE
-ROWS: Mapping[str, tuple[Row, ...]] = {
+ROWS: Mapping[str, tuple[WeightRow, ...]] = {
     "llama": _PLAIN,
     "mistral": _PLAIN,
     "qwen2": _PLAIN,
@@ -183,7 +183,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return (module.replace(f"layers.{layer}.", "layers.*.", 1) if layer else module), layer, leaf
 
 
-def _bind(row: Row, layer: str, leaf: str, sizes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Binding:
+def _bind(row: WeightRow, layer: str, leaf: str, sizes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Binding:
     ours = {name: sizes[name] for name in (module.replace("*", layer) + leaf for module in row.ours)}
     meta: list[Tensor] = [torch.empty(size, device="meta") for size in ours.values()]
     theirs = row.transform.export(meta, shape)

@@ -26,7 +26,7 @@ from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, curves, ea
 from meshwright.observe.calibrate.sample_plans import jobs
 from meshwright.observe.calibrate.timed_steps import Timing, measured_steps, threads_of
 from meshwright.observe.ranks import on_ranks
-from meshwright.planner.cost.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -46,7 +46,7 @@ class Measured:
     """What one rank found."""
 
     curves: DeviceCurves
-    links: Mapping[tuple[str, int], Grid]
+    links: Mapping[tuple[str, int], RateGrid]
     eager: Mapping[str, float]
 
 
@@ -99,9 +99,9 @@ def _measure(effort: Effort, kind: str) -> Measured:
 def _mean(ranks: Sequence[Measured]) -> Measured:
     """The geometric means over ranks."""
 
-    def middle(grids: Sequence[Grid]) -> Grid:
+    def middle(grids: Sequence[RateGrid]) -> RateGrid:
         values = zip(*(grid.values for grid in grids), strict=True)
-        return Grid(grids[0].axes, tuple(_middle(some) for some in values))
+        return RateGrid(grids[0].axes, tuple(_middle(some) for some in values))
 
     first = ranks[0]
     return Measured(

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from meshwright.observe.calibrate.rates import Case, Effort, seconds_of
 from meshwright.parallel.group import Group
-from meshwright.planner.cost.curves import Grid
+from meshwright.planner.cost.curves import RateGrid
 
 LEAST_S = 2e-5
 """Of an exchange that hides in the noise of the computation before it."""
 
 
-def exchange_grids(effort: Effort, device: torch.device) -> dict[tuple[str, int], Grid]:
+def exchange_grids(effort: Effort, device: torch.device) -> dict[tuple[str, int], RateGrid]:
     """(collective, ranks of a group) -> seconds by bytes of the whole tensor, on this rank. Neighbours are a group."""
     world = dist.get_world_size()
     sizes = [size for size in (2, 4, 8) if size < world and world % size == 0] + [world]
-    found: dict[tuple[str, int], Grid] = {}
+    found: dict[tuple[str, int], RateGrid] = {}
     for size in sizes:
         group = _own_group(size, world)
         cases: dict[Any, Case] = {}
@@ -30,7 +30,7 @@ def exchange_grids(effort: Effort, device: torch.device) -> dict[tuple[str, int]
             cases |= {(name, message): case for name, case in _cases(group, int(message), device).items()}
         took = _in_step(cases, effort, device)
         for name in dict.fromkeys(name for name, _ in cases):
-            found[name, size] = Grid((effort.messages,), tuple(took[name, message] for message in effort.messages))
+            found[name, size] = RateGrid((effort.messages,), tuple(took[name, message] for message in effort.messages))
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.observe.compare.finished_run import PROFILE, Finished, open_run, same_program
-from meshwright.observe.shared_document import Document
+from meshwright.observe.shared_document import SharedDocument
 from meshwright.planner.machine.clusterfile import ClusterFile
 from meshwright.planner.machine.overheads import fitted
 from meshwright.spec.errors import RunError
@@ -49,7 +49,7 @@ def seconds_of(run: Finished) -> float:
     return seconds
 
 
-def _profiled(run: Finished, profile: Document) -> float:
+def _profiled(run: Finished, profile: SharedDocument) -> float:
     path = run.path / PROFILE
     if not same_program(run.plan_as_run, profile):
         raise RunError(f"{path} is of another plan than its folder: remove it, or profile again")

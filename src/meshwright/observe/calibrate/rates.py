@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from meshwright.kernels import fast
 from meshwright.kernels.attention import Mask
-from meshwright.planner.cost.curves import DeviceCurves, Grid
-from meshwright.planner.cost.work import Pass, Product
+from meshwright.planner.cost.curves import DeviceCurves, RateGrid
+from meshwright.planner.cost.work import MemoryPass, Product
 
 Case = Callable[[], Any]
 DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}
@@ -94,17 +94,17 @@ def curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> Dev
     )
 
 
-def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> Grid:
+def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> RateGrid:
     def case(m: int, k: int, n: int) -> Case:
         x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
         return lambda: functional.linear(x, weight)
 
     sizes = list(product(effort.dims, repeat=3))
     took = seconds_of({size: case(*map(int, size)) for size in sizes}, effort, device)
-    return Grid((effort.dims,) * 3, tuple(2 * m * k * n / took[m, k, n] for m, k, n in sizes))
+    return RateGrid((effort.dims,) * 3, tuple(2 * m * k * n / took[m, k, n] for m, k, n in sizes))
 
 
-def _passes(effort: Effort, device: torch.device) -> Grid:
+def _passes(effort: Effort, device: torch.device) -> RateGrid:
     """A sum of two tensors into a third."""
 
     def case(moved: float) -> Case:
@@ -113,10 +113,10 @@ def _passes(effort: Effort, device: torch.device) -> Grid:
         return lambda: one + other
 
     took = seconds_of({moved: case(moved) for moved in effort.bytes_moved}, effort, device)
-    return Grid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
+    return RateGrid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
 
 
-def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tuple[Grid, Grid]:
+def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tuple[RateGrid, RateGrid]:
     """The kernel that training uses, causal; FLOP as the planner counts: half of all pairs, backward 2.5 times."""
     kernels = fast()
 
@@ -146,10 +146,10 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
         rates[0].append(flop / took["forward", sequence, dim])
         rates[1].append(2.5 * flop / took["backward", sequence, dim])
     axes = effort.sequences, effort.head_dims
-    return Grid(axes, tuple(rates[0])), Grid(axes, tuple(rates[1]))
+    return RateGrid(axes, tuple(rates[0])), RateGrid(axes, tuple(rates[1]))
 
 
-def _update(effort: Effort, device: torch.device) -> Grid:
+def _update(effort: Effort, device: torch.device) -> RateGrid:
     """The optimizer's own pass, with the norm of the gradients, as bytes of the planner's count: 32 a parameter."""
 
     def case(moved: float) -> Case:
@@ -165,7 +165,7 @@ def _update(effort: Effort, device: torch.device) -> Grid:
         return run
 
     took = seconds_of({moved: case(moved) for moved in effort.bytes_moved}, effort, device)
-    return Grid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
+    return RateGrid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
 
 
 def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> dict[str, float]:
@@ -206,6 +206,6 @@ def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> d
     took = seconds_of({name: both(run, inputs) for name, (run, inputs) in cases.items()}, effort, device)
     sizes = (tokens, width, vocab), (tokens, vocab, width), (width, tokens, vocab)
     took["loss_passes"] -= sum(rates.product_s(Product(*size, 1.0, 4.0)) for size in sizes)
-    took["loss_passes"] -= rates.pass_s(Pass(8.0 * vocab * width))
+    took["loss_passes"] -= rates.pass_s(MemoryPass(8.0 * vocab * width))
     moved = tokens * width * 4.0
     return {name: max(0.5, took[name] / (count * moved) * rates.passes.at(2 * moved)) for name, count in counts.items()}

@@ -6,7 +6,7 @@ allocator would give the memory to a kernel that runs before the operation has e
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.observe.check.events import RankTrace, Start, Touch, Violation, Wait
+from meshwright.observe.check.events import RankTrace, Start, Touch, Violation, WaitEvent
 
 WORDS = {"read": "reads what arrives", "written": "changes the buffer", "freed": "frees the buffer"}
 
@@ -23,7 +23,7 @@ def _of_rank(one: RankTrace) -> Iterator[Violation]:
     for event in one.trace.events:
         if isinstance(event, Start):
             pending |= set(event.operations)
-        elif isinstance(event, Wait):
+        elif isinstance(event, WaitEvent):
             pending.discard(event.operation)
         elif isinstance(event, Touch) and event.operation in pending - reported:
             reported.add(event.operation)

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from meshwright.observe.check.events import Compute, RankTrace, Start, Trace, Violation, Wait
+from meshwright.observe.check.events import Compute, RankTrace, Start, Trace, Violation, WaitEvent
 from meshwright.observe.check.sequences import members_of
 
 Loading = Literal["none", "first", "every"]
@@ -26,7 +26,7 @@ Node = tuple[int, int]
 START, WAIT = 0, 1
 
 
-class Units:
+class SimulationUnits:
     """A trace as the simulation takes it: units are operations that start together."""
 
     def __init__(self, trace: Trace, loading: Loading) -> None:
@@ -46,7 +46,7 @@ class Units:
                 unit = self._add(trace, event, counts)
                 if any(trace.operations[n].kind == "receive" for n in event.operations):
                     receives.append(unit)
-            elif isinstance(event, Wait):
+            elif isinstance(event, WaitEvent):
                 unit = self.of_operation[event.operation]
                 self.steps.append((WAIT, (unit,), ""))
                 if unit in receives:
@@ -78,12 +78,12 @@ class Simulation:
     """Runs all ranks as far as they get."""
 
     def __init__(self, world: Sequence[RankTrace], loading: Loading) -> None:
-        known: dict[int, Units] = {}
+        known: dict[int, SimulationUnits] = {}
         self.world = {one.rank: one for one in world}
         self.units = {}
         for one in world:
             if id(one.trace) not in known:
-                known[id(one.trace)] = Units(one.trace, loading)
+                known[id(one.trace)] = SimulationUnits(one.trace, loading)
             self.units[one.rank] = known[id(one.trace)]
         self.numbers = {name: {one.rank: n for one, n in some} for name, some in members_of(world).items()}
         self.at = dict.fromkeys(self.world, 0)

@@ -24,7 +24,7 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class CommunicationOperation:
     """A collective, or one end of a message, of one rank."""
 
     group: int
@@ -67,7 +67,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitEvent:
     """Kernels launched from here on run after an operation. The host does not stop."""
 
     operation: int
@@ -92,14 +92,14 @@ class Touch:
     where: str
 
 
-Event = Start | Wait | Compute | Touch
+Event = Start | WaitEvent | Compute | Touch
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """What one rank does, in order. Ranks with equal traces differ in their communicators only."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[CommunicationOperation, ...]
     events: tuple[Event, ...]
 
 
@@ -111,7 +111,7 @@ class RankTrace:
     trace: Trace
     communicators: tuple[Communicator, ...]
 
-    def partner(self, operation: Operation) -> int:
+    def partner(self, operation: CommunicationOperation) -> int:
         """The other rank of a message."""
         ranks = self.communicators[operation.group].ranks
         return ranks[(ranks.index(self.rank) + operation.peer) % len(ranks)]

@@ -26,7 +26,16 @@ from meshwright.compat.process_groups import (
     is_collective_operation,
     launch_of,
 )
-from meshwright.observe.check.events import Communicator, Compute, Event, Operation, Start, Touch, Trace, Wait
+from meshwright.observe.check.events import (
+    CommunicationOperation,
+    Communicator,
+    Compute,
+    Event,
+    Start,
+    Touch,
+    Trace,
+    WaitEvent,
+)
 from meshwright.observe.spans import Span, replaced, told
 from meshwright.parallel import Mesh
 from meshwright.parallel.traffic import Traffic
@@ -38,13 +47,13 @@ DEEPEST = 60
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Recorder(compat.BareMode):
+class TraceRecorder(compat.BareMode):
     """A mode that keeps the trace of the program that runs inside `listening`."""
 
     def __init__(self, call: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.call = call or _call
-        self.operations: list[Operation] = []
+        self.operations: list[CommunicationOperation] = []
         self.events: list[Event] = []
         self.part, self.action = "", ""
         self._groups: dict[str, int] = {}
@@ -151,7 +160,7 @@ class Recorder(compat.BareMode):
 
     def ended(self, number: int) -> None:
         """Kernels from here on run after an operation."""
-        self.events.append(Wait(number))
+        self.events.append(WaitEvent(number))
         for key, _ in self._held.pop(number, ()):
             left = [one for one in self._open.get(key, ()) if one[0] != number]
             if left:
@@ -224,7 +233,7 @@ class Recorder(compat.BareMode):
 class _Started(dist.Work):
     """An operation under way, as who started it sees it."""
 
-    def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
+    def __init__(self, recorder: TraceRecorder, number: int, work: Any) -> None:
         super().__init__()
         self.recorder, self.number, self.work = recorder, number, work
 
@@ -238,7 +247,7 @@ class _Started(dist.Work):
         return False
 
 
-def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> Operation:
+def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> CommunicationOperation:
     tensor = call.given if call.given is not None else call.taken
     size, index = group.size(), group.rank()
     elements = tensor.numel() if tensor is not None else 0
@@ -246,7 +255,7 @@ def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str
     received: tuple[int, ...] = ()
     if call.kind == "all_to_all" and call.given is not None and call.taken is not None:
         sent, received = _runs(call.given, call.sent, size), _runs(call.taken, call.received, size)
-    return Operation(
+    return CommunicationOperation(
         group=place,
         kind=call.kind,
         elements=elements,

@@ -21,9 +21,9 @@ import torch
 from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.check.events import Communicator, RankTrace, Trace
-from meshwright.observe.check.recorder import Recorder
-from meshwright.observe.dryrun.op_cache import Remembered
-from meshwright.observe.program import Program
+from meshwright.observe.check.recorder import TraceRecorder
+from meshwright.observe.dryrun.op_cache import OpCache
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
@@ -131,10 +131,10 @@ def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, ful
     found: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
     with compat.fake_tensors() as fake, acting_as(device):
         maker = compat.fake_maker(fake)
-        call = Remembered(maker).call if maker is not None else None
+        call = OpCache(maker).call if maker is not None else None
         for rank in ranks:
             with compat.fake_world(rank, plan.layout.world):
-                one = _record(plan, rank, load, Recorder(call), full)
+                one = _record(plan, rank, load, TraceRecorder(call), full)
             digest = hashlib.blake2b(repr(one.trace).encode(), digest_size=16).hexdigest()
             found[rank] = digest, one.communicators
             if full:
@@ -144,7 +144,7 @@ def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, ful
     return Recording(traces=traces, ranks=found)
 
 
-def _record(plan: Plan, rank: int, load: float, recorder: Recorder, full: bool) -> RankTrace:
+def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: bool) -> RankTrace:
     """In a world and on tensors that are fake already."""
 
     def part(name: str) -> None:
@@ -152,7 +152,7 @@ def _record(plan: Plan, rank: int, load: float, recorder: Recorder, full: bool) 
 
     mesh = make_mesh(plan.layout)
     documents = plan.recipe.document_mask and plan.layout.cp == 1
-    program = Program(
+    program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), told=part, routing=load, documents=documents
     )  # fmt: skip
     try:

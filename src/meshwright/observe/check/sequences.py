@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from meshwright.observe.check.events import Operation, RankTrace, Start, Trace, Violation
+from meshwright.observe.check.events import CommunicationOperation, RankTrace, Start, Trace, Violation
 
 Members = dict[str, list[tuple[RankTrace, int]]]
 """Of each communicator: (rank, its number there)."""
@@ -135,7 +135,7 @@ def _rows(members: list[tuple[RankTrace, int]], orders: dict[int, Orders]) -> It
                     return
 
 
-def _signature(one: Operation) -> tuple[object, ...]:
+def _signature(one: CommunicationOperation) -> tuple[object, ...]:
     elements = 0 if one.kind == "all_to_all" else one.elements
     return one.kind, one.dtype, elements, one.reduce
 

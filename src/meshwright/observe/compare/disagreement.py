@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from meshwright.observe.compare.judge import Comparison, Row
+from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.sources_of_columns import Column
-from meshwright.observe.shared_document import Rank
+from meshwright.observe.shared_document import RankRecord
 from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 
@@ -27,7 +27,7 @@ def shown(value: float | None, unit: str) -> str:
     return f"{value:.1%}" if unit == "share" else f"{value:,.0f}" if unit == "calls" else count(value)
 
 
-def explanation(found: Comparison, row: Row) -> list[str]:
+def explanation(found: Comparison, row: ComparedRow) -> list[str]:
     """Sentences: which figures clash, and what the dry run says of where they come from."""
     place = row.reference
     assert place is not None
@@ -41,7 +41,7 @@ def explanation(found: Comparison, row: Row) -> list[str]:
     return [f"{first}: {more}.", *_sources(found, row, abs(difference))]
 
 
-def _sources(found: Comparison, row: Row, difference: float) -> Iterator[str]:
+def _sources(found: Comparison, row: ComparedRow, difference: float) -> Iterator[str]:
     if row.section == "memory":
         seen = found.columns[1].rank(row.rank or 0)
         if seen is None:
@@ -54,7 +54,7 @@ def _sources(found: Comparison, row: Row, difference: float) -> Iterator[str]:
         yield from _parts(found)
 
 
-def _memory(found: Comparison, row: Row, seen: Rank, difference: float) -> Iterator[str]:
+def _memory(found: Comparison, row: ComparedRow, seen: RankRecord, difference: float) -> Iterator[str]:
     kinds = [one for one in found.rows if one.section == "memory" and one.rank == row.rank and one.what != "peak"]
     if row.what == "peak":
         apart = [(one.what, *_gap(one)) for one in kinds if _gap(one)[0]]
@@ -78,7 +78,7 @@ def _memory(found: Comparison, row: Row, seen: Rank, difference: float) -> Itera
         yield f"The difference is as large as {alike[0]}."
 
 
-def _apart(dry: Rank, measured: Rank) -> Iterator[str]:
+def _apart(dry: RankRecord, measured: RankRecord) -> Iterator[str]:
     """Modules and operations whose activations differ between the two that know them, the largest difference first."""
     ours, theirs = ({one.where: one.bytes for one in of.activations} for of in (dry, measured))
     gaps = {where: theirs.get(where, 0) - ours.get(where, 0) for where in ours | theirs}
@@ -91,7 +91,7 @@ def _apart(dry: Rank, measured: Rank) -> Iterator[str]:
         yield f"Dry run and measurement differ in {'; '.join(told)}."
 
 
-def _gap(row: Row) -> tuple[float, str]:
+def _gap(row: ComparedRow) -> tuple[float, str]:
     """How much more the reference holds of a kind than the first column that knows."""
     at = row.reference
     other = next((place for place in range(at or 0) if row.values[place] is not None), None)
@@ -100,7 +100,7 @@ def _gap(row: Row) -> tuple[float, str]:
     return (row.values[at] or 0.0) - (row.values[other] or 0.0), TITLES[other]
 
 
-def _traffic(found: Comparison, row: Row) -> Iterator[str]:
+def _traffic(found: Comparison, row: ComparedRow) -> Iterator[str]:
     same = [one for one in found.rows if (one.section, one.what, one.rank) == ("traffic", row.what, row.rank)]
     for one in same:
         if one.unit != row.unit:
@@ -113,7 +113,7 @@ def _traffic(found: Comparison, row: Row) -> Iterator[str]:
         yield f"Not there at all: {', '.join(absent)}."
 
 
-def _none_sent(column: Column, row: Row) -> bool:
+def _none_sent(column: Column, row: ComparedRow) -> bool:
     seen = column.rank(row.rank or 0)
     sent = seen.traffic if seen else None
     return sent is not None and row.what not in {f"{one.axis} {one.collective}" for one in sent}

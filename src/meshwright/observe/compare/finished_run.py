@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright import __version__, planfile
 from meshwright.observe.compare.metric_records import records
-from meshwright.observe.shared_document import Document, Took, checked, read, read_json
+from meshwright.observe.shared_document import SharedDocument, TimePart, checked, read, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.plan import RANDOM
@@ -31,9 +31,9 @@ class Finished:
     steps: tuple[dict[str, Any], ...] = ()
     """Records of metrics.jsonl."""
     evaluations: tuple[dict[str, Any], ...] = ()
-    ledger: Document | None = None
-    dryrun: Document | None = None
-    profile: Document | None = None
+    ledger: SharedDocument | None = None
+    dryrun: SharedDocument | None = None
+    profile: SharedDocument | None = None
     peaks: tuple[int, ...] = field(default=())
     """Of each rank of a run on GPUs."""
 
@@ -100,19 +100,19 @@ def _refuse_batch(run: Finished) -> None:
         raise RunError(f"{run.path / 'metrics.jsonl'} is damaged or of another plan: its last step, {error}") from None
 
 
-def measured(run: Finished) -> Document | None:
+def measured(run: Finished) -> SharedDocument | None:
     """What the steps of training themselves measured, in the shared keys; None where the folder has none."""
     if not run.steps:
         return None
     recipe, layout, steady = run.plan_as_run.recipe, run.plan.layout, run.steady
     seconds = _middle(steady, "step_seconds")
-    base = run.ledger or Document(source="measured")
+    base = run.ledger or SharedDocument(source="measured")
     waited = _middle(steady, "data_wait_seconds")
     return replace(
         base,
         peak_bytes=max(run.peaks, default=None),
         peak_rank=run.peaks.index(max(run.peaks)) if run.peaks else None,
-        time=() if waited is None else (Took(what="data", seconds=waited),),
+        time=() if waited is None else (TimePart(what="data", seconds=waited),),
         step_seconds=seconds,
         tokens_per_second_per_device=recipe.global_batch * recipe.sequence / seconds / layout.world
         if seconds
@@ -123,7 +123,7 @@ def measured(run: Finished) -> Document | None:
     )
 
 
-def same_program(plan: Plan, document: Document) -> bool:
+def same_program(plan: Plan, document: SharedDocument) -> bool:
     """Whether a dry run or profile is of what this plan runs: all that memory, traffic or time depend on, and for a dry
     run the version of the engine that it ran. A profile's device tells what compile=auto stands for."""
     ours, theirs = planfile.dump(replace(plan, init=RANDOM)), document.plan
@@ -169,7 +169,7 @@ def refuse_other(path: Path, plan: Plan) -> None:
         raise RunError(f"{path} is damaged or of another program: {error}; choose another run=") from None
     with suppress(RunError):  # nothing measured there yet
         kept.append(open_run(path).plan_as_run)
-    ours = Document(source="measured", plan=planfile.dump(plan))
+    ours = SharedDocument(source="measured", plan=planfile.dump(plan))
     if not any(same_program(one, ours) for one in kept):
         raise RunError(f"{path} holds a plan.yaml of another model, recipe or layout: choose another run=")
 
@@ -184,7 +184,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _ledger(path: Path) -> Document | None:
+def _ledger(path: Path) -> SharedDocument | None:
     found = read_json(path)
     if found is None:
         return None

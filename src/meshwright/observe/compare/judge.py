@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.observe.compare.sources_of_columns import Column
-from meshwright.observe.shared_document import Rank
+from meshwright.observe.shared_document import RankRecord
 from meshwright.spec import Plan
 from meshwright.spec.ledger import KINDS, PLANNED, STATES
 from meshwright.spec.places import pipeline_ranks
@@ -38,7 +38,7 @@ Whys = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparedRow:
     """One figure, three times."""
 
     section: str
@@ -114,19 +114,19 @@ class Comparison:
     """The table."""
 
     columns: Columns
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     rank: int
     """The rank that holds most: whose rows are shown first."""
     tolerance: float
     plan: Plan
 
     @property
-    def judged(self) -> tuple[Row, ...]:
+    def judged(self) -> tuple[ComparedRow, ...]:
         """Rows that are known twice, of like moments."""
         return tuple(row for row in self.rows if row.known_twice)
 
     @property
-    def disagreeing(self) -> tuple[Row, ...]:
+    def disagreeing(self) -> tuple[ComparedRow, ...]:
         """Rows beyond their tolerance, in order."""
         return tuple(row for row in self.rows if not row.agrees())
 
@@ -173,20 +173,20 @@ def _whys(columns: Columns, rank: int, measured: str) -> Whys:
     return why(0), why(1), why(2)
 
 
-def _peak(rank: int, columns: Columns, tolerance: float) -> Row:
+def _peak(rank: int, columns: Columns, tolerance: float) -> ComparedRow:
     seen = [column.rank(rank) for column in columns]
 
     def peak(place: int) -> float | None:
         found = seen[place]
         return found.peak_bytes if found else None
 
-    return Row(
+    return ComparedRow(
         section="memory", what="peak", unit="bytes", rank=rank, values=_three(peak), tolerance=tolerance,
         missing=_whys(columns, rank, RESIDENT),
     )  # fmt: skip
 
 
-def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
+def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     seen = [column.rank(rank) for column in columns]
     known = [{one.kind: one.bytes for one in found.memory} if found else {} for found in seen]
     states_only = bool(known[2]) and not any(kind not in STATES for kind in known[2])
@@ -209,7 +209,7 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
         if not any(values):
             continue
         passing = kind in PASSING
-        yield Row(
+        yield ComparedRow(
             section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=whole,
             tolerance=None if kind == "reserve" else tolerance,
             aside=aside if passing else (), note=note if passing else "",
@@ -217,7 +217,7 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def moment(of: Rank) -> str:
+def moment(of: RankRecord) -> str:
     """Where in a step a peak stands: at head and loss (which end a forward pass), in a forward or backward pass, at the
     update."""
     words = of.when.replace(",", " ").split()
@@ -236,7 +236,7 @@ def _aside(moments: dict[int, str]) -> tuple[int, ...]:
     return tuple(place for place, where in moments.items() if where != best)
 
 
-def _traffic(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
+def _traffic(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     """`tolerance`: of what a router decides, the bytes that go to experts; all else is exact."""
     seen = [column.rank(rank) for column in columns]
     sent = [
@@ -251,13 +251,13 @@ def _traffic(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
     for key in sorted({key for one in sent if one for key in one}):
         for unit in ("bytes", "calls"):
             values = counted(0, key, unit), counted(1, key, unit), counted(2, key, unit)
-            yield Row(
+            yield ComparedRow(
                 section="traffic", what=" ".join(key), unit=unit, rank=rank, values=values, missing=whys,
                 tolerance=tolerance if key == ROUTED and unit == "bytes" else 0.0,
             )  # fmt: skip
 
 
-def _in_training(rank: int, columns: Columns, tolerance: float) -> Iterator[Row]:
+def _in_training(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     """Beside a profile, what training itself left of a rank: its peak, and traffic that is not the profile's."""
     planned, dry, measured = columns
     own = next((one for one in measured.trained.ranks if one.rank == rank), None) if measured.trained else None
@@ -279,7 +279,7 @@ def _timeless(columns: Columns) -> Whys:
     return planned, dry, measured
 
 
-def _times(columns: Columns, tolerance: float) -> Iterator[Row]:
+def _times(columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     known = [{one.what: one.seconds for one in column.found.time} if column.found else {} for column in columns]
     totals = _three(lambda place: columns[place].found.step_seconds if columns[place].found else None)  # type: ignore[union-attr]  # asked in the same line
     whole = next((total for total in reversed(totals) if total), 0.0)
@@ -288,14 +288,14 @@ def _times(columns: Columns, tolerance: float) -> Iterator[Row]:
         values = known[0].get(what), known[1].get(what), known[2].get(what)
         if any(values):
             missing = (whys[0] or UNCOUNTED, *whys[1:])
-            yield Row(
+            yield ComparedRow(
                 section="time", what=what, unit="seconds", values=values, whole=whole, missing=missing,
                 tolerance=tolerance,
             )  # fmt: skip
-    yield Row(section="time", what="step", unit="seconds", values=totals, tolerance=tolerance, missing=whys)
+    yield ComparedRow(section="time", what="step", unit="seconds", values=totals, tolerance=tolerance, missing=whys)
 
 
-def _uses(columns: Columns) -> Iterator[Row]:
+def _uses(columns: Columns) -> Iterator[ComparedRow]:
     """They follow from the step's time, so none is judged again."""
     for name, title in USES.items():
         planned, dry, measured = _timeless(columns)
@@ -306,7 +306,7 @@ def _uses(columns: Columns) -> Iterator[Row]:
             found = columns[place].found
             return getattr(found, name) if found else None
 
-        yield Row(
+        yield ComparedRow(
             section="use", what=title, unit=UNITS.get(name, "share"), values=_three(use),
             missing=(planned, dry, measured),
         )  # fmt: skip

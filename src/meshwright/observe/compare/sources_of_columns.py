@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.observe.compare.finished_run import DRYRUN, PROFILE, Finished, measured, same_program
-from meshwright.observe.shared_document import Document, Held, Rank, Sent, checked
+from meshwright.observe.shared_document import KindBytes, RankRecord, SentEntry, SharedDocument, checked
 from meshwright.planner.plan_document import document
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction
@@ -12,7 +12,7 @@ from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.units import many
 
-DryRunner = Callable[[Plan, str], Document]
+DryRunner = Callable[[Plan, str], SharedDocument]
 """(plan, device) -> its dry run, where the run folder keeps none."""
 
 
@@ -21,15 +21,15 @@ class Column:
     """One of planned, dry run, measured."""
 
     title: str
-    found: Document | None
+    found: SharedDocument | None
     about: str
     """What it is of; or, where nothing was found, why."""
     timeless: str = ""
     """Why it has no times."""
-    trained: Document | None = None
+    trained: SharedDocument | None = None
     """Beside a profile, what training itself measured."""
 
-    def rank(self, rank: int) -> Rank | None:
+    def rank(self, rank: int) -> RankRecord | None:
         """What it says of a rank."""
         return next((one for one in self.found.ranks if one.rank == rank), None) if self.found else None
 
@@ -61,16 +61,16 @@ def planned(plan: Plan, of: Estimator | None = None) -> Column:
     )
 
 
-def _places(prediction: Prediction) -> tuple[Rank, ...]:
+def _places(prediction: Prediction) -> tuple[RankRecord, ...]:
     ranks = pipeline_ranks(prediction.plan.layout)
     return tuple(
-        Rank(
+        RankRecord(
             rank=rank,
             peak_bytes=round(one.total_bytes - one.kinds["reserve"]),
             when=one.when,
-            memory=tuple(Held(kind=kind, bytes=round(size)) for kind, size in one.kinds.items() if size),
+            memory=tuple(KindBytes(kind=kind, bytes=round(size)) for kind, size in one.kinds.items() if size),
             traffic=tuple(
-                Sent(axis=sent.axis, collective=sent.collective, bytes=sent.sent_bytes, calls=sent.calls)
+                SentEntry(axis=sent.axis, collective=sent.collective, bytes=sent.sent_bytes, calls=sent.calls)
                 for sent in prediction.traffic(place)
             ),
         )

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any
 
 from meshwright.observe.compare.disagreement import TITLES, explanation
-from meshwright.observe.compare.judge import Comparison, Row
+from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import GIB
 
@@ -32,7 +32,7 @@ def as_json(found: Comparison, run: str) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ComparedRow) -> dict[str, Any]:
     at = row.reference
     errors = {
         f"{key}_error": error if error is not None and isfinite(error) else None
@@ -97,7 +97,7 @@ def missing(found: Comparison) -> Iterator[str]:
             yield f"not {title}: {', '.join(dict.fromkeys(names))} - {why}"
 
 
-def notes(rows: Iterable[Row]) -> Iterator[str]:
+def notes(rows: Iterable[ComparedRow]) -> Iterator[str]:
     """Each note once, with the rows it is of."""
     found: dict[str, list[str]] = {}
     for row in rows:

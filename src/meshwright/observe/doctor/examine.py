@@ -137,7 +137,7 @@ def _links_here(kind: str, most: int) -> Finding:
     return wrong or network.judged_links(ranks[0][1], [0] * most)
 
 
-def _measured(kind: str) -> tuple[Finding, list[network.Link]]:
+def _measured(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
     """On a rank: collectives, then links."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -78,7 +78,7 @@ def collectives(world: Group, device: torch.device) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """From one rank to another, with its bytes per second."""
 
     source: int
@@ -86,7 +86,7 @@ class Link:
     bytes_per_s: float
 
 
-def measured_links(world: Group, device: torch.device) -> list[Link]:
+def measured_links(world: Group, device: torch.device) -> list[NetworkLink]:
     """Links of all ranks, by rounds of strides; the same list on every rank."""
 
     def buffers() -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +94,7 @@ def measured_links(world: Group, device: torch.device) -> list[Link]:
         return message, torch.empty_like(message)
 
     message, arriving = everywhere(world, buffers)
-    found: list[Link] = []
+    found: list[NetworkLink] = []
     stride = 1
     while stride < world.size:
         target, source = (world.index + stride) % world.size, (world.index - stride) % world.size
@@ -102,7 +102,7 @@ def measured_links(world: Group, device: torch.device) -> list[Link]:
         own = torch.tensor([len(message) / min(taken[1:])], dtype=torch.float64, device=device)
         rates = world.all_gather(own).tolist()
         # A rank is done when its message has arrived: the rate is of the link that ends here.
-        found += [Link((n - stride) % world.size, n, rate) for n, rate in enumerate(rates)]
+        found += [NetworkLink((n - stride) % world.size, n, rate) for n, rate in enumerate(rates)]
         stride *= 2
     return found
 
@@ -119,12 +119,12 @@ def _exchange_s(
     return time.perf_counter() - began
 
 
-def judged_links(links: Sequence[Link], nodes: Sequence[int]) -> Finding:
+def judged_links(links: Sequence[NetworkLink], nodes: Sequence[int]) -> Finding:
     """Each link beside the others of its kind (within a node, between nodes): the slow ones are named, and a rank all
     of whose links are slow."""
     if not links:
         return skipped("links", "one process has none")
-    kinds: dict[str, list[Link]] = {}
+    kinds: dict[str, list[NetworkLink]] = {}
     for link in links:
         kinds.setdefault("within a node" if nodes[link.source] == nodes[link.target] else "between nodes", []).append(
             link
@@ -155,7 +155,7 @@ def judged_links(links: Sequence[Link], nodes: Sequence[int]) -> Finding:
     )  # fmt: skip
 
 
-def _all_slow(rank: int, links: Sequence[Link], slow: set[tuple[int, int]]) -> bool:
+def _all_slow(rank: int, links: Sequence[NetworkLink], slow: set[tuple[int, int]]) -> bool:
     own = [(link.source, link.target) for link in links if rank in (link.source, link.target)]
     return len(set(own)) > 2 and all(pair in slow for pair in own)
 

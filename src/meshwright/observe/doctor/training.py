@@ -14,7 +14,7 @@ from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, wa
 from meshwright.observe.doctor.network import RankFailure, agreed, everywhere, gathered_names
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.feature_matrix import DENSE, Trial, trial
-from meshwright.observe.verify.one_device import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -84,14 +84,14 @@ def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, 
     return ok(check, f"{', '.join(one.title for one in chosen)} equal one device", tried=len(chosen))
 
 
-def _outcomes(case: Case, layouts: Sequence[Layout], kind: str) -> list[Outcome]:
+def _outcomes(case: Case, layouts: Sequence[Layout], kind: str) -> list[RankOutcome]:
     """On a rank. Arrays instead of tensors, which travel between processes as open files."""
     made: dict[Any, Any] = {}
     found = [outcome(case, layout, device=kind, made=made) for layout in layouts]
     return [replace(one, tensors={n: (box, x.numpy()) for n, (box, x) in one.tensors.items()}) for one in found]
 
 
-def _with_tensors(one: Outcome) -> Outcome:
+def _with_tensors(one: RankOutcome) -> RankOutcome:
     return replace(one, tensors={n: (box, torch.from_numpy(x)) for n, (box, x) in one.tensors.items()})
 
 

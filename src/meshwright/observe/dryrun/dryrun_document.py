@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.observe.dryrun.rank_run import Part, Seen
+from meshwright.observe.dryrun.rank_run import ProgramPart, Seen
 from meshwright.observe.dryrun.simulate import DryRun
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -143,7 +143,7 @@ def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: ProgramPart) -> dict[str, Any]:
     return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
 
 

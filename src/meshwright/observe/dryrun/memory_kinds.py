@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from meshwright.observe.dryrun.storage_tracker import Record, Watch
+from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
 from meshwright.spec.layout import Layout
 from meshwright.train.kept_bytes import kept
@@ -26,19 +26,19 @@ FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
 
 
-def label_states(watch: Watch, state: TrainState) -> None:
+def label_states(watch: StorageWatch, state: TrainState) -> None:
     """Name the storages that are kept from step to step, and gradients as they are now."""
     for kind, tensors in kept(state.engine, state.optimizer).items():
         for record in _records(watch, tensors):
             record.kind = record.kind or kind
 
 
-def _records(watch: Watch, tensors: Iterable[Tensor]) -> list[Record]:
+def _records(watch: StorageWatch, tensors: Iterable[Tensor]) -> list[StorageRecord]:
     found = [watch.see(local(tensor.detach())) for tensor in tensors]
     return [record for record in found if record is not None]
 
 
-def label_rest(watch: Watch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
+def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
     """Name all others; `shapes` are those of parameters as this rank computes with them."""
     stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
     for record in watch.records:
@@ -48,7 +48,7 @@ def label_rest(watch: Watch, shapes: set[tuple[int, ...]], layout: Layout) -> No
             record.kind = _kind(watch, record, shapes, stays_whole)
 
 
-def _kind(watch: Watch, record: Record, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
+def _kind(watch: StorageWatch, record: StorageRecord, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
     phase = watch.phases[record.phase].name.partition(" ")[0]
     here = record.died >= 0 and record.death_phase == record.phase
     if phase == "tokens":

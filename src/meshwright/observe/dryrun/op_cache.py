@@ -42,7 +42,7 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class CachedView:
     """A tensor in the memory of argument `of`, of which it needs so many bytes."""
 
     of: int
@@ -82,16 +82,16 @@ class Several:
     """A tuple or list."""
 
     kind: type
-    each: tuple[Fresh | View | Same | Constant, ...]
+    each: tuple[Fresh | CachedView | Same | Constant, ...]
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
         return self.kind([one.make(maker, tensors) for one in self.each])
 
 
-Outcome = Fresh | View | Same | Constant | Several
+Outcome = Fresh | CachedView | Same | Constant | Several
 
 
-class Remembered:
+class OpCache:
     """Operations under one mode of fake tensors; `call` stands for calling an operation."""
 
     def __init__(self, maker: compat.FakeMaker) -> None:
@@ -189,7 +189,7 @@ class Remembered:
         found = tuple(how for how in each if how is not None)
         return Several(type(out), found) if len(found) == len(each) else None
 
-    def _one(self, out: Any, tensors: list[Tensor]) -> Fresh | View | Same | Constant | None:
+    def _one(self, out: Any, tensors: list[Tensor]) -> Fresh | CachedView | Same | Constant | None:
         if out is None or type(out) in (int, float):
             return Constant(out)
         if type(out) is not self.fake or out.constant is not None or out.requires_grad:
@@ -206,7 +206,7 @@ class Remembered:
         needed = _needed_bytes(out)
         if shared and needed > storage.nbytes():
             raise NotSo
-        found = View(shared[0], needed, int(out.storage_offset()), like) if shared else like
+        found = CachedView(shared[0], needed, int(out.storage_offset()), like) if shared else like
         return found if compat.alike(found.make(self.maker, tensors), out) else None
 
 

@@ -12,8 +12,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
-from meshwright.observe.dryrun.storage_tracker import Record, Watch
-from meshwright.observe.program import Program
+from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.spans import Span, replaced, told
 from meshwright.parallel.data import local
 from meshwright.parallel.traffic import Counts
@@ -23,7 +23,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Large:
+class AliveTensor:
     """One of the largest tensors alive at the peak."""
 
     size_bytes: int
@@ -39,7 +39,7 @@ class Large:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ProgramPart:
     """A stretch of the program at the moment when it held most."""
 
     name: str
@@ -59,12 +59,12 @@ class Seen:
     """Bytes at the peak."""
     where: dict[str, int]
     """Bytes of activations at the peak by module and operation."""
-    largest: tuple[Large, ...]
+    largest: tuple[AliveTensor, ...]
     sent: tuple[Counts, ...]
     """Of each step."""
-    parts: tuple[Part, ...]
+    parts: tuple[ProgramPart, ...]
     """Of the program: build, tokens, step 1, update 1 ..."""
-    passes: tuple[Part, ...]
+    passes: tuple[ProgramPart, ...]
     """Every pass and what lies between them, in order: the memory timeline."""
     staging_bytes: int = 0
     """Host memory of the copy from which a thread writes checkpoints: of a CPU's peak a part, of a GPU's none."""
@@ -73,7 +73,7 @@ class Seen:
 class Watched:
     """A program that is watched; `run` does it all."""
 
-    def __init__(self, program: Program, watch: Watch) -> None:
+    def __init__(self, program: TrainingProgram, watch: StorageWatch) -> None:
         self.program, self.watch = program, watch
         self.parts: list[tuple[str, int]] = []
         self.sent: list[Counts] = []
@@ -172,12 +172,12 @@ class Watched:
             largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
             parts=tuple(
-                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
                 for (name, _), at in zip(self.parts, of_parts, strict=True)
                 if at >= 0
             ),
             passes=tuple(
-                Part(name=name, peak_bytes=totals[at], kinds=found[at])
+                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
                 for (name, _), at in zip(phases, of_phases, strict=True)
                 if at >= 0
             ),
@@ -192,8 +192,8 @@ class Watched:
                 found[key] = found.get(key, 0) + size
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _large(self, record: Record, size: int) -> Large:
-        return Large(
+    def _large(self, record: StorageRecord, size: int) -> AliveTensor:
+        return AliveTensor(
             size_bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
             operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
         )  # fmt: skip

@@ -13,12 +13,12 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.target import acting_as
-from meshwright.observe.dryrun.op_cache import Remembered
+from meshwright.observe.dryrun.op_cache import OpCache
 from meshwright.observe.dryrun.rank_run import Seen, Watched
 from meshwright.observe.dryrun.staged_copy import assigned_of
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.dryrun.workspaces import workspace_bytes
-from meshwright.observe.program import Program, at_whole, shortened
+from meshwright.observe.program import TrainingProgram, at_whole, shortened
 from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
@@ -29,7 +29,7 @@ from meshwright.train.device import resident_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class DryRunCost:
     """What the dry run of one rank itself took: time of a core, and memory of its process."""
 
     seconds: float
@@ -47,7 +47,7 @@ class DryRun:
     ranks: tuple[Seen, ...]
     run: dict[int, tuple[int, int]]
     """Micro-batches of the two steps that were made, by rank."""
-    costs: dict[int, Cost]
+    costs: dict[int, DryRunCost]
     notes: tuple[str, ...]
 
     @property
@@ -104,7 +104,7 @@ def dry_run(
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     found: dict[int, Seen] = {}
-    costs: dict[int, Cost] = {}
+    costs: dict[int, DryRunCost] = {}
     for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
         found[longest_first[number]], costs[longest_first[number]] = seen, cost
         if told is not None:
@@ -127,14 +127,14 @@ def device_of(plan: Plan) -> str:
 def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
     """One rank, in this process; a process can do this once (torch keeps groups by name)."""
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
-        program = Program(
+        program = TrainingProgram(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
             documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
             assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
         try:
             maker = compat.fake_maker(fake)
-            call = Remembered(maker).call if maker is not None else None
+            call = OpCache(maker).call if maker is not None else None
             within = workspace_bytes if device == "cuda" else None
             return Watched(program, FakeWatch(ROUNDING_BYTES[device], call, within)).run(counts)
         except compat.data_dependent() as error:
@@ -148,10 +148,10 @@ def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     return (every, every) if whole else shortened(plan, rank)
 
 
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, Cost]:
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, DryRunCost]:
     torch.set_num_threads(1)
     found = see(plan, rank, device, load, counts)
-    return found, Cost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
+    return found, DryRunCost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 
 def _notes(plan: Plan, *, ramped: bool) -> list[str]:

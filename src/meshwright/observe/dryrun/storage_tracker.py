@@ -1,7 +1,7 @@
 """Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
 
-A `Watch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing, and
-a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
+A `StorageWatch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing,
+and a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
 comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
 go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
 """
@@ -35,7 +35,7 @@ DEEPEST = 60
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class StorageRecord:
     """One storage. Moments are numbers of events; `died` is -1 while it lives."""
 
     number: int
@@ -60,7 +60,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ProgramPhase:
     """A stretch of the program: `forward`, `backward` ... of a stage's micro-batch."""
 
     name: str
@@ -74,7 +74,7 @@ Within = Callable[[Any, tuple[Any, ...]], int]
 """(operation, its arguments) -> bytes."""
 
 
-class Watch(compat.DispatchMode):
+class StorageWatch(compat.DispatchMode):
     """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands
     for calling an operation. `within`: bytes that an operation takes and gives back before it ends."""
 
@@ -83,12 +83,12 @@ class Watch(compat.DispatchMode):
         self.round_bytes = round_bytes
         self.call = call or _call
         self.within = within
-        self.records: list[Record] = []
-        self.phases: list[Phase] = [Phase("start", 0)]
+        self.records: list[StorageRecord] = []
+        self.phases: list[ProgramPhase] = [ProgramPhase("start", 0)]
         self.module = ""
         self._event_record = array("q")
         self._event_bytes = array("q")
-        self._known: dict[int, tuple[weakref.ref[Any], Record]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], StorageRecord]] = {}
         self._alive = 0
         self.peak_bytes = 0
 
@@ -118,7 +118,7 @@ class Watch(compat.DispatchMode):
 
     __torch_dispatch__ = look
 
-    def see(self, tensor: Tensor, operation: Any = None) -> Record | None:
+    def see(self, tensor: Tensor, operation: Any = None) -> StorageRecord | None:
         """Follow a tensor's storage from now on, and note its size where it changed."""
         if getattr(tensor, "fake_device", tensor.device if type(tensor) is Tensor else None) == META:
             return None
@@ -146,7 +146,7 @@ class Watch(compat.DispatchMode):
 
     def enter(self, name: str) -> None:
         """From now on."""
-        self.phases.append(Phase(name, len(self._event_record)))
+        self.phases.append(ProgramPhase(name, len(self._event_record)))
 
     @property
     def now(self) -> int:
@@ -157,9 +157,9 @@ class Watch(compat.DispatchMode):
         """(number of a record, bytes more or less), in order."""
         return zip(self._event_record, self._event_bytes, strict=True)
 
-    def _born(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> Record:
+    def _born(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> StorageRecord:
         line, outer = _line(sys._getframe(2))
-        record = Record(
+        record = StorageRecord(
             number=len(self.records),
             size_bytes=size,
             born=len(self._event_record),
@@ -186,7 +186,7 @@ class Watch(compat.DispatchMode):
     def _round(self, size: int) -> int:
         return -(-size // self.round_bytes) * self.round_bytes
 
-    def _changed(self, record: Record, size: int) -> None:
+    def _changed(self, record: StorageRecord, size: int) -> None:
         self._event(record, size - record.size_bytes)
         record.size_bytes = size
 
@@ -196,7 +196,7 @@ class Watch(compat.DispatchMode):
         self._event(record, -record.size_bytes)
         record.size_bytes = 0
 
-    def _event(self, record: Record, size: int) -> None:
+    def _event(self, record: StorageRecord, size: int) -> None:
         if not size:
             return
         self._event_record.append(record.number)
@@ -205,10 +205,10 @@ class Watch(compat.DispatchMode):
         self.peak_bytes = max(self.peak_bytes, self._alive)
 
 
-class FakeWatch(compat.BareMode, Watch):
+class FakeWatch(compat.BareMode, StorageWatch):
     """The same for a dry run, of which nothing is compiled."""
 
-    __torch_dispatch__ = Watch.look
+    __torch_dispatch__ = StorageWatch.look
 
 
 def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

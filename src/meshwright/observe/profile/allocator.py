@@ -39,7 +39,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
+class AllocatorAccount:
     """All that a witness has seen."""
 
     peak_bytes: int
@@ -54,10 +54,10 @@ class Testimony:
     """Of the allocator, from which the curve was made; 0 = of a GPU only a point for each part is known."""
 
 
-class Testifier(Protocol):
+class AllocatorReader(Protocol):
     """Entered before anything is built."""
 
-    def __enter__(self) -> "Testifier": ...
+    def __enter__(self) -> "AllocatorReader": ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -67,12 +67,12 @@ class Testifier(Protocol):
         """A part of the program begins, and the one before it has ended."""
         ...
 
-    def testimony(self) -> Testimony:
+    def testimony(self) -> AllocatorAccount:
         """After it was left."""
         ...
 
 
-def testifier_of(device: torch.device) -> Testifier:
+def testifier_of(device: torch.device) -> AllocatorReader:
     """The one that a kind of device has."""
     return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
 
@@ -104,7 +104,7 @@ class HostWitness:
         self.names.append(name)
         self.begins.append(time_ns())
 
-    def testimony(self) -> Testimony:
+    def testimony(self) -> AllocatorAccount:
         """Adds the events up. A part begins with what the one before it left."""
         points = list(self.heard.totals())
         most, place, total = [0] * len(self.names), 0, 0
@@ -115,7 +115,7 @@ class HostWitness:
             total = size
             most[place] = max(most[place], total)
         most[place + 1 :] = [total] * len(most[place + 1 :])
-        return Testimony(
+        return AllocatorAccount(
             peak_bytes=max(most),
             reserved_bytes=max(self.held),
             stretches=tuple(
@@ -166,14 +166,14 @@ class DeviceWitness:
         self.name = name
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def testimony(self) -> Testimony:
+    def testimony(self) -> AllocatorAccount:
         """What was read. The curve is that of the events, with the readings for what came before the first one kept."""
         told = self.history
         events = told.allocated if told else ()
         before = [point for point in self.readings if not events or point[0] < events[0][0]]
         active = [one.active_bytes for one in self.stretches if one.active_bytes is not None]
         split = [one.inactive_split_bytes for one in self.stretches if one.inactive_split_bytes is not None]
-        return Testimony(
+        return AllocatorAccount(
             peak_bytes=max(one.allocated_bytes for one in self.stretches),
             reserved_bytes=max(one.reserved_bytes for one in self.stretches),
             stretches=tuple(self.stretches),

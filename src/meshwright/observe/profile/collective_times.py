@@ -30,7 +30,7 @@ BLOCKING = (
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One collective, or the sends and receives that are started together."""
 
     axis: str
@@ -42,23 +42,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitSpan:
     """A stretch in which a rank could not go on for a call."""
 
-    call: Call
+    call: CollectiveCall
     start: Mark
     end: Mark
 
 
-class Calls:
+class CollectiveCalls:
     """What was heard; `waited` is told of each wait as it ends."""
 
-    def __init__(self, clock: Clock, waited: Callable[[Wait], None]) -> None:
+    def __init__(self, clock: Clock, waited: Callable[[WaitSpan], None]) -> None:
         self.clock, self.waited = clock, waited
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
         self._told: list[tuple[str, str, int]] = []
-        self._on_stream: dict[Any, Call] = {}
-        self._of_event: dict[Any, Call] = {}
+        self._on_stream: dict[Any, CollectiveCall] = {}
+        self._of_event: dict[Any, CollectiveCall] = {}
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -106,18 +106,18 @@ class Calls:
 
         return call
 
-    def _new(self) -> Call:
+    def _new(self) -> CollectiveCall:
         """As traffic was just told; what FSDP sums over replicas it tells only afterwards."""
         told, self._told = self._told or [("replicate", "all_reduce", 0)], []
         axis, collective, _ = next((one for one in told if one[1] == "send"), told[-1])
         sent = sum(size for _, what, size in told if what == collective)
-        call = Call(axis, collective, sent, self.clock.mark())
+        call = CollectiveCall(axis, collective, sent, self.clock.mark())
         self.calls.append(call)
         return call
 
-    def _waited(self, call: Call, start: Mark) -> None:
+    def _waited(self, call: CollectiveCall, start: Mark) -> None:
         call.ended = self.clock.mark()
-        self.waited(Wait(call, start, call.ended))
+        self.waited(WaitSpan(call, start, call.ended))
 
     def _recorded(self, inner: Any) -> Any:
         @wraps(inner)
@@ -138,7 +138,7 @@ class Calls:
                 return
             start = self.clock.mark()
             inner(stream, event)
-            self.waited(Wait(call, start, self.clock.mark()))
+            self.waited(WaitSpan(call, start, self.clock.mark()))
 
         return wait_event
 
@@ -146,7 +146,7 @@ class Calls:
 class _Work:
     """A call under way, as who started it sees it."""
 
-    def __init__(self, call: Call, calls: Calls, work: dist.Work) -> None:
+    def __init__(self, call: CollectiveCall, calls: CollectiveCalls, work: dist.Work) -> None:
         self.call, self.calls, self.work = call, calls, work
 
     def wait(self, *given: Any) -> bool:

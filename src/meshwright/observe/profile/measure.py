@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 
 from meshwright.observe.dryrun.rank_run import Seen, Watched
-from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, Watch
-from meshwright.observe.profile.allocator import Testimony, testifier_of
+from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, StorageWatch
+from meshwright.observe.profile.allocator import AllocatorAccount, testifier_of
 from meshwright.observe.profile.clock import Aligned, align, clock_of
 from meshwright.observe.profile.cpu_allocator import patient
-from meshwright.observe.profile.memory_timeline import Moment, moments
-from meshwright.observe.profile.operations import Kernels, Operation, operations
-from meshwright.observe.profile.step_record import Recorder, TimedStep
-from meshwright.observe.program import Program
+from meshwright.observe.profile.memory_timeline import TimelinePeak, moments
+from meshwright.observe.profile.operations import GpuKernels, TimedOperation, operations
+from meshwright.observe.profile.step_record import StepRecorder, TimedStep
+from meshwright.observe.program import TrainingProgram
 from meshwright.observe.spans import Span, told
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.compiling import is_compiled
-from meshwright.parallel.health.heartbeat import Pulse
+from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Layout, Plan
@@ -56,15 +56,15 @@ class RankProfile:
     rank: int
     device: str
     host: str
-    testimony: Testimony
+    testimony: AllocatorAccount
     seen: Seen
-    memory: tuple[Moment, ...]
+    memory: tuple[TimelinePeak, ...]
     """The parts of the first steps, in order."""
     traffic: Counts
     """Of one step."""
     steps: tuple[TimedStep, ...]
-    operations: tuple[Operation, ...]
-    kernels: Kernels | None
+    operations: tuple[TimedOperation, ...]
+    kernels: GpuKernels | None
     """Of a GPU."""
     clock: Aligned
     peak_flop_per_s: float | None
@@ -154,13 +154,13 @@ class Profile:
         return each * self.tokens_per_s / self.plan.layout.world / peak
 
 
-class _Real(Program):
+class _Real(TrainingProgram):
     """A program whose tokens are drawn: the same on ranks that read the same."""
 
     def build(self) -> None:
         """As Program, with weights that count and tokens of the whole vocabulary."""
         self.initialize = True
-        Program.build(self)
+        TrainingProgram.build(self)
         places = self.mesh.places
         generator = torch.Generator(self.device).manual_seed(self.mesh.reader * self.plan.layout.cp + places["cp"])
         for batch in self.batches:
@@ -172,13 +172,13 @@ def measure(
     plan: Plan,
     *,
     steps: int = STEPS,
-    pulse: Pulse | None = None,
+    pulse: Heartbeat | None = None,
     said: Callable[[str], None] | None = None,
     made: Made | None = None,
 ) -> RankProfile:
     """One rank's part, in a process group of layout.world ranks (or alone); `said` hears of each round. `made`: groups
     of this process that exist already (parallel.mesh)."""
-    pulse, said = pulse or Pulse(), said or (lambda line: None)
+    pulse, said = pulse or Heartbeat(), said or (lambda line: None)
     target = devices.pick_device()
     check_fits(plan, target)
     devices.prepare(target, plan.recipe.precision)
@@ -210,11 +210,11 @@ def measure(
 class _Rounds:
     """The program, as often as it takes."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, pulse: Pulse) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, pulse: Heartbeat) -> None:
         self.plan, self.mesh, self.device, self.pulse = plan, mesh, device, pulse
         self.count = plan.layout.micro_batches(plan.recipe.global_batch)
 
-    def _program(self, heard: Callable[[str], None], layout: Layout | None = None) -> Program:
+    def _program(self, heard: Callable[[str], None], layout: Layout | None = None) -> TrainingProgram:
         plan, mesh = self.plan, self.mesh
         if layout is not None:
             plan, mesh = replace(plan, layout=layout), replace(mesh, layout=layout)
@@ -225,7 +225,7 @@ class _Rounds:
         masked = plan.recipe.document_mask and plan.layout.cp == 1
         return _Real(plan=plan, mesh=mesh, device=self.device, told=heard, documents=masked)
 
-    def witnessed(self) -> Testimony:
+    def witnessed(self) -> AllocatorAccount:
         """Build, the first steps, evaluation, what a checkpoint reads."""
         witness = testifier_of(self.device)
         part = ["start"]
@@ -246,13 +246,15 @@ class _Rounds:
             del program
         return witness.testimony()
 
-    def watched(self) -> tuple[Seen, Watch]:
+    def watched(self) -> tuple[Seen, StorageWatch]:
         """The same under a watch, not compiled."""
-        watch = Watch(ROUNDING_BYTES[self.device.type])
+        watch = StorageWatch(ROUNDING_BYTES[self.device.type])
         program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 
-    def timed(self, steps: int) -> tuple[tuple[TimedStep, ...], Counts, tuple[Operation, ...], Kernels | None, Aligned]:
+    def timed(
+        self, steps: int
+    ) -> tuple[tuple[TimedStep, ...], Counts, tuple[TimedOperation, ...], GpuKernels | None, Aligned]:
         """A step that does not count, the ones that do, one for the table of operations."""
         program = self._program(lambda name: None)
         program.build()
@@ -263,7 +265,7 @@ class _Rounds:
         before = self.mesh.traffic.snapshot()
         for number in range(2, steps + 2):
             before = self.mesh.traffic.snapshot()
-            recorders.append(recorder := Recorder(clock, self.plan.layout.pp > 1))
+            recorders.append(recorder := StepRecorder(clock, self.plan.layout.pp > 1))
             with recorder.step():
                 self._step(program, number)
         sent = self.mesh.traffic.since(before)
@@ -275,7 +277,7 @@ class _Rounds:
         self.pulse.step = 0
         return timed, sent, table, kernels, aligned
 
-    def _step(self, program: Program, number: int) -> None:
+    def _step(self, program: TrainingProgram, number: int) -> None:
         """One step, to its end."""
         started, self.pulse.step = perf_counter(), number
         program.step(number, self.count)

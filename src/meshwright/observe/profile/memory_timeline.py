@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from meshwright.observe.dryrun.rank_run import Seen
-from meshwright.observe.dryrun.storage_tracker import Watch
-from meshwright.observe.profile.allocator import Stretch, Testimony
+from meshwright.observe.dryrun.storage_tracker import StorageWatch
+from meshwright.observe.profile.allocator import AllocatorAccount, Stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TimelinePeak:
     """A part of the program in which something is taken or given back, when it held most."""
 
     step: int
@@ -25,7 +25,7 @@ class Moment:
     """As in a Stretch."""
 
 
-def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...]:
+def moments(seen: Seen, watch: StorageWatch, testimony: AllocatorAccount) -> tuple[TimelinePeak, ...]:
     """The parts of a program that was watched once and told of by the allocator once, in order."""
     starts = [*(phase.start for phase in watch.phases), watch.now]
     told = _paired(watch, testimony)
@@ -41,7 +41,7 @@ def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...
             break  # what was given back since the watch was read
         assert part.name == phase.name
         found.append(
-            Moment(
+            TimelinePeak(
                 step=step,
                 name=part.name,
                 allocated_bytes=stretch.allocated_bytes if stretch else part.peak_bytes,
@@ -54,7 +54,7 @@ def moments(seen: Seen, watch: Watch, testimony: Testimony) -> tuple[Moment, ...
     return tuple(found)
 
 
-def _paired(watch: Watch, testimony: Testimony) -> list[Stretch | None]:
+def _paired(watch: StorageWatch, testimony: AllocatorAccount) -> list[Stretch | None]:
     """What the allocator says of each phase of the watch; nothing where the two runs were not the same."""
     names = [phase.name for phase in watch.phases]
     if [one.name for one in testimony.stretches] == names:

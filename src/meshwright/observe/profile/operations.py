@@ -18,7 +18,7 @@ COMMUNICATION = "nccl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class TimedOperation:
     """One of the operations that a step spends most time in."""
 
     name: str
@@ -28,7 +28,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class GpuKernels:
     """Seconds of a GPU in one step (one that torch's profiler made longer)."""
 
     compute_s: float
@@ -39,7 +39,7 @@ class Kernels:
     """Neither."""
 
 
-def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[Operation, ...], Kernels | None]:
+def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[TimedOperation, ...], GpuKernels | None]:
     """Run a step under the profiler: its most expensive operations, and a GPU's kernels."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -48,11 +48,11 @@ def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[Op
     return listed(profile.key_averages(), cuda=cuda), overlap(compat.heard_kernels(profile)) if cuda else None
 
 
-def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[Operation, ...]:
+def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[TimedOperation, ...]:
     """The most expensive of torch's averages. A GPU's second stands there up to three times: in the row of an operation
     that launched a kernel, of the kernel, and of each stretch that somebody gave a name; it counts in the first."""
     found = [
-        Operation(
+        TimedOperation(
             name=row.key,
             calls=row.count,
             seconds=(row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e6,
@@ -63,10 +63,12 @@ def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[Operation, ...]:
     return tuple(sorted((row for row in found if row.seconds), key=lambda row: -row.seconds)[:LISTED])
 
 
-def overlap(kernels: Sequence[tuple[str, float, float]]) -> Kernels:
+def overlap(kernels: Sequence[tuple[str, float, float]]) -> GpuKernels:
     """Of (name, start, end) of kernels on any streams."""
     sent = [(start, end) for name, start, end in kernels if COMMUNICATION in name.lower()]
     rest = [(start, end) for name, start, end in kernels if COMMUNICATION not in name.lower()]
     compute, communication, either = covered_s(rest), covered_s(sent), covered_s([*rest, *sent])
     whole = max((end for _, _, end in kernels), default=0.0) - min((start for _, start, _ in kernels), default=0.0)
-    return Kernels(compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=whole - either)
+    return GpuKernels(
+        compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=whole - either
+    )

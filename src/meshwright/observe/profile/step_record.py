@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.observe.profile.clock import Clock, Mark
-from meshwright.observe.profile.collective_times import Call, Calls, Wait
+from meshwright.observe.profile.collective_times import CollectiveCall, CollectiveCalls, WaitSpan
 from meshwright.observe.spans import Span, told
 
 PARTS = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
@@ -132,14 +132,14 @@ def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
 
 
 @dataclass(slots=True)
-class Recorder:
+class StepRecorder:
     """Keeps the moments of one step; `pipeline`: whether other ranks have other stages."""
 
     clock: Clock
     pipeline: bool
     spans: list[tuple[Span, Mark, Mark]] = field(default_factory=list)
-    waits: list[tuple[Wait, str]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    waits: list[tuple[WaitSpan, str]] = field(default_factory=list)
+    calls: list[CollectiveCall] = field(default_factory=list)
     start: Mark = None
     end: Mark = None
     _open: tuple[Span, Mark] | None = None
@@ -147,7 +147,7 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """The step is what happens inside."""
-        calls = Calls(self.clock, self._waited)
+        calls = CollectiveCalls(self.clock, self._waited)
         with calls.heard(), told(self._part):
             self.start = self.clock.mark()
             yield
@@ -160,7 +160,7 @@ class Recorder:
             self.spans.append((*self._open, now))
         self._open = None if span is None else (span, now)
 
-    def _waited(self, wait: Wait) -> None:
+    def _waited(self, wait: WaitSpan) -> None:
         span = self._open[0].name if self._open else ""
         call = wait.call
         self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
@@ -171,7 +171,7 @@ class Recorder:
         def at(mark: Mark) -> float:
             return common(self.clock.seconds(mark))
 
-        def told_of(call: Call, start: Mark, end: Mark, part: str = "") -> TimedCall:
+        def told_of(call: CollectiveCall, start: Mark, end: Mark, part: str = "") -> TimedCall:
             found: dict[str, Any] = {"axis": call.axis, "collective": call.collective, "sent_bytes": call.sent_bytes}
             return TimedCall(**found, start_s=at(start), end_s=at(end), part=part)
 

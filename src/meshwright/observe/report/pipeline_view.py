@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.observe.shared_document import Document, Ran, Rank
+from meshwright.observe.shared_document import Ran, RankRecord, SharedDocument
 from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Plan
@@ -56,7 +56,7 @@ def _behind(start: float, parts: Iterable[tuple[str, float]]) -> Iterable[Box]:
             start += length
 
 
-def executed_timeline(plan: Plan, found: Document) -> dict[str, Any] | None:
+def executed_timeline(plan: Plan, found: SharedDocument) -> dict[str, Any] | None:
     """The last whole step that all pipeline places have spans of, from its first pass on; None without spans."""
     ranks = [next((one for one in found.ranks if one.rank == rank), None) for rank in pipeline_ranks(plan.layout)]
     told = [one for one in ranks if one is not None and one.spans]
@@ -94,7 +94,7 @@ def _way(name: str) -> str:
     return "backward" if name in ("B", "BW") else name
 
 
-def _steps(rank: Rank) -> list[list[Ran]]:
+def _steps(rank: RankRecord) -> list[list[Ran]]:
     """A rank's spans by step: in each step a pass of a micro-batch comes once, what stands behind goes with it."""
     found: list[list[Ran]] = [[]]
     seen: Counter[tuple[str, int, int]] = Counter()

@@ -19,7 +19,7 @@ from meshwright.observe.compare.sources_of_columns import Column, columns
 from meshwright.observe.compare.table import as_json, verdict
 from meshwright.observe.report.loss_curves import curves, evaluations
 from meshwright.observe.report.pipeline_view import executed_timeline, planned_timeline
-from meshwright.observe.shared_document import Moment
+from meshwright.observe.shared_document import PartPeak
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import source
 from meshwright.planner.search.ranking import usable_bytes
@@ -143,7 +143,7 @@ def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
     return found
 
 
-def _highest(moments: Sequence[Moment]) -> list[tuple[Moment, int]]:
+def _highest(moments: Sequence[PartPeak]) -> list[tuple[PartPeak, int]]:
     """Of neighbours the one that held most, and its step, which a dry run tells by the name of a part before it."""
     with_steps, step = [], 0
     for one in moments:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import BANDS, Case, Outcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -168,9 +168,9 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
         yield found, first_difference(alone, ranks, BANDS[found.precision])
 
 
-def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, Outcome, list[Outcome]]]:
+def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, RankOutcome, list[RankOutcome]]]:
     """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
-    expected: dict[Case, Outcome] = {}
+    expected: dict[Case, RankOutcome] = {}
     for world in sorted({found.layout.world for found in chosen}):
         some = [found for found in chosen if found.layout.world == world]
         for start in range(0, len(some), BATCH):
@@ -186,18 +186,18 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
                 yield found, expected[found.case], here
 
 
-def _outcomes(chosen: Sequence[Trial], device: str) -> list[Outcome]:
+def _outcomes(chosen: Sequence[Trial], device: str) -> list[RankOutcome]:
     """On one rank: all trials of one world size, over the same process groups."""
     made: Made = {}
     return [sent(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
 
 
-def sent(found: Outcome) -> Outcome:
+def sent(found: RankOutcome) -> RankOutcome:
     """As it goes to another process, with arrays for tensors: a tensor travels as an open file, and thousands are too
     many."""
     return replace(found, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in found.tensors.items()})
 
 
-def received(found: Outcome) -> Outcome:
+def received(found: RankOutcome) -> RankOutcome:
     """As it was before `sent`."""
     return replace(found, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in found.tensors.items()})

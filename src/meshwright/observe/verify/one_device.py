@@ -83,7 +83,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """Of one rank: losses, gradient norms and loss scales by step, and its boxes of gradients and weights by step and
     name. A skipped step has no gradients."""
 
@@ -142,7 +142,7 @@ class _Recording(AdamW):
         super().step(rate, **options)
 
 
-def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> Outcome:
+def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> RankOutcome:
     """Train the case for its steps on this rank of an initialised process group (or alone)."""
     mesh = make_mesh(layout, made=made)
     engine = build_engine(
@@ -195,7 +195,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
             tensors[f"step {step} weight {name}"] = (boxes[name], local(parameter.detach()).float().clone().cpu())
     loss, norms, scales, balances = (tuple(found) for found in numbers.values())
     overflow = case.overflow if scaler else 0
-    return Outcome(loss, norms, tensors, scales, balances, margins.smallest, tuple(skipped), overflow)
+    return RankOutcome(loss, norms, tensors, scales, balances, margins.smallest, tuple(skipped), overflow)
 
 
 def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
@@ -208,7 +208,7 @@ def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
     return scaler.scale.item()
 
 
-def assemble(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
+def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
     """The whole tensors by name. AssertionError where two ranks hold different copies or nobody holds a part."""
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
@@ -248,7 +248,7 @@ BANDS = {
 differ in: two to three times what was measured (docs/decisions/0005-gradient-precision.md)."""
 
 
-def first_difference(one: Outcome, others: Sequence[Outcome], band: Band = BANDS["fp32"]) -> str | None:
+def first_difference(one: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:
     """What differs first between one device and the ranks of a layout, as a sentence; None = all is equal.
 
     Relative to the largest element of a tensor (or to its length), since a sum's rounding grows with its terms and not
@@ -290,7 +290,7 @@ def begins_large(name: str) -> bool:
     return " weight " in name and not name.endswith(".bias")
 
 
-def distance(name: str, one: Outcome, whole: dict[str, Tensor], band: Band) -> float:
+def distance(name: str, one: RankOutcome, whole: dict[str, Tensor], band: Band) -> float:
     """How far the ranks' tensor is from one device's: see first_difference."""
     size = torch.linalg.vector_norm if band.by_length else _largest
     expected = one.tensors[name][1]
@@ -299,7 +299,7 @@ def distance(name: str, one: Outcome, whole: dict[str, Tensor], band: Band) -> f
     return float(size(apart) / max(size(expected).item(), smallest))
 
 
-def _undecided(name: str, one: Outcome, band: Band) -> Tensor:
+def _undecided(name: str, one: RankOutcome, band: Band) -> Tensor:
     """Elements of a bias whose gradient was, in one of the steps until now, no larger than what rounding in 16 bits may
     make of it: AdamW divides by the gradient's size, so their updates have either sign. The gradients are compared."""
     none = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)

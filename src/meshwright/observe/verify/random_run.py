@@ -19,7 +19,7 @@ from meshwright.observe.verify.one_device import (
     SCALE,
     Band,
     Case,
-    Outcome,
+    RankOutcome,
     begins_large,
     distance,
     first_difference,
@@ -48,7 +48,7 @@ two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CaseVerdict:
     """How a case ended."""
 
     index: int
@@ -61,7 +61,7 @@ class Verdict:
     experts a token goes to, or the last digits of a small difference."""
 
 
-def verdicts(cases: Sequence[Drawn], device: str = "cpu") -> Iterator[Verdict]:
+def verdicts(cases: Sequence[Drawn], device: str = "cpu") -> Iterator[CaseVerdict]:
     """Each case with its first difference from one device, the smallest worlds first."""
     for world in sorted({drawn.layout.world for drawn in cases}):
         indices = [index for index, drawn in enumerate(cases) if drawn.layout.world == world]
@@ -70,14 +70,14 @@ def verdicts(cases: Sequence[Drawn], device: str = "cpu") -> Iterator[Verdict]:
             yield from _of_batch(world, some, device)
 
 
-def verdict(drawn: Drawn, device: str = "cpu", *, settle: bool = False) -> Verdict:
+def verdict(drawn: Drawn, device: str = "cpu", *, settle: bool = False) -> CaseVerdict:
     """Of one case, with its tokens as they are unless `settle`."""
     alone, redrawn = _settled(drawn.case, device) if settle else (outcome(drawn.case, ALONE, device=device), 0)
     drawn = replace(drawn, case=replace(drawn.case, seed=drawn.case.seed + redrawn))
-    return Verdict(index=0, drawn=drawn, difference=_alone_or(drawn, alone, device), redrawn=redrawn)
+    return CaseVerdict(index=0, drawn=drawn, difference=_alone_or(drawn, alone, device), redrawn=redrawn)
 
 
-def _of_batch(world: int, cases: dict[int, Drawn], device: str) -> Iterator[Verdict]:
+def _of_batch(world: int, cases: dict[int, Drawn], device: str) -> Iterator[CaseVerdict]:
     settled = {}
     for index, drawn in cases.items():
         alone, redrawn = _settled(drawn.case, device)
@@ -89,10 +89,10 @@ def _of_batch(world: int, cases: dict[int, Drawn], device: str) -> Iterator[Verd
         together = None
     for place, (index, (drawn, alone, redrawn)) in enumerate(settled.items()):
         found = _alone_or(drawn, alone, device) if together is None else difference(drawn.case, alone, together[place])
-        yield Verdict(index=index, drawn=drawn, difference=found, redrawn=redrawn)
+        yield CaseVerdict(index=index, drawn=drawn, difference=found, redrawn=redrawn)
 
 
-def _settled(case: Case, device: str) -> tuple[Outcome, int]:
+def _settled(case: Case, device: str) -> tuple[RankOutcome, int]:
     """What one device finds with the first seed, from that of the case on, on which rounding decides nothing, and how
     many were passed over. Where there is none among MOST_REDRAWS the case stays as it is."""
     for redrawn in range(MOST_REDRAWS):
@@ -103,7 +103,7 @@ def _settled(case: Case, device: str) -> tuple[Outcome, int]:
     return outcome(case, ALONE, device=device), 0
 
 
-def _rounding(case: Case, alone: Outcome, device: str) -> float:
+def _rounding(case: Case, alone: RankOutcome, device: str) -> float:
     """How far one device is from itself when the same sums are taken in another order: the largest of all tensors."""
     several = replace(ALONE, kernels="reference", micro_batch=1)
     other = outcome(case, several, device=device)
@@ -111,7 +111,7 @@ def _rounding(case: Case, alone: Outcome, device: str) -> float:
     return max(distance(name, alone, whole, BANDS["fp32"]) for name in alone.tensors)
 
 
-def _alone_or(drawn: Drawn, alone: Outcome, device: str) -> str | None:
+def _alone_or(drawn: Drawn, alone: RankOutcome, device: str) -> str | None:
     """The difference of a case that is run in processes of its own; what a rank raised counts as one."""
     try:
         [ranks] = _run(drawn.layout.world, [drawn], device)
@@ -121,20 +121,20 @@ def _alone_or(drawn: Drawn, alone: Outcome, device: str) -> str | None:
     return difference(drawn.case, alone, ranks)
 
 
-def _run(world: int, cases: Sequence[Drawn], device: str) -> list[list[Outcome]]:
+def _run(world: int, cases: Sequence[Drawn], device: str) -> list[list[RankOutcome]]:
     """For each case what its ranks found."""
     limit_s = LIMIT_S * len(cases)
     ranks = on_ranks(world, _outcomes, cases, device, limit_s=limit_s, device=device)
     return [[received(rank[place]) for rank in ranks] for place in range(len(cases))]
 
 
-def _outcomes(cases: Sequence[Drawn], device: str) -> list[Outcome]:
+def _outcomes(cases: Sequence[Drawn], device: str) -> list[RankOutcome]:
     """On one rank: all cases, over the same process groups."""
     made: Made = {}
     return [sent(outcome(drawn.case, drawn.layout, device=device, made=made)) for drawn in cases]
 
 
-def difference(case: Case, alone: Outcome, ranks: Sequence[Outcome]) -> str | None:
+def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> str | None:
     """What differs first, or what one device itself has wrong."""
     found = first_difference(alone, ranks, BANDS[case.precision])
     finite = all(map(isfinite, (*alone.losses, *alone.norms)))
@@ -143,7 +143,7 @@ def difference(case: Case, alone: Outcome, ranks: Sequence[Outcome]) -> str | No
     return found or wrong_alone(case, alone)
 
 
-def wider_band(case: Case, alone: Outcome) -> Band:
+def wider_band(case: Case, alone: RankOutcome) -> Band:
     """The band of a 16-bit case whose own rounding is large: so many times as far as one device is from itself in fp32,
     and never so far that a doubled or a missing part of a sum would lie within."""
     exact, fixed = outcome(replace(case, precision="fp32"), ALONE), BANDS[case.precision]
@@ -171,7 +171,7 @@ def wider_band(case: Case, alone: Outcome) -> Band:
     )
 
 
-def wrong_alone(case: Case, alone: Outcome) -> str | None:
+def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
     """What is wrong with fp16 on one device itself, with which every layout would agree: the loss scale after a step,
     or the loss beside that of fp32."""
     if case.precision != "fp16":
@@ -192,7 +192,7 @@ def wrong_alone(case: Case, alone: Outcome) -> str | None:
     return None
 
 
-def smallest(found: Verdict, device: str = "cpu", *, limit_s: float = SHRINK_S) -> Verdict:
+def smallest(found: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRINK_S) -> CaseVerdict:
     """The smallest case near one that differs which differs in the same way, as far as the time goes."""
     end, best = monotonic() + limit_s, found
 

@@ -35,14 +35,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Blame:
     """A rank and what is said of it."""
 
     rank: int
     sentence: str
 
 
-def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> Verdict | None:
+def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> Blame | None:
     """The culprit, or None where all is well. `silent_s`: for how long each rank's beats have not changed."""
     going = [rank for rank, beat in enumerate(beats) if not beat.done]
     if not going:
@@ -66,29 +66,29 @@ def _order(beat: Beat) -> tuple[float, ...]:
     return False, -beat.still_s
 
 
-def silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Verdict:
+def silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Blame:
     """A rank whose beats have ended; its step is that of those who wait for it."""
     others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
     more = f" (and {others} more)" if others else ""
     step, seconds = max(beat.step for beat in beats), silent_s[rank]
-    return Verdict(
+    return Blame(
         rank,
         f"{who(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut off; "
         f"its last beat was at {beats[rank].place}; {ADVICE}",
     )
 
 
-def still(rank: int, beat: Beat) -> Verdict:
+def still(rank: int, beat: Beat) -> Blame:
     """A rank that beats, but does not move."""
     how = f"has stood still for {beat.still_s:.0f} s"
     if beat.waits:
         how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
-    return Verdict(rank, f"{who(rank, beat)} {how} at {beat.place} ({beat.where}); {ADVICE}")
+    return Blame(rank, f"{who(rank, beat)} {how} at {beat.place} ({beat.where}); {ADVICE}")
 
 
-def died(rank: int, beat: Beat, witness: int, own: Beat) -> Verdict:
+def died(rank: int, beat: Beat, witness: int, own: Beat) -> Blame:
     """A rank whose process is gone and left no word: its last beat, and where one stood that saw it."""
-    return Verdict(
+    return Blame(
         rank,
         f"{who(rank, beat)} died without a word (killed?) in {own.place} of rank {witness}; "
         f"its own last beat was at {beat.place}; {ADVICE}",

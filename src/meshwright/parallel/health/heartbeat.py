@@ -39,7 +39,7 @@ FIRST_STEPS = 2
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """What a process tells its watchdog; all but `pieces` by its main thread."""
 
     step: int = 0
@@ -112,7 +112,7 @@ class Beat:
         return f"step {self.step}, {self.phase}, last collective {self.last or 'none'}"
 
 
-class Watch:
+class HeartbeatWatch:
     """Looks at one thread of this process; `look` is called by another one, from time to time.
 
     `phases`: function -> what is done in it; `reads`: functions that read what the device is still computing.
@@ -120,7 +120,7 @@ class Watch:
     """
 
     def __init__(
-        self, pulse: Pulse, phases: Mapping[str, str], reads: frozenset[str] = frozenset(), *, queues: bool = False
+        self, pulse: Heartbeat, phases: Mapping[str, str], reads: frozenset[str] = frozenset(), *, queues: bool = False
     ) -> None:
         self.pulse, self.phases, self.reads, self.queues = pulse, phases, reads, queues
         self._thread = threading.get_ident()

@@ -24,8 +24,8 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.blame import ADVICE, Limits, Verdict, died, judge, who
-from meshwright.parallel.health.heartbeat import Beat, Pulse, Watch
+from meshwright.parallel.health.blame import ADVICE, Blame, Limits, died, judge, who
+from meshwright.parallel.health.heartbeat import Beat, Heartbeat, HeartbeatWatch
 
 BEAT_S = 1.0
 READ_AT_ONCE = 256
@@ -45,7 +45,7 @@ GONE = "the launcher's store does not answer: torchrun, or the machine it ran on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a rank lives."""
 
     rank: int
@@ -67,9 +67,9 @@ class Watchdog:
         self,
         store: dist.Store,
         main_store: dist.Store,
-        place: Place,
+        place: RankPlace,
         *,
-        pulse: Pulse,
+        pulse: Heartbeat,
         phases: Mapping[str, str],
         reads: frozenset[str],
         limits: Limits,
@@ -79,10 +79,10 @@ class Watchdog:
     ) -> None:
         self.store, self.main_store, self.place, self.limits = store, main_store, place, limits
         self.say, self.end = say, end
-        self.pulse, self.watch = pulse, Watch(pulse, phases, reads, queues=queues)
+        self.pulse, self.watch = pulse, HeartbeatWatch(pulse, phases, reads, queues=queues)
         self.beat = Beat(host=place.host, machine=_machine(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
-        self._claims: queue.SimpleQueue[tuple[Verdict, int]] = queue.SimpleQueue()
+        self._claims: queue.SimpleQueue[tuple[Blame, int]] = queue.SimpleQueue()
         self._dead: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._processes: dict[int, int] = {}
         self._last: Beat | None = None
@@ -134,7 +134,7 @@ class Watchdog:
 
     def failed(self, sentence: str, code: int) -> None:
         """This rank failed: one rank says so, all end. Does not come back, unless `end` does."""
-        self._claims.put((Verdict(self.place.rank, sentence), code))
+        self._claims.put((Blame(self.place.rank, sentence), code))
         self._wait_for_the_end(sentence, code)
 
     def lost(self, reason: str, trace: TracebackType | None) -> None:
@@ -150,9 +150,9 @@ class Watchdog:
         self.say(sentence)
         self.end(code)
 
-    def _own_loss(self, beat: Beat) -> Verdict:
+    def _own_loss(self, beat: Beat) -> Blame:
         rank = self.place.rank
-        return Verdict(rank, f"{who(rank, self.beat)} lost the others at {beat.place}: {beat.lost}")
+        return Blame(rank, f"{who(rank, self.beat)} lost the others at {beat.place}: {beat.lost}")
 
     # the talker
 
@@ -192,7 +192,7 @@ class Watchdog:
         if self._last is not None and time.monotonic() > self._lost_s + LOST_S:
             self._claim(self._own_loss(self._last), FAILED)
 
-    def _claim(self, verdict: Verdict, code: int) -> None:
+    def _claim(self, verdict: Blame, code: int) -> None:
         """Speak, if nobody has; else wait for those who do."""
         mine = json.dumps([self.place.rank, verdict.rank, verdict.sentence, code])
         found = self.store.compare_set("verdict", "", mine)
@@ -288,7 +288,7 @@ class _Observed:
         self.silent_s = [0.0] * world
         self.met_s, self.looked_s = time.monotonic(), 0.0
 
-    def look(self, store: dist.Store, limits: Limits) -> Verdict | None:
+    def look(self, store: dist.Store, limits: Limits) -> Blame | None:
         """One request for all; before all are there nobody is judged but who does not come."""
         if not self.looked_s and not store.check(self.keys):
             waited = time.monotonic() - self.met_s
@@ -297,13 +297,13 @@ class _Observed:
         self.note([beat.count for beat in beats], time.monotonic())
         return judge(beats, self.silent_s, limits)
 
-    def _unheard(self, store: dist.Store, waited_s: float) -> Verdict | None:
+    def _unheard(self, store: dist.Store, waited_s: float) -> Blame | None:
         """A rank that ended between the meeting and its first beat: no launcher may have been there to see it."""
         missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
         if missing is None:
             return None
         sentence = f"rank {missing} met the others {waited_s:.0f} s ago and was not heard of since; {ADVICE}"
-        return Verdict(missing, sentence)
+        return Blame(missing, sentence)
 
     def note(self, counts: Sequence[int], now_s: float) -> None:
         """A pause of this rank itself (it was stopped, too) counts as two looks at most."""

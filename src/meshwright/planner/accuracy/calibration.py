@@ -10,7 +10,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.accuracy.published import Row
+from meshwright.planner.accuracy.published import PublishedRow
 from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
@@ -70,12 +70,12 @@ class Calibration:
     name: str = "zero-shot"
     date: str = ""
 
-    def saw(self, row: Row) -> bool:
+    def saw(self, row: PublishedRow) -> bool:
         """Whether a row was fitted to."""
         found = self.clusters.get(cluster_of(row))
         return found is not None and (row.source, row.id) in found.rows
 
-    def applied(self, row: Row, stack: Stack, speeds: Speeds, links: Links) -> tuple[Stack, Speeds, Links]:
+    def applied(self, row: PublishedRow, stack: Stack, speeds: Speeds, links: Links) -> tuple[Stack, Speeds, Links]:
         """Software and hardware of a row with what was found for its cluster."""
         found = self.clusters.get(cluster_of(row))
         return changed(stack, speeds, links, found.changes) if found else (stack, speeds, links)
@@ -131,7 +131,7 @@ def _fitted(entry: Any) -> Fitted:
     )
 
 
-def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
+def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> Fitted:
     """The scalars of the cluster that all `rows` (at most MOST_ROWS) come from; a row weighs what it stands for."""
     if not 1 <= len(rows) <= MOST_ROWS:
         raise ValueError(f"{len(rows)} rows: a calibration has 1 to {MOST_ROWS}")
@@ -155,13 +155,13 @@ def fit(rows: Sequence[Row], stands_for: Sequence[float] = ()) -> Fitted:
     )
 
 
-def _has(scalar: Scalar, row: Row) -> bool:
+def _has(scalar: Scalar, row: PublishedRow) -> bool:
     place, _, key = scalar.name.partition(".")
     owners: dict[str, Any] = {"stack": Stack, "speeds": Speeds, "links": Links}
     return key in {field.name for field in fields(owners[place])}
 
 
-def _predicted_s(row: Row, changes: Mapping[str, Adjustment]) -> float:
+def _predicted_s(row: PublishedRow, changes: Mapping[str, Adjustment]) -> float:
     plan = row.plan
     stack, speeds, links = changed(
         row.stack, speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster), changes

@@ -15,7 +15,7 @@ FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class LayoutGrid:
     """How the planner orders the layouts of one grid."""
 
     layouts: int
@@ -25,7 +25,7 @@ class Grid:
     """Measured time of the layout predicted fastest, over the best measured one, minus 1."""
 
 
-def choices(judged: Sequence[Judged]) -> list[Grid]:
+def choices(judged: Sequence[Judged]) -> list[LayoutGrid]:
     """The grids among measured rows."""
     grids: dict[object, dict[object, list[Judged]]] = {}
     for one in judged:
@@ -35,11 +35,11 @@ def choices(judged: Sequence[Judged]) -> list[Grid]:
     return [_grid(list(layouts.values())) for layouts in grids.values() if len(layouts) >= FEWEST]
 
 
-def _grid(layouts: list[list[Judged]]) -> Grid:
+def _grid(layouts: list[list[Judged]]) -> LayoutGrid:
     predicted = [rows[0].step_s for rows in layouts]
     measured = [sum(one.row.step_s for one in rows) / len(rows) for rows in layouts]
     chosen = min(range(len(layouts)), key=predicted.__getitem__)
-    return Grid(
+    return LayoutGrid(
         layouts=len(layouts),
         rank_correlation=spearman(predicted, measured),
         regret=measured[chosen] / min(measured) - 1,

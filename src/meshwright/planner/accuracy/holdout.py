@@ -13,19 +13,19 @@ from math import log2
 from typing import NamedTuple
 
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, Fitted, fit
-from meshwright.planner.accuracy.published import Row
+from meshwright.planner.accuracy.published import PublishedRow
 from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.spec.shape import ModelShape
 
 
-class Chosen(NamedTuple):
+class CalibrationRows(NamedTuple):
     """Rows to fit to, and how many rows each stands for."""
 
-    rows: list[Row]
+    rows: list[PublishedRow]
     stands_for: list[float]
 
 
-def held_out(rows: Sequence[Row]) -> list[Row]:
+def held_out(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
     """Of one cluster's rows those that no calibration may see."""
     models = sorted({kind(row.plan.model) for row in rows})[1::2]
     counts = sorted({row.plan.layout.world for row in rows})[1::2]
@@ -39,7 +39,7 @@ def kind(shape: ModelShape) -> tuple[float, int, int]:
     return float(weights * max(1, experts)), shape.layers, shape.hidden
 
 
-def chosen(rows: Sequence[Row]) -> Chosen:
+def chosen(rows: Sequence[PublishedRow]) -> CalibrationRows:
     """The rows of one cluster to fit to."""
     timed = [row for row in rows if row.step_s > 0]
     unseen = {id(row) for row in held_out(timed)}
@@ -48,7 +48,7 @@ def chosen(rows: Sequence[Row]) -> Chosen:
     return represent(open_rows, most)
 
 
-def represent(rows: Sequence[Row], most: int) -> Chosen:
+def represent(rows: Sequence[PublishedRow], most: int) -> CalibrationRows:
     """At most so many rows, the best representatives of all; the first of equals. Each row belongs to its nearest."""
     places = [_place(row) for row in rows]
     spans = [max(column) - min(column) or 1.0 for column in zip(*places, strict=True)] if places else []
@@ -64,10 +64,10 @@ def represent(rows: Sequence[Row], most: int) -> Chosen:
     stands_for = [0.0] * len(found)
     for place in apart:
         stands_for[min(range(len(found)), key=lambda k: place[found[k]])] += 1.0
-    return Chosen([rows[i] for i in found], stands_for)
+    return CalibrationRows([rows[i] for i in found], stands_for)
 
 
-def _place(row: Row) -> list[float]:
+def _place(row: PublishedRow) -> list[float]:
     """Where a run stands among all models, batches and layouts."""
     shape, layout, recipe = row.plan.model, row.plan.layout, row.plan.recipe
     sizes = (
@@ -81,9 +81,9 @@ def _place(row: Row) -> list[float]:
     return [log2(size) for size in sizes] + [float(kind) for kind in kinds]
 
 
-def calibrate(rows: Sequence[Row], date: str, fewest: int = 6) -> Calibration:
+def calibrate(rows: Sequence[PublishedRow], date: str, fewest: int = 6) -> Calibration:
     """A calibration of every cluster with at least `fewest` rows that may be seen."""
-    clusters: dict[str, list[Row]] = {}
+    clusters: dict[str, list[PublishedRow]] = {}
     for row in rows:
         if row.step_s > 0 and row.part != "activations":
             clusters.setdefault(cluster_of(row), []).append(row)

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from meshwright.planner.accuracy.published import Row
+from meshwright.planner.accuracy.published import PublishedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """A row and what the planner says of it."""
 
-    row: Row
+    row: PublishedRow
     step_s: float
     part_value: float
     """Bytes (or share) of what the row's `part` is."""

@@ -30,7 +30,7 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One measured run."""
 
     source: str
@@ -61,7 +61,7 @@ class Unreadable:
     columns: dict[str, str]
 
 
-def read(path: Path) -> Iterator[Row | Unreadable]:
+def read(path: Path) -> Iterator[PublishedRow | Unreadable]:
     """The rows of a file; DataError where it is no such table."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def _check(path: Path, names: set[str]) -> None:
         raise DataError(f"{path} lacks the columns {', '.join(sorted(lacks))}: it is no table of published runs")
 
 
-def _row(line: int, columns: dict[str, str]) -> Row | Unreadable:
+def _row(line: int, columns: dict[str, str]) -> PublishedRow | Unreadable:
     source = columns["source"] or "(no source)"
     try:
         part, value = _part(columns)
@@ -98,7 +98,7 @@ def _row(line: int, columns: dict[str, str]) -> Row | Unreadable:
     if not failed and not part and not step_s and not value:
         return Unreadable(source=source, reason="gives no time, rate or memory", columns=columns)
     peak = 0.0 if failed or part else number(columns, "peak_mem_gb", 0.0) * UNITS["GiB"]
-    return Row(
+    return PublishedRow(
         source=source,
         id=columns.get("id") or f"line {line}",
         plan=plan,
@@ -146,7 +146,7 @@ def _step_s(columns: dict[str, str], plan: Plan) -> tuple[float, bool]:
     return (convention.step_s(plan, columns) if convention else 0.0), True
 
 
-def duplicate_of(row: Row | Unreadable) -> str:
+def duplicate_of(row: PublishedRow | Unreadable) -> str:
     """The id of the row of the table of runs that a row of the table of memory repeats; empty = none."""
     found = re.search(r"row id (\d+) in training_throughput", row.columns.get("notes", ""))
     return found[1] if found and "quantity" in row.columns else ""

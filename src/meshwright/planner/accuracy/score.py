@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from meshwright.planner.accuracy.calibration import Calibration
 from meshwright.planner.accuracy.choice import choices
 from meshwright.planner.accuracy.judged import Judged
-from meshwright.planner.accuracy.published import Row, Unreadable, duplicate_of
+from meshwright.planner.accuracy.published import PublishedRow, Unreadable, duplicate_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.step.predict import Estimator
@@ -41,7 +41,9 @@ class Score:
     """Measured time of the layout the planner would choose, over the best measured, minus 1; median of the grids."""
 
 
-def judge(rows: Iterable[Row | Unreadable], calibration: Calibration | None = None) -> list[Judged | Unreadable]:
+def judge(
+    rows: Iterable[PublishedRow | Unreadable], calibration: Calibration | None = None
+) -> list[Judged | Unreadable]:
     """Every row, judged; a row of a table of memory that repeats a row at hand is not scored twice."""
     rows = list(rows)
     runs = {row.columns.get("id") for row in rows if "quantity" not in row.columns}
@@ -61,11 +63,11 @@ def judge(rows: Iterable[Row | Unreadable], calibration: Calibration | None = No
     return found
 
 
-def _unreadable(row: Row | Unreadable, reason: str) -> Unreadable:
+def _unreadable(row: PublishedRow | Unreadable, reason: str) -> Unreadable:
     return Unreadable(source=row.source, reason=reason, columns=row.columns)
 
 
-def _judged(row: Row, calibration: Calibration | None, estimators: dict[object, Estimator]) -> Judged:
+def _judged(row: PublishedRow, calibration: Calibration | None, estimators: dict[object, Estimator]) -> Judged:
     key = (row.plan.model, row.plan.recipe, row.plan.cluster, row.stack, row.source)
     if key not in estimators:
         estimators[key] = estimator_of(row, calibration)
@@ -80,7 +82,7 @@ def _judged(row: Row, calibration: Calibration | None, estimators: dict[object, 
     )
 
 
-def estimator_of(row: Row, calibration: Calibration | None = None) -> Estimator:
+def estimator_of(row: PublishedRow, calibration: Calibration | None = None) -> Estimator:
     """For a row's model, recipe, cluster and software, zero-shot or calibrated."""
     plan, stack = row.plan, row.stack
     speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
@@ -91,7 +93,7 @@ def estimator_of(row: Row, calibration: Calibration | None = None) -> Estimator:
     )
 
 
-def _part(row: Row, prediction: Prediction, estimator: Estimator) -> float:
+def _part(row: PublishedRow, prediction: Prediction, estimator: Estimator) -> float:
     first = prediction.memory[0].kinds
     if row.part == "activations":
         return first.get("activations", 0.0)
@@ -125,7 +127,7 @@ def score(judged: Sequence[Judged | Unreadable]) -> Score:
     )
 
 
-def _ran(row: Row) -> bool:
+def _ran(row: PublishedRow) -> bool:
     return row.columns.get("status", "") == "ok" and row.part in ("", "peak")
 
 

@@ -3,7 +3,7 @@ what a calibration is made for."""
 
 import re
 
-from meshwright.planner.accuracy.published import Row
+from meshwright.planner.accuracy.published import PublishedRow
 
 FAMILIES = (
     (r"ground_truth_single", "vTrain single node"), (r"ground_truth_multi", "vTrain multi node"),
@@ -25,6 +25,6 @@ def family_of(source: str) -> str:
     return next((name for pattern, name in FAMILIES if re.search(pattern, source)), source)
 
 
-def cluster_of(row: Row) -> str:
+def cluster_of(row: PublishedRow) -> str:
     """Machine and software of a row: one publisher's runs on one kind of device."""
     return f"{family_of(row.source)}, {row.plan.cluster.device.name}"

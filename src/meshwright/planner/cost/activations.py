@@ -8,7 +8,7 @@ the others, as the fields of `Stack` say.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.cost.work import Kept
+from meshwright.planner.cost.work import KeptBytes
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -22,7 +22,7 @@ STREAMS = 3
 branch and of its normed input; where sequence parallelism shares the stream, what is gathered and to be scattered."""
 
 
-class Widths(NamedTuple):
+class HeadWidths(NamedTuple):
     """Dims of the attention of a rank: of all query heads, of keys and values together, of what the core makes."""
 
     queries: float
@@ -38,14 +38,14 @@ class Routed(NamedTuple):
     ffn: float
 
 
-def layer_kept(of: "Local", widths: Widths, routed: Routed | None) -> tuple[Kept, ...]:
+def layer_kept(of: "Local", widths: HeadWidths, routed: Routed | None) -> tuple[KeptBytes, ...]:
     """Of one layer."""
     found = [*_norm_kept(of, "attention"), *_attention_kept(of, widths), *_mask_kept(of, "attention")]
     found += [*_mlp_norm_kept(of, routed), *(_experts_kept(of, routed) if routed else _mlp_kept(of))]
     found += _mask_kept(of, "mlp")
     if of.tp > 1 and of.stack.tensor_kept:
         copies = of.hidden_bytes * of.stack.tensor_kept / 2
-        found.append(Kept("inputs of column-split products", copies, copies))
+        found.append(KeptBytes("inputs of column-split products", copies, copies))
     return tuple(found)
 
 
@@ -130,26 +130,26 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
     return widest + STREAMS * of.hidden_bytes
 
 
-def _norm_kept(of: "Local", name: str) -> tuple[Kept, Kept]:
+def _norm_kept(of: "Local", name: str) -> tuple[KeptBytes, KeptBytes]:
     """The residual stream at this point, and the normed input of the matrices behind."""
     stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
     normed = of.between_bytes if of.stack.regather and of.sp else of.hidden_bytes
     core = of.stack.selective == "core"
     first = of.between_bytes if name == "attention" else 0.0
     return (
-        Kept(f"{name} norm input", stream, stream if core else first),
-        Kept(f"{name} norm output", normed, normed if core else 0.0),
+        KeptBytes(f"{name} norm input", stream, stream if core else first),
+        KeptBytes(f"{name} norm output", normed, normed if core else 0.0),
     )
 
 
-def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[Kept, ...]:
+def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[KeptBytes, ...]:
     """A router keeps an fp32 copy of its input, and what is dispatched is a copy too: nobody keeps the input itself."""
     stream, normed = _norm_kept(of, "mlp")
     copied = of.stack.own and of.width < 4 and routed and not (of.shape.moe and of.shape.moe.shared_experts)
     return (stream,) if copied else (stream, normed)
 
 
-def _attention_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     word, core = of.tokens * of.width, of.stack.selective == "core"
     if of.shape.mla:
         yield from _latent_kept(of, widths)
@@ -157,92 +157,92 @@ def _attention_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
         yield from _heads_kept(of, widths)
     packed = word * widths.queries * of.stack.core_kept / 2
     if packed:
-        yield Kept("packed", packed, 0.0)
+        yield KeptBytes("packed", packed, 0.0)
     rotated = of.tokens * (widths.queries + widths.keys_values / 2) * of.stack.rope_kept * of.width / 2
-    yield Kept("rotation", rotated, rotated if core else 0.0)
+    yield KeptBytes("rotation", rotated, rotated if core else 0.0)
     if of.stack.attention == "flash":
         sums = 4 * of.tokens * of.shape.heads / of.tp
-        yield Kept("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)
+        yield KeptBytes("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)
     else:
         scores = of.tokens * of.sequence * of.shape.heads / of.tp
-        yield Kept("softmax", scores * (of.width + of.stack.score_kept), 0.0)
+        yield KeptBytes("softmax", scores * (of.width + of.stack.score_kept), 0.0)
         if of.dropout:
-            yield Kept("softmax mask and dropout", scores * (MASK_BYTES + of.width), 0.0)
+            yield KeptBytes("softmax mask and dropout", scores * (MASK_BYTES + of.width), 0.0)
     made = {"core": widths.out, "products": of.shape.hidden, "alternate": widths.out}[of.stack.selective]
-    yield Kept("attention output", word * widths.out, word * made)
+    yield KeptBytes("attention output", word * widths.out, word * made)
 
 
-def _heads_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     """Queries, keys and values as the core takes them. torchtitan's policy keeps every other product: q and v."""
     word = of.tokens * of.width
     whole = word * (widths.queries + widths.keys_values)
     if of.repeats:
         repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
-        yield Kept("queries, keys and values of all heads", repeated, whole)
+        yield KeptBytes("queries, keys and values of all heads", repeated, whole)
         if of.masked:  # made anew for each layer
-            yield Kept("mask", of.batch * of.sequence**2 * of.width, 0.0)
+            yield KeptBytes("mask", of.batch * of.sequence**2 * of.width, 0.0)
         return
     half = word * (widths.queries + widths.keys_values / 2)
-    yield Kept("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)
+    yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)
     if of.shape.qk_norm:
         plain = word * (widths.queries + widths.keys_values / 2)
-        yield Kept("queries, keys before their norms", plain, 0.0)
+        yield KeptBytes("queries, keys before their norms", plain, 0.0)
 
 
-def _latent_kept(of: "Local", widths: Widths) -> Iterator[Kept]:
+def _latent_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     """Both low-rank vectors and their norms, queries and keys put together, values as a view of their product."""
     mla = of.shape.mla
     assert mla is not None
     word = of.tokens * of.width
     low = mla.q_rank + mla.kv_rank + mla.rope_dim
-    yield Kept("low ranks", word * low, word * low)
-    yield Kept("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0)
+    yield KeptBytes("low ranks", word * low, word * low)
+    yield KeptBytes("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0)
     up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
-    yield Kept("queries", word * widths.queries, word * widths.queries)
-    yield Kept("keys", word * widths.queries, 0.0)
-    yield Kept("keys and values", word * up, word * up)
+    yield KeptBytes("queries", word * widths.queries, word * widths.queries)
+    yield KeptBytes("keys", word * widths.queries, 0.0)
+    yield KeptBytes("keys and values", word * up, word * up)
 
 
-def _mlp_kept(of: "Local") -> Iterator[Kept]:
+def _mlp_kept(of: "Local") -> Iterator[KeptBytes]:
     yield from _inner_kept(of, "mlp", of.tokens, of.shape.ffn / of.tp, of.stack.activation_kept)
     if of.stack.selective != "core":
-        yield Kept("mlp output", 0.0, of.hidden_bytes)
+        yield KeptBytes("mlp output", 0.0, of.hidden_bytes)
 
 
-def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[Kept]:
+def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[KeptBytes]:
     """`activation_kept`: bytes of a 16-bit run beyond what goes into the activation."""
     gates = 2 if of.shape.mlp == "swiglu" else 1
     inner = tokens * ffn * of.width
     policy = of.stack.selective
-    yield Kept(f"{name} up", gates * inner, inner if policy == "alternate" else gates * inner)
+    yield KeptBytes(f"{name} up", gates * inner, inner if policy == "alternate" else gates * inner)
     extra = inner * activation_kept / 2 if gates == 2 else inner
-    yield Kept(f"{name} activation", extra, extra if policy == "core" else 0.0)
+    yield KeptBytes(f"{name} activation", extra, extra if policy == "core" else 0.0)
 
 
-def _experts_kept(of: "Local", routed: Routed) -> Iterator[Kept]:
+def _experts_kept(of: "Local", routed: Routed) -> Iterator[KeptBytes]:
     """Scores, the order of the copies, the copies, what experts make of them, and their results before they are
     weighed. Grouped products keep the activation: only a plain MLP has a kernel that makes it again."""
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     core = of.stack.selective == "core"
     scores = routed.tokens * moe.experts * 4
-    yield Kept("router", 2 * scores, 2 * scores if core else scores)
+    yield KeptBytes("router", 2 * scores, 2 * scores if core else scores)
     if of.stack.own:
         wide = routed.tokens * shape.hidden * 4 if of.width < 4 else 0.0
-        yield Kept("router input in fp32", wide, 0.0)
+        yield KeptBytes("router input in fp32", wide, 0.0)
     order = routed.copies * (2 * INDEX_BYTES + 4)
-    yield Kept("order", order, order if core else 0.0)
+    yield KeptBytes("order", order, order if core else 0.0)
     sent = routed.copies * shape.hidden * of.width
-    yield Kept("dispatched", sent, sent if core else 0.0)
+    yield KeptBytes("dispatched", sent, sent if core else 0.0)
     yield from _inner_kept(of, "experts", routed.copies, routed.ffn, max(2.0, of.stack.activation_kept))
-    yield Kept("returned", sent, sent)
+    yield KeptBytes("returned", sent, sent)
     if moe.shared_experts:
         width = moe.shared_experts * moe.ffn / of.tp
         yield from _inner_kept(of, "shared", of.tokens, width, of.stack.activation_kept)
-        yield Kept("shared output", 0.0, 0.0 if core else of.hidden_bytes)
+        yield KeptBytes("shared output", 0.0, 0.0 if core else of.hidden_bytes)
 
 
-def _mask_kept(of: "Local", name: str) -> Iterator[Kept]:
+def _mask_kept(of: "Local", name: str) -> Iterator[KeptBytes]:
     if of.dropout:
         mask = of.between * of.shape.hidden * MASK_BYTES
-        yield Kept(f"{name} dropout mask", mask, mask)
+        yield KeptBytes(f"{name} dropout mask", mask, mask)

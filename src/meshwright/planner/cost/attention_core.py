@@ -3,7 +3,7 @@ they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py)
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.cost.work import Attention, Pass, Product, Work
+from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -47,18 +47,18 @@ def _fused(of: "Local", queries: float, value: float, parts: int) -> Core:
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value), 2 * keys / parts
     return Core(
-        (Attention(flop, sequence=rows, dim=dim, width=of.width),),
-        (Attention(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width),),
+        (AttentionCore(flop, sequence=rows, dim=dim, width=of.width),),
+        (AttentionCore(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width),),
     )
 
 
 def _masked(of: "Local", queries: float, value: float) -> Core:
     """A mask that is a tensor: all S x S pairs, keys and values once for each head, and the mask as numbers."""
     flop, dim = 2 * of.tokens * of.sequence * (queries + value), _dim(of, value)
-    mask = Pass(of.batch * of.sequence**2 * (2 * of.width + 1), 3)
-    repeated = Pass(2 * of.tokens * (queries + value) * of.width, 2)
-    back = Attention(BACKWARD * flop, backward=True, sequence=of.sequence, dim=dim, masked=True, width=of.width)
-    return Core((Attention(flop, sequence=of.sequence, dim=dim, masked=True, width=of.width), mask, repeated),
+    mask = MemoryPass(of.batch * of.sequence**2 * (2 * of.width + 1), 3)
+    repeated = MemoryPass(2 * of.tokens * (queries + value) * of.width, 2)
+    back = AttentionCore(BACKWARD * flop, backward=True, sequence=of.sequence, dim=dim, masked=True, width=of.width)
+    return Core((AttentionCore(flop, sequence=of.sequence, dim=dim, masked=True, width=of.width), mask, repeated),
                 (back, repeated))  # fmt: skip
 
 
@@ -69,10 +69,10 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     kernels = _fused(of, queries, value, of.cp)
     tiles = 2 * parts
     keys = of.tokens * keys_values * (1 if of.ring else of.cp)
-    pack = Pass(2 * keys * of.width * (1 if of.ring else 3), 4)
-    merge = Pass(parts * of.tokens * value * MERGED_BYTES, 4 * tiles)
+    pack = MemoryPass(2 * keys * of.width * (1 if of.ring else 3), 4)
+    merge = MemoryPass(parts * of.tokens * value * MERGED_BYTES, 4 * tiles)
     travel = 12 if of.ring else 8
-    added = Pass(parts * (of.tokens * queries * ADDED_BYTES + keys * (4 + ADDED_BYTES + travel)), 6 * tiles)
+    added = MemoryPass(parts * (of.tokens * queries * ADDED_BYTES + keys * (4 + ADDED_BYTES + travel)), 6 * tiles)
     return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
 
 
@@ -84,6 +84,6 @@ def _plain(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     tiles = max(1.0, rows / ROWS) * max(float(of.cp), keys / COLUMNS)
     weigh, mix = Product(rows, dim, keys, heads, 4.0), Product(rows, keys, _dim(of, value), heads, 4.0)
     return Core(
-        (weigh, Pass(7 * scores, 12 * tiles), mix),
-        (weigh, mix, mix, weigh, weigh, Pass(9 * scores, 16 * tiles)),
+        (weigh, MemoryPass(7 * scores, 12 * tiles), mix),
+        (weigh, mix, mix, weigh, weigh, MemoryPass(9 * scores, 16 * tiles)),
     )

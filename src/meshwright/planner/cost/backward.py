@@ -4,7 +4,7 @@ backward pass leaves for the gradients of weights. Letters as in block.py; held 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost.activations import Routed, Widths
+from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.states import largest_weight
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Backward:
 NONE = Backward()
 
 
-def backward(of: "Local", widths: Widths, routed: Routed | None) -> Backward:
+def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward:
     """Of a layer."""
     mlp = _experts(of, routed) if routed else _mlp(of)
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
@@ -64,7 +64,7 @@ def _mlp_kept(of: "Local", routed: Routed | None) -> float:
     return _gates(of) * of.tokens * of.shape.ffn / of.tp * of.width
 
 
-def _attention(of: "Local", widths: Widths) -> float:
+def _attention(of: "Local", widths: HeadWidths) -> float:
     """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
     and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
     those of all ranks three times, their fp32 gradients, and these cut and put together again (all-gather)."""
@@ -79,7 +79,7 @@ def _attention(of: "Local", widths: Widths) -> float:
     return around + of.cp * keys_values * (3 * of.width + 3 * 4)
 
 
-def queued(of: "Local", widths: Widths, routed: Routed | None) -> float:
+def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
     """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
     products made. Of compiled code only what the compiler leaves alone: experts."""
     if of.compiled:

@@ -12,9 +12,9 @@ from math import ceil
 
 from meshwright.planner.cost.activations import (
     NONE,
+    HeadWidths,
     Logits,
     Routed,
-    Widths,
     embedding_mask,
     head_rows,
     layer_kept,
@@ -30,19 +30,19 @@ from meshwright.planner.cost.exchanges import enter as exchange_enter
 from meshwright.planner.cost.exchanges import leave as exchange_leave
 from meshwright.planner.cost.exchanges import ring as exchange_ring
 from meshwright.planner.cost.local_shape import Local
-from meshwright.planner.cost.work import Attention, Exchange, Kept, Operation, Pass, Product, Work
+from meshwright.planner.cost.work import AttentionCore, Exchange, KeptBytes, LayerOperation, MemoryPass, Product, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class LayerWork:
     """A layer (or the embedding, or the head) as operations and as kept tensors.
 
     `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
     pass; `backward`: the same of this package's engine, place by place. `logits`: what head and loss keep.
     """
 
-    operations: tuple[Operation, ...]
-    kept: tuple[Kept, ...] = ()
+    operations: tuple[LayerOperation, ...]
+    kept: tuple[KeptBytes, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
     backward: Backward = NOTHING
@@ -65,14 +65,14 @@ COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
 
-def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
+def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
     """A transformer block."""
     of = replace(of, window=window)
     attention = list(_attention(of, window))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
     sizes = _routed(of) if routed else None
-    return Block(
+    return LayerWork(
         operations=tuple(operations),
         kept=layer_kept(of, _widths(of), sizes),
         boundary_bytes=of.between_bytes,
@@ -81,73 +81,73 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> Block:
     )
 
 
-def embedding(of: Local) -> Block:
+def embedding(of: Local) -> LayerWork:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
     out = exchange_leave(of, 1.0)
-    return Block(
+    return LayerWork(
         operations=(
-            Operation(
-                name="embed", forward=(Pass(2 * moved),), weights=(Pass(3 * moved),), forward_exchanges=out[0],
-                backward_exchanges=out[1],
+            LayerOperation(
+                name="embed", forward=(MemoryPass(2 * moved),), weights=(MemoryPass(3 * moved),),
+                forward_exchanges=out[0], backward_exchanges=out[1],
             ),
         ),
         logits=embedding_mask(of),
     )  # fmt: skip
 
 
-def head(of: Local) -> Block:
+def head(of: Local) -> LayerWork:
     """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
     enter = exchange_enter(of, alone=bool(stack.head_chunk_bytes))
-    softmax = Pass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
+    softmax = MemoryPass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
         chunks = of.tokens / head_rows(of)
-        gather = Pass(chunks * vocab * shape.hidden * 8)
+        gather = MemoryPass(chunks * vocab * shape.hidden * 8)
         forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
-        operation = Operation(
+        operation = LayerOperation(
             name="head", forward=forward, forward_exchanges=enter[0] + loss, backward_exchanges=enter[1]
         )
     else:
-        operation = Operation(
+        operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),
             weights=(weight, *_accumulate(of, vocab * shape.hidden)),
             forward_exchanges=enter[0], backward_exchanges=enter[1],
         )  # fmt: skip
-    return Block(operations=(_norm(of, "norm"), operation), logits=logits(of))
+    return LayerWork(operations=(_norm(of, "norm"), operation), logits=logits(of))
 
 
-def _norm(of: Local, name: str) -> Operation:
+def _norm(of: Local, name: str) -> LayerOperation:
     passes = of.stack.norm_passes
     if of.shape.norm == "layernorm" and of.stack.layer_norm_passes:
         passes = of.stack.layer_norm_passes
     moved, launches = of.between_bytes * passes, 1.0 if passes < 2 else 6.0
-    return Operation(
-        name=name, forward=(Pass(2 * moved, launches),), inputs=(Pass(4 * moved, 2 * launches),), again=True
+    return LayerOperation(
+        name=name, forward=(MemoryPass(2 * moved, launches),), inputs=(MemoryPass(4 * moved, 2 * launches),), again=True
     )
 
 
-def _add(of: Local) -> Operation:
+def _add(of: Local) -> LayerOperation:
     """Residual addition, and dropout with its mask."""
     moved = of.between_bytes * of.stack.passes
     mask = of.between * of.shape.hidden if of.dropout else 0.0
-    return Operation(
-        name="residual", forward=(Pass(3 * moved + 2 * mask),), inputs=(Pass(2 * moved + mask),), again=True
+    return LayerOperation(
+        name="residual", forward=(MemoryPass(3 * moved + 2 * mask),), inputs=(MemoryPass(2 * moved + mask),), again=True
     )
 
 
-def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> Operation:
+def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> LayerOperation:
     width = of.product_width
     moved = tokens * out * of.width
-    apart = (Pass(2 * moved),) if bias and of.stack.passes > 1 else ()
-    summed = (Pass(moved),) if bias else ()
-    return Operation(
+    apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
+    summed = (MemoryPass(moved),) if bias else ()
+    return LayerOperation(
         name=name,
         forward=(*_cast(of, tokens * into), Product(tokens, into, out, 1.0, width), *apart),
         inputs=(*_cast(of, tokens * out), Product(tokens, out, into, 1.0, width)),
@@ -158,27 +158,29 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
 def _cast(of: Local, elements: float) -> tuple[Work, ...]:
     """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
     width = of.product_width
-    return (Pass((of.width + 2 * width) * elements),) if width < of.width else ()
+    return (MemoryPass((of.width + 2 * width) * elements),) if width < of.width else ()
 
 
 def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
     """Adding new gradients to those of the micro-batches before."""
-    return (Pass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
+    return (MemoryPass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
 
 
-def _widths(of: Local) -> Widths:
+def _widths(of: Local) -> HeadWidths:
     """(query dims, key and value dims together, output dims of the core) of a rank."""
     shape = of.shape
     if shape.mla:
         mla = shape.mla
         qk = mla.nope_dim + mla.rope_dim
-        return Widths(shape.heads * qk / of.tp, shape.heads * (qk + mla.v_dim) / of.tp, shape.heads * mla.v_dim / of.tp)
+        return HeadWidths(
+            shape.heads * qk / of.tp, shape.heads * (qk + mla.v_dim) / of.tp, shape.heads * mla.v_dim / of.tp
+        )
     queries = shape.heads * shape.head_dim / of.tp
     keys = max(shape.kv_heads / of.tp, 1.0) * shape.head_dim
-    return Widths(queries, 2 * keys, queries)
+    return HeadWidths(queries, 2 * keys, queries)
 
 
-def _attention(of: Local, window: int) -> Iterator[Operation]:
+def _attention(of: Local, window: int) -> Iterator[LayerOperation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
     if shape.mla:
@@ -187,20 +189,23 @@ def _attention(of: Local, window: int) -> Iterator[Operation]:
         made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
     readers = [op for op in made if op.name in COLUMNS]
     enter, leave = exchange_enter(of, of.stack.column_inputs[0], readers=readers), exchange_leave(of, 1.0)
-    yield Operation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield LayerOperation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
         moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
-        yield Operation(
-            name="rope", forward=(Pass(2 * moved, launches),), inputs=(Pass(2 * moved, launches),), again=True
+        yield LayerOperation(
+            name="rope",
+            forward=(MemoryPass(2 * moved, launches),),
+            inputs=(MemoryPass(2 * moved, launches),),
+            again=True,
         )
     yield _core(of, window, queries, keys_values)
     yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
-    yield Operation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
 
 
-def _latent(of: Local, queries: float, keys_values: float) -> Iterator[Operation]:
+def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
     """Multi-head latent attention's projections (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     mla, hidden = of.shape.mla, of.shape.hidden
     assert mla is not None
@@ -214,7 +219,7 @@ def _latent(of: Local, queries: float, keys_values: float) -> Iterator[Operation
     yield _linear(of, "kv_up", of.tokens, mla.kv_rank, up)
 
 
-def _core(of: Local, window: int, queries: float, keys_values: float) -> Operation:
+def _core(of: Local, window: int, queries: float, keys_values: float) -> LayerOperation:
     """softmax(q k^T) v. Fused kernels skip what lies above the diagonal; the others do all of it and write S x S."""
     shape, sequence = of.shape, of.sequence
     heads = shape.heads / of.tp
@@ -222,19 +227,21 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     exchanges = exchange_ring(of, keys_values)
     if of.stack.own:
         found = core(of, queries, keys_values, value)
-        return Operation(
+        return LayerOperation(
             name="attention", again=True, forward=found.forward, inputs=found.backward,
             forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
         )  # fmt: skip
     if of.stack.attention == "flash":
         span = min(window or sequence, sequence)
         keys = span - span * span / (2 * sequence)
-        turned = (Pass(2 * of.stack.turns * of.tokens * queries * of.width, of.stack.turns),) if of.stack.turns else ()
+        turned = (
+            (MemoryPass(2 * of.stack.turns * of.tokens * queries * of.width, of.stack.turns),) if of.stack.turns else ()
+        )
         flop, dim = 2 * of.tokens * keys * (queries + value), value / heads
-        return Operation(
+        return LayerOperation(
             name="attention", again=True,
-            forward=(Attention(flop, sequence=2 * keys, dim=dim), *turned),
-            inputs=(Attention(2.5 * flop, backward=True, sequence=2 * keys, dim=dim), *turned),
+            forward=(AttentionCore(flop, sequence=2 * keys, dim=dim), *turned),
+            inputs=(AttentionCore(2.5 * flop, backward=True, sequence=2 * keys, dim=dim), *turned),
             forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
         )  # fmt: skip
     dim, pairs = queries / heads, heads * of.batch
@@ -246,14 +253,14 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> Operati
     rows = sequence / of.cp
     weigh, mix = Product(rows, dim, sequence, pairs), Product(rows, sequence, dim, pairs)
     turn = 2 * of.tokens * queries * of.width
-    return Operation(
-        name="attention", forward=(weigh, Pass(moved * scores, launches), mix, Pass(turn)),
-        inputs=(Pass(turn), mix, weigh, Pass(back * scores, launches), mix, mix, Pass(3 * turn)),
+    return LayerOperation(
+        name="attention", forward=(weigh, MemoryPass(moved * scores, launches), mix, MemoryPass(turn)),
+        inputs=(MemoryPass(turn), mix, weigh, MemoryPass(back * scores, launches), mix, mix, MemoryPass(3 * turn)),
         again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
     )  # fmt: skip
 
 
-def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[Operation]:
+def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[LayerOperation]:
     shape = of.shape
     gates = 2 if shape.mlp == "swiglu" else 1
     up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
@@ -261,20 +268,20 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     leave: Exchanges = ((), ())
     if exchange:
         enter, leave = exchange_enter(of, of.stack.column_inputs[1], readers=(up,)), exchange_leave(of, 1.0)
-    yield Operation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield LayerOperation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
     yield up
     moved = tokens * ffn * of.width * _activation_passes(of)
-    yield Operation(
+    yield LayerOperation(
         name=f"{name} activation",
-        forward=(Pass((gates + 1) * moved),),
-        inputs=(Pass((2 * gates + 1) * moved),),
+        forward=(MemoryPass((gates + 1) * moved),),
+        inputs=(MemoryPass((2 * gates + 1) * moved),),
         again=True,
     )
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
-    yield Operation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
 
 
-def _wide(op: Operation) -> Operation:
+def _wide(op: LayerOperation) -> LayerOperation:
     """Its products in fp32."""
 
     def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
@@ -296,13 +303,13 @@ def _routed(of: Local) -> Routed:
     return Routed(own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp)
 
 
-def _experts(of: Local) -> Iterator[Operation]:
+def _experts(of: Local) -> Iterator[LayerOperation]:
     """Router, dispatch, experts as grouped products, combine; shared experts as an MLP. Even routing."""
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
     enter, leave = (((), ()), ((), ())) if of.ep > 1 else (exchange_enter(of, alone=True), exchange_leave(of, 1.0))
-    yield Operation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    yield LayerOperation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
     router = _linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
         router = _wide(router)
@@ -310,14 +317,14 @@ def _experts(of: Local) -> Iterator[Operation]:
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
     tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
-    yield Operation(
-        name="dispatch", forward=(Pass(2 * moved, 6),), inputs=(Pass(2 * moved, 3),),
+    yield LayerOperation(
+        name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=(MemoryPass(2 * moved, 3),),
         forward_exchanges=tell + trip, backward_exchanges=trip,
     )  # fmt: skip
     experts = moe.experts / of.ep
     each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
     for name, into, out in (("experts up", shape.hidden, gates * ffn), ("experts down", ffn, shape.hidden)):
-        yield Operation(
+        yield LayerOperation(
             name=name,
             forward=(Product(each, into, out, experts),),
             inputs=(Product(each, out, into, experts),),
@@ -325,16 +332,16 @@ def _experts(of: Local) -> Iterator[Operation]:
             uncompiled=True,
         )
     inner = copies * ffn * of.width * _activation_passes(of)
-    yield Operation(
+    yield LayerOperation(
         name="experts activation",
-        forward=(Pass((gates + 1) * inner),),
-        inputs=(Pass((2 * gates + 1) * inner),),
+        forward=(MemoryPass((gates + 1) * inner),),
+        inputs=(MemoryPass((2 * gates + 1) * inner),),
         again=True,
     )
-    yield Operation(
-        name="combine", forward=(Pass(2 * moved, 3),), inputs=(Pass(2 * moved, 3),),
+    yield LayerOperation(
+        name="combine", forward=(MemoryPass(2 * moved, 3),), inputs=(MemoryPass(2 * moved, 3),),
         forward_exchanges=trip, backward_exchanges=trip,
     )  # fmt: skip
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
-    yield Operation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])

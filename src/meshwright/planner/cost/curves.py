@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import product
 from math import exp, log
 
-from meshwright.planner.cost.work import Attention, Pass, Product
+from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product
 
 Axis = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class RateGrid:
     """Positive values at every combination of points on one or more increasing axes; the last axis runs fastest."""
 
     axes: tuple[Axis, ...]
@@ -48,13 +48,13 @@ def _between(axis: Axis, place: float) -> tuple[tuple[int, float], ...]:
 class DeviceCurves:
     """What a device was measured to reach while all others of its node do the same."""
 
-    products: Mapping[float, Grid]
+    products: Mapping[float, RateGrid]
     """Bytes of an operand -> FLOP a second by (m, k, n)."""
-    passes: Grid
+    passes: RateGrid
     """Bytes a second by the bytes that a kernel moves."""
-    attention: tuple[Grid, Grid]
+    attention: tuple[RateGrid, RateGrid]
     """FLOP a second by (sequence, dim of a head), forward and backward."""
-    update: Grid
+    update: RateGrid
     """Bytes a second of the optimizer by the bytes it moves."""
 
     def product_s(self, work: Product) -> float:
@@ -63,11 +63,11 @@ class DeviceCurves:
         rates = self.products[min(wider, default=max(self.products))]
         return work.flop / rates.at(work.m, work.k, work.n)
 
-    def pass_s(self, work: Pass) -> float:
+    def pass_s(self, work: MemoryPass) -> float:
         """Of all its kernels."""
         return work.moved_bytes / self.passes.at(work.moved_bytes / work.launches) if work.moved_bytes else 0.0
 
-    def attention_s(self, work: Attention) -> float:
+    def attention_s(self, work: AttentionCore) -> float:
         """Of an attention core."""
         return work.flop / self.attention[work.backward].at(work.sequence, work.dim)
 
@@ -76,7 +76,7 @@ class DeviceCurves:
 class LinkCurves:
     """What exchanges of a node's ranks took while its other groups did the same."""
 
-    seconds: Mapping[tuple[str, int], Grid]
+    seconds: Mapping[tuple[str, int], RateGrid]
     """(collective, ranks) -> seconds by bytes of the whole tensor."""
 
     def exchange_s(self, collective: str, size_bytes: float, ranks: int) -> float | None:

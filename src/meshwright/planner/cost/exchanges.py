@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost.work import Exchange, Operation
+from meshwright.planner.cost.work import Exchange, LayerOperation
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -13,7 +13,7 @@ Exchanges = tuple[tuple[Exchange, ...], tuple[Exchange, ...]]
 
 
 def enter(
-    of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequence[Operation] = ()
+    of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequence[LayerOperation] = ()
 ) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
     """f or g in front of column-split matrices: (forward, backward). With sp the input is gathered again backward, but
     where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered

@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
-from meshwright.planner.cost.work import Attention, Pass, Product, Work
+from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
 from meshwright.spec.cluster import Device
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -79,7 +79,7 @@ class Speeds:
             return self._measured(self.curves, work)
         if isinstance(work, Product):
             return self._product(work)
-        if isinstance(work, Attention):
+        if isinstance(work, AttentionCore):
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
@@ -88,12 +88,12 @@ class Speeds:
         """Of the optimizer, which moves so many bytes."""
         if self.curves:
             return moved_bytes / self.curves.update.at(moved_bytes)
-        return self.seconds(Pass(moved_bytes, 4))
+        return self.seconds(MemoryPass(moved_bytes, 4))
 
     def _measured(self, curves: DeviceCurves, work: Work) -> float:
         if isinstance(work, Product):
             return curves.product_s(work) / self.product_share + work.batch * self.launch_s
-        if isinstance(work, Attention):
+        if isinstance(work, AttentionCore):
             share = self.attention_backward if work.backward else self.attention_forward
             return curves.attention_s(work) / share + self.launch_s
         return curves.pass_s(work) / self.memory_share + work.launches * self.launch_s
@@ -111,7 +111,7 @@ class Speeds:
             return self.matmul_flop_per_s
         return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
 
-    def _attention(self, work: Attention) -> float:
+    def _attention(self, work: AttentionCore) -> float:
         share, half = self.attention_forward, self.attention_half[0]
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]

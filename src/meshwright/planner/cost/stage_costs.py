@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from meshwright.planner.cost.activations import NONE, Logits
-from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.host_time import NOTHING, Triple
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.cost.work import Exchange, Operation, Pass, Work
+from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.shape import ModelShape
 
 
-class Cost(NamedTuple):
+class MicroBatchCost(NamedTuple):
     """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
 
     forward_s: float = 0.0
@@ -55,11 +55,11 @@ class Cost(NamedTuple):
         """Both halves."""
         return self.input_s + self.weight_s
 
-    def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
+    def plus(self, other: "MicroBatchCost", times: float = 1.0) -> "MicroBatchCost":
         """One after the other, the other several times."""
         if not times:
             return self
-        return Cost(
+        return MicroBatchCost(
             forward_s=self.forward_s + times * other.forward_s,
             input_s=self.input_s + times * other.input_s,
             weight_s=self.weight_s + times * other.weight_s,
@@ -77,7 +77,7 @@ class Cost(NamedTuple):
         )
 
 
-NO_COST = Cost()
+NO_COST = MicroBatchCost()
 
 
 def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -107,9 +107,9 @@ class BlockTime(NamedTuple):
     """Of weights_s: what no split pass leaves for later."""
 
 
-def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
+def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
-    passes = Passes(of=of, layout=layout, speeds=speeds, links=links)
+    passes = PassSeconds(of=of, layout=layout, speeds=speeds, links=links)
     again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
     called = _host(block, of, speeds)
     if of.stack.selective_repeats:
@@ -129,7 +129,7 @@ def block_time(block: Block, of: Local, layout: Layout, speeds: Speeds, links: L
     )
 
 
-def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
+def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
     """What a layer takes beside its kernels; ranks that share a core take turns with it."""
     if not speeds.host or not block.boundary_bytes:
         return NOTHING
@@ -140,7 +140,7 @@ def _host(block: Block, of: Local, speeds: Speeds) -> Triple:
     return a, b, c
 
 
-def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost:
+def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> MicroBatchCost:
     """A block's passes and kept bytes, with what recomputation repeats."""
     again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
     kept = block.kept_bytes(recompute)
@@ -152,7 +152,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
     attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
     new = block.backward.weights * of.width
     left = 0.0 if of.compiled else new
-    return Cost(
+    return MicroBatchCost(
         forward_s=time.forward[0],
         input_s=time.inputs[0] + again[0] + time.within_s,
         weight_s=time.weights_s - time.within_s,
@@ -171,7 +171,7 @@ def block_cost(block: Block, time: BlockTime, of: Local, recompute: str) -> Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class PassSeconds:
     """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
 
     of: Local
@@ -179,7 +179,7 @@ class Passes:
     speeds: Speeds
     links: Links
 
-    def of_pass(self, operations: tuple[Operation, ...], side: Side) -> tuple[float, float]:
+    def of_pass(self, operations: tuple[LayerOperation, ...], side: Side) -> tuple[float, float]:
         """(seconds, those of them in which an exchange stands beside no computation)."""
         stack = self.of.stack
         device = host = each = exchanged = 0.0
@@ -212,20 +212,20 @@ class Passes:
 
 
 def _launches(work: Work) -> float:
-    return work.launches if isinstance(work, Pass) else 1.0
+    return work.launches if isinstance(work, MemoryPass) else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What the stages of a layout are made of."""
 
-    embedding: Cost
-    head: Cost
-    dense: Cost = NO_COST
-    windowed: Cost = NO_COST
-    routed: Cost = NO_COST
+    embedding: MicroBatchCost
+    head: MicroBatchCost
+    dense: MicroBatchCost = NO_COST
+    windowed: MicroBatchCost = NO_COST
+    routed: MicroBatchCost = NO_COST
 
-    def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> Cost:
+    def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> MicroBatchCost:
         """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
         that the first layer has not."""
         total = NO_COST.plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
@@ -234,7 +234,7 @@ class Costs:
         return total.plus(self.head) if last else total
 
 
-Policies = dict[str, Cost]
+Policies = dict[str, MicroBatchCost]
 """By recompute policy."""
 
 

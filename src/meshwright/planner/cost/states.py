@@ -20,7 +20,7 @@ Sizes = tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class LocalSizes:
     """What tensor and expert parallelism leave of each part of a model on a rank (the first, which has the most)."""
 
     embedding: Sizes
@@ -31,7 +31,7 @@ class Pieces:
 
 
 @cache
-def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
+def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
     """The parts of a shape; layers by their kind."""
     first = shape.moe.first_dense if shape.moe else 0
     small = replace(shape, layers=min(shape.layers, first + 1)) if first < shape.layers else replace(shape, layers=1)
@@ -44,7 +44,7 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> Pieces:
             continue
         groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
     head = groups.get("head", []) or [groups["embedding"][0]]
-    return Pieces(
+    return LocalSizes(
         embedding=tuple(groups["embedding"]),
         dense=tuple(groups.get("dense", ())),
         routed=tuple(groups.get("routed", ())),
@@ -61,7 +61,7 @@ def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class ElementCounts:
     """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`."""
 
     whole: int
@@ -71,7 +71,7 @@ class Counts:
     tensors: int
 
 
-def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool) -> Counts:
+def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool) -> ElementCounts:
     """Of the layers (and ends) that a pipeline rank holds."""
     found = pieces(shape, layout.tp, layout.ep)
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
@@ -87,7 +87,7 @@ def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: b
     return _count(parts, layout)
 
 
-def _count(parts: Counter[Size], layout: Layout) -> Counts:
+def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
     whole = shard = gathered = tensors = 0
@@ -100,7 +100,7 @@ def _count(parts: Counter[Size], layout: Layout) -> Counts:
         shard += times * each
         gathered += times * each * n
         tensors += times
-    return Counts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors)
+    return ElementCounts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,12 @@ class States:
 
 
 def states(
-    stack: Stack, layout: Layout, precision: str, count: Counts, micro_batches: int = 1, reduce_dtype: str = "fp32"
+    stack: Stack,
+    layout: Layout,
+    precision: str,
+    count: ElementCounts,
+    micro_batches: int = 1,
+    reduce_dtype: str = "fp32",
 ) -> States:
     """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank."""
     width = WIDTHS[precision]

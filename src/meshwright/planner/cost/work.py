@@ -20,7 +20,7 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.k * self.n * self.batch
 
 
-class Attention(NamedTuple):
+class AttentionCore(NamedTuple):
     """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
 
     flop: float
@@ -33,14 +33,14 @@ class Attention(NamedTuple):
     """Bytes of an operand."""
 
 
-class Pass(NamedTuple):
+class MemoryPass(NamedTuple):
     """Bytes read and written, in `launches` kernels."""
 
     moved_bytes: float
     launches: float = 1.0
 
 
-Work = Product | Attention | Pass
+Work = Product | AttentionCore | MemoryPass
 
 
 class Exchange(NamedTuple):
@@ -55,7 +55,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class LayerOperation:
     """One operation of the forward pass and what the backward pass makes of it.
 
     `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
@@ -74,7 +74,7 @@ class Operation:
     uncompiled: bool = False
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation."""
 
     name: str

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
 
-from meshwright.planner.cost.stage_costs import Cost
-from meshwright.planner.cost.states import Counts, pieces, states
+from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.cost.states import ElementCounts, pieces, states
 from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
@@ -21,7 +21,7 @@ from meshwright.spec.legal import layout_violations
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
-SIZES: dict[str, Callable[[Cost], float]] = {
+SIZES: dict[str, Callable[[MicroBatchCost], float]] = {
     "kept": lambda cost: cost.kept_bytes,
     "queued": lambda cost: cost.queued_bytes,
     "mlp": lambda cost: cost.mlp_bytes - cost.new_bytes,
@@ -33,7 +33,7 @@ SIZES: dict[str, Callable[[Cost], float]] = {
 }
 """Bytes of a part."""
 PARTS = ("embedding", "dense", "routed", "head")
-ELEMENTS = tuple(field.name for field in fields(Counts))
+ELEMENTS = tuple(field.name for field in fields(ElementCounts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
 def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:
     """phase -> kind -> bytes of an element of each of ELEMENTS. `sums`: gradients are sums of several."""
     layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]  # 0 to 3
-    units = [Counts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
+    units = [ElementCounts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
     precision, reduce_dtype = of.recipe.precision, of.recipe.reduce_dtype
     made = [states(of.stack, layout, precision, unit, reduce_dtype=reduce_dtype) for unit in units]
     return {

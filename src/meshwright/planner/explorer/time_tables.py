@@ -12,12 +12,12 @@ from typing import Any
 
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import Cost, Costs, costs
-from meshwright.planner.cost.states import Counts, states
+from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, costs
+from meshwright.planner.cost.states import ElementCounts, states
 from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.time.collectives import Held, sharing
+from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.planner.time.timeline import NORM_BYTES, UPDATE_BYTES
 from meshwright.spec.layout import RECOMPUTE, Layout
 
@@ -28,7 +28,7 @@ SEQUENCES = tuple(2**n for n in range(9, 18))
 MANY = 200
 """Cuts of a layer beyond which every other length is left out, for the size of the page."""
 STACK = ("hides_gradients", "hides_weights", "hides_sends", "send_s", "contention", "step_s", "micro_batch_s")
-Known = dict[int, dict[tuple[object, ...], dict[str, Cost]]]
+Known = dict[int, dict[tuple[object, ...], dict[str, MicroBatchCost]]]
 """Length of the sequence -> parts that were timed already."""
 LARGE = 10**9
 """Elements of an optimizer step from which seconds per element are taken."""
@@ -94,7 +94,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))
 
 
-def _seconds(costs: dict[str, Cost]) -> tuple[float, ...]:
+def _seconds(costs: dict[str, MicroBatchCost]) -> tuple[float, ...]:
     """Forward, weights, inputs, exposed exchanges; what selective and full recomputation add to both of these (full
     repeats the whole forward pass)."""
     none, some, full = (costs[policy] for policy in RECOMPUTE)
@@ -104,13 +104,13 @@ def _seconds(costs: dict[str, Cost]) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _mean(of: Estimator, costs: Costs) -> Cost:
+def _mean(of: Estimator, costs: Costs) -> MicroBatchCost:
     """Of a dense layer; of a model whose later layers have a window, the mean of both kinds."""
     dense = of.shape.layers - of.shape.routed_layers
     windowed = sum(bool(of.shape.window_of(n)) and not of.shape.is_moe_layer(n) for n in range(of.shape.layers))
     if not (of.shape.window and of.shape.window_from_layer and dense):
         return costs.dense
-    return Cost().plus(costs.dense, 1 - windowed / dense).plus(costs.windowed, windowed / dense)
+    return MicroBatchCost().plus(costs.dense, 1 - windowed / dense).plus(costs.windowed, windowed / dense)
 
 
 def _layers(
@@ -145,9 +145,9 @@ def _sharing(of: Estimator, cuts: list[tuple[int, int]]) -> dict[str, list[list[
     dense = next((n for n in layers if not shape.is_moe_layer(n)), None)
     routed = next((n for n in layers if shape.is_moe_layer(n)), None)
     parts = [
-        Held((dense,) if dense is not None else (), False, False),
-        Held((routed,) if routed is not None else (), False, False),
-        *(Held((), *ends) for ends in ((True, False), (False, True), (True, True))),
+        StageContents((dense,) if dense is not None else (), False, False),
+        StageContents((routed,) if routed is not None else (), False, False),
+        *(StageContents((), *ends) for ends in ((True, False), (False, True), (True, True))),
     ]
     found = {}
     for tp, ep in cuts:
@@ -160,10 +160,10 @@ def _sharing(of: Estimator, cuts: list[tuple[int, int]]) -> dict[str, list[list[
     return found
 
 
-def _of_part(of: Estimator, plain: Layout, part: Held) -> list[float]:
+def _of_part(of: Estimator, plain: Layout, part: StageContents) -> list[float]:
     if not (part.layers or part.first or part.last):
         return [0.0] * 4
-    none = Counts(whole=0, shard=0, own=0, gathered=0, tensors=0)
+    none = ElementCounts(whole=0, shard=0, own=0, gathered=0, tensors=0)
     word = states(of.stack, plain, of.recipe.precision, none, 2, of.recipe.reduce_dtype)
     summed = of.stack.gradient_exchange_bytes or word.gradient_bytes
     flat = _flat(of.stack)

@@ -18,7 +18,7 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.cost.curves import DeviceCurves, Grid, LinkCurves
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
 from meshwright.planner.cost.host_time import KINDS, Host
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
@@ -245,7 +245,7 @@ def _stack(table: dict[str, Any]) -> Stack:
     return replace(MESHWRIGHT, **found)
 
 
-def _grid(where: str, name: str, table: Any) -> Grid:
+def _grid(where: str, name: str, table: Any) -> RateGrid:
     *names, values = AXES[name]
     _known(where, table, AXES[name])
     for key in AXES[name]:
@@ -259,7 +259,7 @@ def _grid(where: str, name: str, table: Any) -> Grid:
             raise ValueError(f"{where}.{key} must increase from one to the next")
     if len(lists[values]) != count:
         raise ValueError(f"{where}.{values} has {len(lists[values])} numbers; its axes make {count}")
-    return Grid(tuple(lists[key] for key in names), lists[values])
+    return RateGrid(tuple(lists[key] for key in names), lists[values])
 
 
 def _table(name: str, document: Mapping[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:

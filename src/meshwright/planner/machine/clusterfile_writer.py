@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 
-from meshwright.planner.cost.curves import Grid
+from meshwright.planner.cost.curves import RateGrid
 from meshwright.planner.cost.host_time import KINDS
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
@@ -76,7 +76,7 @@ def _links(ranks: int, links: Links) -> Iterator[str]:
                 yield f"{name} = {_grid(name, grid)}"
 
 
-def _grid(name: str, grid: Grid) -> str:
+def _grid(name: str, grid: RateGrid) -> str:
     *names, values = AXES[name]
     parts = [f"{key} = {_list(axis)}" for key, axis in zip(names, grid.axes, strict=True)]
     return "{ " + ", ".join([*parts, f"{values} = {_list(grid.values)}"]) + " }"

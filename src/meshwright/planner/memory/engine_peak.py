@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.cost.stage_costs import Cost
-from meshwright.planner.memory.instants import Moment, What, moments_of
+from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.memory.instants import Instant, What, moments_of
 from meshwright.spec.layout import Layout
 
 Kinds = dict[str, float]
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     activations: float
 
 
-class Unit(NamedTuple):
+class GatherUnit(NamedTuple):
     """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
 
     parameters: float = 0.0
@@ -56,12 +56,12 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class GatherUnits:
     """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
 
-    first: Unit
-    block: Unit
-    last: Unit
+    first: GatherUnit
+    block: GatherUnit
+    last: GatherUnit
     summed: bool
     """Whether any other rank has gradients to be summed with these."""
     tied: bool = False
@@ -76,18 +76,18 @@ def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     return ROUNDS * width + (micro_batches % ranks if virtual == 1 else 0)
 
 
-def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Moment, ...]:
+def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...]:
     """Of a pipeline rank, or of a step without a pipeline."""
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
-    found = [Moment("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
+    found = [Instant("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
     if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
     for graded, final in passes:
-        found.append(Moment("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
-        found.append(Moment("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
+        found.append(Instant("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
+        found.append(Instant("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
     return tuple(found)
 
 
@@ -110,7 +110,9 @@ class Standing(NamedTuple):
     logits_bytes: float
 
 
-def standing(found: tuple[Moment, ...], costs: list[Cost], shares: tuple[float, ...]) -> tuple[Standing, ...]:
+def standing(
+    found: tuple[Instant, ...], costs: list[MicroBatchCost], shares: tuple[float, ...]
+) -> tuple[Standing, ...]:
     """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
     which of the stages before the last is under way. `shares`: of the rank's parameters, each stage's."""
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
@@ -137,14 +139,14 @@ def _front(some: list[Standing]) -> Iterator[Standing]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class PipelineRank:
     """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
     reduced together. `last`: its last stage is the model's."""
 
     layout: Layout
-    costs: list[Cost]
+    costs: list[MicroBatchCost]
     state: Kinds
-    units: Units
+    units: GatherUnits
     last: bool
     first: bool
     """Its first stage is."""
@@ -213,7 +215,7 @@ class Rank:
                 temporaries = max(temporaries, cost.weights * (self.made + self.summed))
             yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
 
-    def _head(self, before: float, logits: float, cost: Cost, again: bool, final: bool) -> Iterator[Place]:
+    def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
         last, gone = self.units.last, cost.logits.kept - cost.logits.held
         gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
@@ -228,10 +230,17 @@ class Rank:
             yield Place(gradients, logits - gone, 0.0, last.gradients, self._gone(final))
 
     def _layer(
-        self, before: float, logits: float, temporaries: float, cost: Cost, again: bool, final: bool, ends: bool
+        self,
+        before: float,
+        logits: float,
+        temporaries: float,
+        cost: MicroBatchCost,
+        again: bool,
+        final: bool,
+        ends: bool,
     ) -> Place:
         """The first layer of the pass. The head's gradients may still be under way."""
-        last, block = self.units.last if ends else Unit(), self.units.block
+        last, block = self.units.last if ends else GatherUnit(), self.units.block
         gone = cost.logits.kept - cost.logits.held if ends else 0.0
         freed = self._gone(final and ends)
         if self.apart:
@@ -258,7 +267,7 @@ class Rank:
 
     def _left(self, gradients: float) -> float:
         """Of a stage's gradients, when they are reduced."""
-        return self._shard(Unit(gradients=gradients)) if self.lets_go else gradients
+        return self._shard(GatherUnit(gradients=gradients)) if self.lets_go else gradients
 
     def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
         """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the
@@ -273,10 +282,10 @@ class Rank:
         more = first.gradients if again and self.made < self.summed else 0.0
         if final:
             own = self.state["gradients"] * final
-            left = first.gradients + block.gradients + self._shard(Unit(gradients=own))
+            left = first.gradients + block.gradients + self._shard(GatherUnit(gradients=own))
             gradients -= max(0.0, own - left)
         return Place(gradients, logits, first.made + more, gone=gone)
 
-    def _shard(self, unit: Unit) -> float:
+    def _shard(self, unit: GatherUnit) -> float:
         """Of gradients after their reduction."""
         return unit.gradients / (self.layout.dp_shard * self.layout.cp)

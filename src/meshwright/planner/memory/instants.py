@@ -11,7 +11,7 @@ from meshwright.spec.schedule import schedule
 What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
     gradients are reduced. `inputs`: so does one that leaves gradients of weights; `split`: it comes to its last layer.
     `embedding`: one ends with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of
@@ -32,15 +32,15 @@ class Moment(NamedTuple):
 
 
 @cache
-def moments_of(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Moment, ...]:
+def moments_of(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Instant, ...]:
     """Those of a pipeline rank in a step, none of which is below another of its kind."""
-    kinds: dict[tuple[What, int], set[Moment]] = {}
+    kinds: dict[tuple[What, int], set[Instant]] = {}
     for one in _walk(name, ranks, micro_batches, virtual, rank):
         kinds.setdefault((one.what, one.place), set()).add(one)
     return tuple(sorted(one for some in kinds.values() for one in _highest(some)))
 
 
-def _highest(some: Collection[Moment]) -> Iterator[Moment]:
+def _highest(some: Collection[Instant]) -> Iterator[Instant]:
     """Those of one kind below no other. What is reduced is less with ZeRO and as much without."""
     flat = {one: (*one.alive, *one.queued, *one.graded, *(-done for done in one.reduced)) for one in some}
     for one, mine in flat.items():
@@ -48,14 +48,14 @@ def _highest(some: Collection[Moment]) -> Iterator[Moment]:
             yield one
 
 
-def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Moment]:
+def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Instant]:
     actions = schedule(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive, queued, graded, reduced = ([0] * len(places) for _ in range(4))
     last = {action.stage: action for action in actions if action.kind in ("W", "BW")}
 
-    def now(what: What) -> Moment:
-        return Moment(what, place, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
+    def now(what: What) -> Instant:
+        return Instant(what, place, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
 
     for action in actions:
         place = places[action.stage]

@@ -5,10 +5,10 @@ from functools import cache
 
 from meshwright.planner.cost.local_shape import SPLIT
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import Cost
+from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import Rank, Standing, Unit, Units, enough
-from meshwright.planner.memory.instants import Moment, What
+from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, PipelineRank, Standing, enough
+from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
@@ -90,18 +90,18 @@ def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
     return name == "interleaved" and m * v > ahead + v * width
 
 
-def first_backward(layout: Layout, micro_batches: int, rank: int) -> Moment:
+def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
     """By closed form, of a pipeline rank: a backward pass begins with as much in flight as before its first."""
     name, p, v = layout.schedule, layout.pp, layout.vp
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
     what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
     none = (0,) * len(alive)
-    return Moment(what, len(alive) - 1, alive, none, graded, none)
+    return Instant(what, len(alive) - 1, alive, none, graded, none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class TransientBytes:
     """Bytes that data parallelism holds for a while, in a step without a pipeline, at three moments: when the loss is
     made, when the head's gradients are whole, in the backward pass of the last layer."""
 
@@ -110,14 +110,14 @@ class Whole:
     layer_bytes: float = 0.0
 
 
-def whole_together(block: Unit, ends: Unit) -> Whole:
+def whole_together(block: GatherUnit, ends: GatherUnit) -> TransientBytes:
     """ZeRO-3 where the ends stay whole from the first forward to the last backward pass: two blocks beside them, since
     the next is gathered early; one's gradients and the buffer they are reduced from."""
     found = 2 * block.parameters + 2 * block.gradients + ends.parameters
-    return Whole(loss_bytes=found, layer_bytes=found)
+    return TransientBytes(loss_bytes=found, layer_bytes=found)
 
 
-def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
+def whole_apart(zero: int, block: GatherUnit, last: GatherUnit, tied: bool) -> TransientBytes:
     """Norm with head are a unit that is whole from its forward to its backward pass; `tied`: with the embedding, whole
     from the first to the last moment of a micro-batch. Gradients stand twice when they are laid into the buffer that is
     reduced, which lives until the next one is: ZeRO 0 and 1 keep them whole anyway, 2 and 3 only then."""
@@ -127,10 +127,10 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
         ends = parameters * last.parameters
         kept = last.gradients if zero >= 2 else 0.0
         layer = 2 * parameters * block.parameters + copies * block.gradients
-        return Whole(loss_bytes=ends, head_bytes=ends + parameters * block.parameters + kept,
+        return TransientBytes(loss_bytes=ends, head_bytes=ends + parameters * block.parameters + kept,
                      layer_bytes=ends + kept + layer)  # fmt: skip
     later = max(block.gradients, last.gradients) + (copies - 1) * block.gradients
-    return Whole(
+    return TransientBytes(
         loss_bytes=parameters * last.parameters,
         head_bytes=parameters * (last.parameters + block.parameters) + copies * last.gradients,
         layer_bytes=2 * parameters * block.parameters + later,
@@ -138,8 +138,8 @@ def whole_apart(zero: int, block: Unit, last: Unit, tied: bool) -> Whole:
 
 
 def rank_memory(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], state: States, rank: int, whole: Whole,
-    border_bytes: float, update_bytes: float, exact: bool = True, units: Units | None = None,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], state: States, rank: int,
+    whole: TransientBytes, border_bytes: float, update_bytes: float, exact: bool = True, units: GatherUnits | None = None,
     found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
@@ -147,7 +147,7 @@ def rank_memory(
     costs = [stages[stage] for stage in own_stages(layout, rank)]
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
-        one = Rank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
+        one = PipelineRank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
                    summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1,
                    first=own_stages(layout, rank)[0] == 0)  # fmt: skip
         when, kinds = one.peak(found)
@@ -158,7 +158,11 @@ def rank_memory(
             alive = moments(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         gathers = layout.pp == 1 or stack.sharding == "flat"
-        kinds = {**state.step, "activations": activations, **_backward(alive, costs, whole if gathers else Whole())}
+        kinds = {
+            **state.step,
+            "activations": activations,
+            **_backward(alive, costs, whole if gathers else TransientBytes()),
+        }
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
     if stack.step_buffers and layout.pp > 1:
         own = own_stages(layout, rank)
@@ -177,7 +181,9 @@ def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def _backward(alive: tuple[tuple[int, ...], ...], costs: list[Cost], whole: Whole) -> dict[str, float]:
+def _backward(
+    alive: tuple[tuple[int, ...], ...], costs: list[MicroBatchCost], whole: TransientBytes
+) -> dict[str, float]:
     """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
     them, when one micro-batch's logits are gone."""
     kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)

@@ -16,9 +16,9 @@ from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import (
     Cell,
-    Family,
     Fixed,
     Region,
+    RegionFamily,
     batches,
     cells,
     keep,
@@ -45,7 +45,7 @@ class Shares(NamedTuple):
     first: int
     """1 = and the embedding."""
 
-    def bytes_of(self, held: "Held") -> tuple[float, float]:
+    def bytes_of(self, held: "HeldBytes") -> tuple[float, float]:
         """(all of a rank's states, its gradients)."""
         dense, routed, ends = held.gradients
         return (
@@ -54,7 +54,7 @@ class Shares(NamedTuple):
         )
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes of what stays through a step, by ZeRO stage: of a dense layer, a routed one, the embedding."""
 
     dense: float
@@ -77,14 +77,14 @@ class Idle(NamedTuple):
 
 
 @dataclass(slots=True)
-class Known:
+class CellTerms:
     """What cells have in common."""
 
     shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
     """(ranks, micro-batches, pipelines) -> `lowest` of them."""
     stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
     """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
-    states: dict[tuple[int, int, int, int, bool, bool, bool], Held] = field(default_factory=dict)
+    states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
 
 
 def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
@@ -124,12 +124,12 @@ def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: i
 class Least:
     """Of one cell's layouts."""
 
-    def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: Known) -> None:
+    def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
         self.of, self.cell, self.base, self.known = of, cell, plan.layout, known
         self.splits = sorted(splits, key=sharing, reverse=True)
         self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
         self.dense = of.shape.layers - of.shape.routed_layers
-        self._states: dict[bool, list[Held]] = {}
+        self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[int, list[Idle]] = {}
         self._kept: dict[str, tuple[float, float, float]] = {}
         self._costs: dict[tuple[int, str], Costs] = {}
@@ -148,7 +148,7 @@ class Least:
                 self._costs[micro_batch, policy] = found
         return self._costs[key]
 
-    def family_bytes(self, family: Family, room: float = float("inf")) -> float:
+    def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
         """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
         m = self.m(family.micro_batch, self.largest)
         if m not in self._ranks:
@@ -175,7 +175,7 @@ class Least:
             self.known.stays[key] = found
         return self.known.stays[key]
 
-    def kind(self, family: Family, peak_bytes: float) -> str:
+    def kind(self, family: RegionFamily, peak_bytes: float) -> str:
         """What is largest where the family's least memory is `peak_bytes`."""
         m = self.m(family.micro_batch, self.largest)
         if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._ranks[m]):
@@ -210,14 +210,14 @@ class Least:
             self._kept[recompute] = costs.dense.kept_bytes, costs.routed.kept_bytes, min(inside, default=0.0)
         return self._kept[recompute]
 
-    def states(self, sums: bool) -> list[Held]:
+    def states(self, sums: bool) -> list[HeldBytes]:
         """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""
         if sums not in self._states:
             most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
             self._states[sums] = [self._of_split(split, sums) for split in most.values()][::-1]
         return self._states[sums]
 
-    def _of_split(self, split: Split, sums: bool) -> Held:
+    def _of_split(self, split: Split, sums: bool) -> HeldBytes:
         layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
         alone = layout.dp * layout.cp == 1
         key = layout.tp, layout.ep, layout.dp_shard * layout.cp, layout.zero, layout.pp > 1, sums, alone
@@ -225,7 +225,7 @@ class Least:
             self.known.states[key] = self._held(layout, 2 if sums else 1)
         return self.known.states[key]
 
-    def _held(self, layout: Layout, m: int) -> Held:
+    def _held(self, layout: Layout, m: int) -> HeldBytes:
         shape, recipe = self.of.shape, self.of.recipe
         parts = []
         for layers, first in (((0,), False), ((shape.layers - 1,), False), ((), True)):
@@ -234,11 +234,11 @@ class Least:
             parts.append(states(self.of.stack, layout, recipe.precision, count, m, recipe.reduce_dtype).step)
         dense, routed, ends = (sum(part.values()) for part in parts)
         gradients = tuple(part["gradients"] for part in parts)
-        return Held(
+        return HeldBytes(
             dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
         )
 
-    def family_s(self, family: Family) -> float:
+    def family_s(self, family: RegionFamily) -> float:
         """No layout of the family takes less: work that is spread evenly, without a bubble."""
         shape, m = self.of.shape, self.m(family.micro_batch, self.batch)
         costs = self.costs(family.micro_batch, family.recompute)
@@ -272,9 +272,9 @@ def sharing(split: Split) -> tuple[int, int]:
     return (split[1] if split[2] else 0, split[2])
 
 
-def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, Family]]:
+def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, RegionFamily]]:
     """All that are legal, each with the bounds of its cell."""
-    known = Known()
+    known = CellTerms()
     for cell in cells(plan, plan.cluster.devices, fixed):
         sharings = splits(cell, fixed)
         if not sharings:
@@ -285,4 +285,4 @@ def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, F
             if not schedules:
                 continue
             for recompute in keep(fixed, "recompute", RECOMPUTE):
-                yield least, Family(cell, micro, recompute, schedules)
+                yield least, RegionFamily(cell, micro, recompute, schedules)

@@ -21,7 +21,7 @@ DOUBLINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class LayoutChange:
     """A layout with one thing changed."""
 
     what: str
@@ -29,7 +29,7 @@ class Change:
     fits: bool
 
 
-def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> Change | None:
+def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutChange | None:
     """The change's prediction; None where it is illegal."""
     try:
         changed = replace(plan, layout=layout)
@@ -38,10 +38,10 @@ def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> Change | 
         prediction = of.predict(changed)
     except (IllegalLayout, PlanError):
         return None
-    return Change(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
+    return LayoutChange(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
 
 
-def without(of: Estimator, plan: Plan) -> Iterator[Change]:
+def without(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
     layout = plan.layout
     for axis in AXES:
@@ -88,13 +88,13 @@ def _with_batch(layout: Layout, plan: Plan) -> Layout:
     return replace(layout, micro_batch=micro)
 
 
-def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[Change]:
+def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[LayoutChange]:
     """What would make a layout that does not fit fit, the cheapest first."""
     found = [change for change in _tries(of, plan) if change.fits]
     return sorted(found, key=lambda change: change.prediction.step_s)[:most]
 
 
-def _tries(of: Estimator, plan: Plan) -> Iterator[Change]:
+def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
     tries: list[Layout] = []
@@ -133,7 +133,7 @@ def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
     return replace(layout, **changes)
 
 
-def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:
+def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, LayoutChange | None]:
     """(the longest sequence that fits by doubling, the first that does not) with everything else as it is."""
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
     while sequence < 2**24:
@@ -143,7 +143,7 @@ def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, Change | None]:
             return fits, None
         prediction = estimator(longer, of.stack, of.speeds, of.links).predict(longer)
         if prediction.peak_bytes > usable_bytes(plan):
-            return fits, Change(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
+            return fits, LayoutChange(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
         fits = sequence
     return fits, None
 

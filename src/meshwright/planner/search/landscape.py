@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.search.bounds import Least, families
 from meshwright.planner.search.ranking import usable_bytes
-from meshwright.planner.search.regions import Family, Region
+from meshwright.planner.search.regions import Region, RegionFamily
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
@@ -31,7 +31,7 @@ FIELDS = (
 PARTS = ("compute_s", "exchange_s", "bubble_s", "weights_s", "gradients_s", "optimizer_s", "other_s")
 
 
-class Point(NamedTuple):
+class LayoutPoint(NamedTuple):
     """A layout, counted."""
 
     step_s: float
@@ -45,14 +45,14 @@ class Front:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.points: list[Point] = []
+        self.points: list[LayoutPoint] = []
 
     def beats(self, step_s: float, peak_bytes: float) -> bool:
         """Whether one of them is at most as long and as large."""
         place = bisect_right(self.times, step_s)
         return place > 0 and self.points[place - 1].peak_bytes <= peak_bytes
 
-    def add(self, point: Point) -> None:
+    def add(self, point: LayoutPoint) -> None:
         """Unless it is beaten; those that it beats go."""
         if self.beats(point.step_s, point.peak_bytes):
             return
@@ -95,7 +95,7 @@ def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     }
 
 
-def search_front(of: Estimator, every: list[tuple[Least, Family]]) -> tuple[Front, list[Point]]:
+def search_front(of: Estimator, every: list[tuple[Least, RegionFamily]]) -> tuple[Front, list[LayoutPoint]]:
     """The front of all families, counted exactly, and all points looked at."""
     front, looked = Front(), []
     bounds = [(least.family_s(family), least.family_bytes(family)) for least, family in every]
@@ -110,7 +110,9 @@ def search_front(of: Estimator, every: list[tuple[Least, Family]]) -> tuple[Fron
     return front, looked
 
 
-def _promising(least: Least, family: Family, least_s: float, front: Front) -> Iterator[tuple[float, float, Region]]:
+def _promising(
+    least: Least, family: RegionFamily, least_s: float, front: Front
+) -> Iterator[tuple[float, float, Region]]:
     """A family's schedules. Of interleaved ones those with less time than all that take less memory, as far as bounds
     can tell: they share the states in the same ways."""
     shortest_s = inf
@@ -128,7 +130,7 @@ def _promising(least: Least, family: Family, least_s: float, front: Front) -> It
 
 def _not_beaten(
     of: Estimator, least: Least, region: Region, least_s: float, least_bytes: float, front: Front
-) -> Iterator[Point]:
+) -> Iterator[LayoutPoint]:
     """The region's layouts, for as long as the front does not beat what is left of them."""
     layout = region.layout(*least.splits[0], base=least.base)
     if of.shape.moe is None:  # it shares its states most: the others hold no less, but for what is gathered for a while
@@ -140,7 +142,7 @@ def _not_beaten(
         yield counted(of, region.layout(*split, base=least.base), exact=False)
 
 
-def front_of(of: Estimator, points: Iterable[Point]) -> Front:
+def front_of(of: Estimator, points: Iterable[LayoutPoint]) -> Front:
     """Of these points, counted exactly."""
     front = Front()
     for point in points:
@@ -148,20 +150,22 @@ def front_of(of: Estimator, points: Iterable[Point]) -> Front:
     return front
 
 
-def add(of: Estimator, front: Front, point: Point) -> None:
+def add(of: Estimator, front: Front, point: LayoutPoint) -> None:
     """A point as closed forms count it: the truth is no less, so it is asked for only where that is not beaten."""
     if not front.beats(point.step_s, point.peak_bytes):
         front.add(counted(of, point.layout))
 
 
-def look(of: Estimator, least: Least, family: Family) -> Iterator[Point]:
+def look(of: Estimator, least: Least, family: RegionFamily) -> Iterator[LayoutPoint]:
     """The family's layouts, by closed forms."""
     for region in family.regions():
         for split in least.splits:
             yield counted(of, region.layout(*split, base=least.base), exact=False)
 
 
-def drawn(of: Estimator, every: list[tuple[Least, Family]], sizes: list[int], number: int, dice: Random) -> list[Point]:
+def drawn(
+    of: Estimator, every: list[tuple[Least, RegionFamily]], sizes: list[int], number: int, dice: Random
+) -> list[LayoutPoint]:
     """So many layouts, each as likely as any other."""
     ends = list(accumulate(sizes))
     found = []
@@ -175,13 +179,13 @@ def drawn(of: Estimator, every: list[tuple[Least, Family]], sizes: list[int], nu
     return found
 
 
-def counted(of: Estimator, layout: Layout, *, exact: bool = True) -> Point:
+def counted(of: Estimator, layout: Layout, *, exact: bool = True) -> LayoutPoint:
     """Of one layout."""
     time, memory = of.measure(layout, exact=exact)
-    return Point(time.total_s, max(one.total_bytes for one in memory), layout, time)
+    return LayoutPoint(time.total_s, max(one.total_bytes for one in memory), layout, time)
 
 
-def _row(point: Point) -> list[Any]:
+def _row(point: LayoutPoint) -> list[Any]:
     """[fields of the layout, seconds of each part, bytes], to four digits."""
     seconds = [_digits(getattr(point.time, part)) for part in PARTS]
     layout = [int(v) if isinstance(v := getattr(point.layout, name), bool) else v for name in FIELDS]

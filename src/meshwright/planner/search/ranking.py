@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
 from meshwright.planner.search.bounds import Least, Split, families
-from meshwright.planner.search.regions import Family, Fixed, Region
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.errors import IllegalLayout
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
         return self.region.layout(*self.split, base=base)
 
 
-Waiting = tuple[float, int, Least, Family | Region | Choice]
+Waiting = tuple[float, int, Least, RegionFamily | Region | Choice]
 """(no layout of it takes less seconds, its number, bounds, what it is)."""
 
 
@@ -102,7 +102,7 @@ class _Search:
             if isinstance(first, Choice):
                 self.look(first)
                 continue
-            opened = self.regions(least, first) if isinstance(first, Family) else self.choices(least, first)
+            opened = self.regions(least, first) if isinstance(first, RegionFamily) else self.choices(least, first)
             for bound_s, one in opened:
                 heappush(waiting, (bound_s, next(self.numbers), least, one))
         self.found.slower += sum(map(_layouts, waiting))
@@ -129,7 +129,7 @@ class _Search:
             number = len(least.splits) * len(family.pipelines)
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
-    def regions(self, least: Least, family: Family) -> Iterator[tuple[float, Region]]:
+    def regions(self, least: Least, family: RegionFamily) -> Iterator[tuple[float, Region]]:
         """Those of a family that may fit and may be listed, each with the least seconds it takes."""
         for region in family.regions():
             peak = least.region_bytes(region)
@@ -205,14 +205,14 @@ def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
 def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     """The layout with the lowest peak; IllegalLayout where none is legal."""
     numbers = count()
-    waiting: list[tuple[float, int, Least, Family | Region]] = [
+    waiting: list[tuple[float, int, Least, RegionFamily | Region]] = [
         (least.family_bytes(family), next(numbers), least, family) for least, family in families(of, plan, fixed)
     ]
     heapify(waiting)
     best: tuple[float, Layout] | None = None
     while waiting and (best is None or waiting[0][0] < best[0]):
         _, _, least, first = heappop(waiting)
-        if isinstance(first, Family):
+        if isinstance(first, RegionFamily):
             for region in first.regions():
                 heappush(waiting, (least.region_bytes(region), next(numbers), least, region))
             continue
@@ -231,7 +231,7 @@ def _layouts(waiting: Waiting) -> int:
     _, _, least, what = waiting
     if isinstance(what, Choice):
         return 1
-    return len(least.splits) * (len(what.pipelines) if isinstance(what, Family) else 1)
+    return len(least.splits) * (len(what.pipelines) if isinstance(what, RegionFamily) else 1)
 
 
 def _rank(found: Prediction) -> tuple[float, int, float]:

@@ -72,7 +72,7 @@ class Region(NamedTuple):
 DEFAULT = Layout()
 
 
-class Family(NamedTuple):
+class RegionFamily(NamedTuple):
     """All regions of a cell with one micro-batch and recompute policy: (schedule, virtual stages) of each."""
 
     cell: Cell

@@ -3,23 +3,23 @@
 from dataclasses import dataclass, field
 
 from meshwright.planner.cost.local_shape import Local
-from meshwright.planner.cost.stage_costs import Cost, Costs, Policies
-from meshwright.planner.cost.states import Counts
+from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, Policies
+from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
 from meshwright.planner.time.collectives import Sharing
 from meshwright.planner.time.timeline import Edges
 
 
 @dataclass(slots=True)
-class Known:
+class Memo:
     """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
 
     parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
-    counts: dict[tuple[object, ...], Counts] = field(default_factory=dict)
+    counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[int, int], Edges] = field(default_factory=dict)
-    stages: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
+    stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)
     standing: dict[tuple[object, ...], tuple[Standing, ...]] = field(default_factory=dict)
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)

@@ -8,20 +8,20 @@ from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.stage_costs import Cost, ranks_of
-from meshwright.planner.cost.states import Counts, States, states
-from meshwright.planner.memory.engine_peak import Standing, Unit, Units, moments, standing
+from meshwright.planner.cost.stage_costs import MicroBatchCost, ranks_of
+from meshwright.planner.cost.states import ElementCounts, States, states
+from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import (
     RankMemory,
-    Whole,
+    TransientBytes,
     first_backward,
     rank_memory,
     whole_apart,
     whole_together,
 )
 from meshwright.planner.step.prediction import Prediction
-from meshwright.planner.step.shared_costs import Pieces
-from meshwright.planner.time.collectives import Held, Sharing, sharing
+from meshwright.planner.step.shared_costs import SharedCosts
+from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.timeline import (
     StepTime,
     least_s,
@@ -43,14 +43,14 @@ POSITION_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimator(Pieces):
+class Estimator(SharedCosts):
     """Predicts layouts."""
 
-    def _layers(self, layout: Layout, rank: int) -> Held:
+    def _layers(self, layout: Layout, rank: int) -> StageContents:
         """What a pipeline rank has."""
         split, own = self.split(layout), own_stages(layout, rank)
         layers = tuple(layer for stage in own for layer in split[stage])
-        return Held(layers, 0 in own, len(split) - 1 in own)
+        return StageContents(layers, 0 in own, len(split) - 1 in own)
 
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
         """Seconds of data parallelism of a pipeline rank."""
@@ -107,7 +107,7 @@ class Estimator(Pieces):
             passes_s /= max(1.0, self.speeds.ranks_per_core)
         return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
 
-    def _passes_s(self, layout: Layout, m: int, stages: list[Cost], send_s: float, exact: bool) -> float:
+    def _passes_s(self, layout: Layout, m: int, stages: list[MicroBatchCost], send_s: float, exact: bool) -> float:
         """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
         if not exact or layout.pp == 1:
@@ -167,22 +167,22 @@ class Estimator(Pieces):
             return 0.0
         return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
 
-    def _with_sends(self, layout: Layout, stages: list[Cost], send_s: float) -> list[Cost]:
+    def _with_sends(self, layout: Layout, stages: list[MicroBatchCost], send_s: float) -> list[MicroBatchCost]:
         """What of the transfers no computation hides stands in both neighbours' time."""
         shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
         if not shown:
             return stages
-        return [c.plus(Cost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
+        return [c.plus(MicroBatchCost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
     def _memory(
         self,
         layout: Layout,
         m: int,
-        stages: list[Cost],
+        stages: list[MicroBatchCost],
         state: States,
         rank: int,
         of: Local,
-        count: Counts,
+        count: ElementCounts,
         exact: bool,
     ) -> RankMemory:
         return rank_memory(
@@ -195,7 +195,9 @@ class Estimator(Pieces):
             found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
         )  # fmt: skip
 
-    def _standing(self, layout: Layout, m: int, stages: list[Cost], rank: int, exact: bool) -> tuple[Standing, ...]:
+    def _standing(
+        self, layout: Layout, m: int, stages: list[MicroBatchCost], rank: int, exact: bool
+    ) -> tuple[Standing, ...]:
         """The moments of a rank's schedule, the same for all splits of data parallelism but those that reduce each
         micro-batch at once."""
         key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
@@ -206,33 +208,33 @@ class Estimator(Pieces):
             self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
-    def _update_bytes(self, count: Counts) -> float:
+    def _update_bytes(self, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
         widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
         return count.own * self.stack.update_bytes + widened
 
-    def _whole(self, layout: Layout, state: States) -> Whole:
+    def _whole(self, layout: Layout, state: States) -> TransientBytes:
         """What data parallelism gathers, and reduces from."""
         apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
         if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
-            return Whole()
+            return TransientBytes()
         tied = self.shape.tied
         block = self._unit(layout, state, (self.shape.layers - 1,))
         if not apart:
             return whole_together(block, self._unit(layout, state, (), first=True, last=True))
         return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
 
-    def _units(self, layout: Layout, state: States) -> Units:
+    def _units(self, layout: Layout, state: States) -> GatherUnits:
         """Of this package's engine: what is gathered, made and reduced together."""
         tied, summed = self.shape.tied, layout.dp * layout.cp > 1
         layers = self.shape.layers
         made = state.parameter_bytes / state.gradient_bytes
 
-        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> Unit:
+        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> GatherUnit:
             found = self._unit(layout, state, layers, first=first, last=last)
-            return Unit(found.parameters, found.gradients, found.gradients * made)
+            return GatherUnit(found.parameters, found.gradients, found.gradients * made)
 
-        return Units(
+        return GatherUnits(
             first=unit((), first=True, last=tied),
             block=unit((layers - 1,)),
             last=unit((), first=tied, last=True),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
-from meshwright.planner.time.collectives import Sent, traffic
+from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.flop import token_flop
 from meshwright.spec.plan import Plan
@@ -77,7 +77,7 @@ class Prediction:
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
         return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
 
-    def traffic(self, pp_rank: int = 0) -> tuple[Sent, ...]:
+    def traffic(self, pp_rank: int = 0) -> tuple[SentCalls, ...]:
         """What a rank of a pipeline rank sends in a step, by axis and collective."""
         return traffic(self.plan, pp_rank, self.stack)
 

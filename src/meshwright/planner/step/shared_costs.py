@@ -7,10 +7,10 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
-from meshwright.planner.cost.stage_costs import Cost, Costs, costs, split_by_cost
-from meshwright.planner.cost.states import Counts, States, counts
-from meshwright.planner.memory.engine_peak import Unit
-from meshwright.planner.step.memo import Known
+from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, costs, split_by_cost
+from meshwright.planner.cost.states import ElementCounts, States, counts
+from meshwright.planner.memory.engine_peak import GatherUnit
+from meshwright.planner.step.memo import Memo
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
@@ -24,7 +24,7 @@ KEPT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class SharedCosts:
     """What layouts of one model, recipe and cluster share, counted once."""
 
     shape: ModelShape
@@ -35,8 +35,8 @@ class Pieces:
     links: Links
 
     @cached_property
-    def _known(self) -> Known:
-        return Known()
+    def _known(self) -> Memo:
+        return Memo()
 
     @property
     def _gpu(self) -> bool:
@@ -77,13 +77,13 @@ class Pieces:
             )
         return self._known.splits[key]
 
-    def stages(self, layout: Layout) -> list[Cost]:
+    def stages(self, layout: Layout) -> list[MicroBatchCost]:
         """Cost of each pipeline stage; those of the layouts asked for last are kept."""
         key = self._stages_key(layout)
         if key not in self._known.stages:
             _, found = self.parts(layout)
             split = self.split(layout)
-            made: dict[tuple[int, int, int, bool, bool], Cost] = {}
+            made: dict[tuple[int, int, int, bool, bool], MicroBatchCost] = {}
             stages = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
@@ -122,7 +122,7 @@ class Pieces:
             ]  # fmt: skip
         return self._known.kinds[key]
 
-    def held(self, layout: Layout, rank: int) -> Counts:
+    def held(self, layout: Layout, rank: int) -> ElementCounts:
         """Elements that a pipeline rank holds."""
         kind = self._ranks(layout)[rank]
         key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
@@ -165,9 +165,9 @@ class Pieces:
 
     def _unit(
         self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
-    ) -> Unit:
+    ) -> GatherUnit:
         key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
         if key not in self._known.counts:
             self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         found = self._known.counts[key].gathered
-        return Unit(found * state.parameter_bytes, found * state.gradient_bytes)
+        return GatherUnit(found * state.parameter_bytes, found * state.gradient_bytes)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.cost.block import Block, embedding, head, layer
+from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
@@ -27,7 +27,7 @@ from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
 
-class Sent(NamedTuple):
+class SentCalls(NamedTuple):
     """All calls of one collective along one axis in a step."""
 
     axis: str
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
     sent_bytes: int
 
 
-class Held(NamedTuple):
+class StageContents(NamedTuple):
     """Layers of a pipeline rank, and whether it has the embedding and the head."""
 
     layers: tuple[int, ...]
@@ -52,14 +52,14 @@ NAMES = {
 }  # fmt: skip
 
 
-def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Sent, ...]:
+def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[SentCalls, ...]:
     """Of the ranks with place 0 on every axis but the pipeline's."""
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     for axis, collective, times, each_bytes in _all(plan, pp_rank, stack):
         calls[axis, collective] += times
         sent[axis, collective] += times * int(each_bytes)
-    return tuple(Sent(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
+    return tuple(SentCalls(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
 
 
 def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
@@ -78,7 +78,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
-    part = Held(
+    part = StageContents(
         layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
     )
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
@@ -105,7 +105,7 @@ class Sharing(NamedTuple):
         return Sharing(*map(max, self, other))
 
 
-def sharing(shape: ModelShape, layout: Layout, held: Held, links: Links, word: float, summed: float,
+def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links, word: float, summed: float,
             lump: bool) -> Sharing:  # fmt: skip
     """Of the calls of the ledger. `word`, `summed`: bytes of a parameter and of a gradient as they travel. `lump`: a
     collective takes all it can at once, not unit by unit."""
@@ -144,10 +144,10 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
     return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
-def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
+def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents) -> Calls:
     shape, (layers, first, last) = of.shape, held
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
-    parts: list[tuple[Block, int]] = []
+    parts: list[tuple[LayerWork, int]] = []
     if len(layers) > routed:
         parts.append((layer(of), len(layers) - routed))
     if routed:
@@ -164,7 +164,7 @@ def _of_blocks(of: Local, layout: Layout, m: int, held: Held) -> Calls:
             yield exchange.axis, NAMES[exchange.collective], m * times * number, each
 
 
-def exchanges(block: Block, recompute: str = "none") -> Iterator[Exchange]:
+def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
     """Of a micro-batch's forward and backward pass; what follows the last kept tensor is not repeated."""
     for place, op in enumerate(block.operations):
         yield from op.forward_exchanges
@@ -183,7 +183,7 @@ def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages:
                 yield "pp", "send", m, of.between_bytes
 
 
-class Unit(NamedTuple):
+class ShardingUnit(NamedTuple):
     """Parameters that are gathered and reduced together."""
 
     sizes: Sizes
@@ -195,23 +195,25 @@ class Unit(NamedTuple):
     """So many of them."""
 
 
-def _units(shape: ModelShape, layout: Layout, held: Held) -> Iterator[Unit]:
+def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[ShardingUnit]:
     """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
     makes the ends one unit under ZeRO."""
     found = pieces(shape, layout.tp, layout.ep)
     (layers, first, last), apart = held, layout.ep > 1
     routed = sum(map(shape.is_moe_layer, layers)) if shape.moe else 0
-    units: list[Unit] = []
+    units: list[ShardingUnit] = []
     for block, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
-        units.append(Unit(tuple(size for size in block if not (apart and size[1])), times=times))
-        units.append(Unit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
+        units.append(ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times))
+        units.append(ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
     front, behind = found.embedding if first else (), found.norm if last else ()
     if shape.tied:
         front = (*front, *(found.head if last and not first else ()))
     elif last:
         behind = (*behind, *found.head)
     ends = (
-        [Unit((*front, *behind), kept=True)] if shape.tied and layout.zero else [Unit(front), Unit(behind, kept=True)]
+        [ShardingUnit((*front, *behind), kept=True)]
+        if shape.tied and layout.zero
+        else [ShardingUnit(front), ShardingUnit(behind, kept=True)]
     )
     return (unit for unit in (*units, *ends) if unit.sizes and unit.times)
 
@@ -228,7 +230,7 @@ def _holders(layout: Layout) -> int:
     return layout.dp_shard * layout.cp * layout.tp // layout.ep
 
 
-def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
+def _of_replicas(layout: Layout, units: Iterable[ShardingUnit], summed: float) -> Calls:
     for unit in units:
         n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
         if n > 1:
@@ -236,7 +238,7 @@ def _of_replicas(layout: Layout, units: Iterable[Unit], summed: float) -> Calls:
             yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(unit.sizes) * summed // n
 
 
-def _of_shards(layout: Layout, m: int, units: Iterable[Unit], word: float, summed: float) -> Calls:
+def _of_shards(layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float) -> Calls:
     """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a
     step."""
     each, r = m if layout.pp == 1 else 1, layout.dp_replicate

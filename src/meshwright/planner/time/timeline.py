@@ -8,8 +8,8 @@ from typing import NamedTuple
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import Cost
-from meshwright.planner.cost.states import Counts
+from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
@@ -84,7 +84,7 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send
 
 
 def step_time(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[Cost], send_s: float, sharing: Sharing,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], send_s: float, sharing: Sharing,
     update_s: float, shared: float = 0.0, passes_s: float | None = None, edges: Edges = UNKNOWN,
     ranks_per_core: float = 1.0,
 ) -> StepTime:  # fmt: skip
@@ -170,7 +170,7 @@ def _after_passes(name: str, ranks: int, micro_batches: int, virtual: int) -> fl
 
 
 def _data_parallel(
-    layout: Layout, stack: Stack, m: int, own: list[Cost], sharing: Sharing, behind: float, edges: Edges
+    layout: Layout, stack: Stack, m: int, own: list[MicroBatchCost], sharing: Sharing, behind: float, edges: Edges
 ) -> tuple[float, float]:
     """(exposed gathers, exposed reductions) of a step. Replicas are summed in its last micro-batch."""
     reduce_s, gather_s, copies_s = sharing
@@ -199,7 +199,7 @@ def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> 
     return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
 
 
-def update_seconds(speeds: Speeds, count: Counts, fp32: bool) -> float:
+def update_seconds(speeds: Speeds, count: ElementCounts, fp32: bool) -> float:
     """The optimizer over a rank's own elements, and the norm of its gradients."""
     return speeds.update_seconds(count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES))
 
