@@ -1,8 +1,8 @@
 """Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
 
 A `StorageWatch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing,
-and a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local tensor
-comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
+and a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local
+tensor comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
 go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
 """
 

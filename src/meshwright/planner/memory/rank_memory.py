@@ -139,8 +139,8 @@ def whole_apart(zero: int, block: GatherUnit, last: GatherUnit, tied: bool) -> T
 
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], state: States, rank: int,
-    whole: TransientBytes, border_bytes: float, update_bytes: float, exact: bool = True, units: GatherUnits | None = None,
-    found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
+    whole: TransientBytes, border_bytes: float, update_bytes: float, exact: bool = True,
+    units: GatherUnits | None = None, found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
     closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments."""
