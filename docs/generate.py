@@ -169,7 +169,7 @@ def verbs(_: str = "") -> str:
     """Every verb with its options, from the command line's own parser."""
     import typer.main
 
-    from meshwright.cli.main import app
+    from meshwright.cli.commands import app
 
     return "\n".join(_verbs(typer.main.get_command(app), "##"))
 

@@ -136,7 +136,7 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
     import typer.main
     from click.exceptions import UsageError
 
-    from meshwright.cli.main import USAGE_ERROR, app
+    from meshwright.cli.commands import USAGE_ERROR, app
 
     parser = typer.main.get_command(app)
     parsed, wrong = 0, []

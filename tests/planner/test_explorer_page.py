@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli.main import app
+from meshwright.cli.commands import app
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.landscape import Front, LayoutPoint, counted, landscape, look
