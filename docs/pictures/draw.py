@@ -2,7 +2,7 @@
 
     python -m docs.pictures.draw [NAME ...]
 
-Memory by sequence and by stage and the line of time are the planner's figures, the first steps a dry run's.
+Memory by sequence and the line of time are the planner's figures, the first steps a dry run's.
 Positions of ranks come from parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from
 spec/schedule.py played by spec/replay.py, bytes from the planner: a picture cannot say what the code does not do.
 """
@@ -26,7 +26,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.context import local_positions
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import estimator, predict
-from meshwright.planner.time.collectives import Held, sharing
+from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
@@ -39,8 +39,8 @@ BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#1f5fa8", "#d9661f", "#3a8f5c", "#7a4
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 SIZE = 9
 """Font size of labels."""
-LIMIT_GIB = 80
-"""Memory of the GPU in the pictures."""
+LIMIT_GIB = 78.4
+"""What a program can use of an H100 with 80 GB (planner)."""
 
 
 def figure(width: float, height: float) -> Figure:
@@ -150,7 +150,7 @@ def bars(table: str, shown: Sequence[str], title: str, label: str, rows: int = 9
     axes.set_yticks([-place for place in range(len(named))], [name.strip("`") for name in named])
     axes.axvline(LIMIT_GIB, color="#b3261e", linewidth=1.2, linestyle="--")
     axes.annotate(
-        "80 GB GPU",
+        "usable of 80 GB",
         (LIMIT_GIB, 1),
         xycoords=("data", "axes fraction"),
         xytext=(3, -2),
@@ -365,7 +365,7 @@ def expert() -> Figure:
     return sheet
 
 
-KINDS = (
+STACKED = (
     ("parameters", "#16386e", ("parameters", "shards")),
     ("gradients", "#7a5200", ("gradients",)),
     ("optimizer states", "#e3a92b", ("masters", "moments", "counters")),
@@ -380,7 +380,7 @@ def stacked(axes: Axes, bars: list[tuple[str, dict[str, float]]], limit: float, 
     """A column for each of (name, bytes by kind), a line at `limit` bytes."""
     for place, (_, kinds) in enumerate(bars):
         low = 0.0
-        for name, color, parts in KINDS:
+        for name, color, parts in STACKED:
             size = sum(kinds.get(part, 0.0) for part in parts) / GIB
             axes.bar(place, size, bottom=low, color=color, width=0.7, edgecolor="white", linewidth=0.5,
                      label=name if place == 0 else None)  # fmt: skip
@@ -426,21 +426,6 @@ def sequence() -> Figure:
     return sheet
 
 
-def stages() -> Figure:
-    """An 8B model on 32 H100, sequence 8,192, one sequence per micro-batch, by ZeRO stage."""
-    sheet = figure(7, 3.8)
-    axes = sheet.subplots()
-    bars = []
-    for zero in range(4):
-        split = {"dp_shard": 32} if zero else {"dp_replicate": 32}
-        kinds, usable = planned("llama-3.1-8b", Layout(**split, zero=zero, micro_batch=1), 4, 8192, 512)  # type: ignore[arg-type]
-        bars.append((f"ZeRO-{zero}", kinds))
-    stacked(axes, bars, usable, legend=False)
-    axes.legend(fontsize=SIZE - 1, frameon=False, loc="upper right")
-    axes.set_title("llama-3.1-8b on 32 H100, data parallel only", loc="left", fontsize=SIZE + 1, fontweight="bold")
-    return sheet
-
-
 def steps() -> Figure:
     """What a program holds over its first four steps, pass by pass. This engine makes the optimizer's states
     before the first step, so that all steps are equal; others make them in the first optimizer step."""
@@ -458,7 +443,7 @@ def steps() -> Figure:
     sheet = figure(9, 3.8)
     axes = sheet.subplots()
     low = [0.0] * len(shown)
-    for name, color, parts in KINDS:
+    for name, color, parts in STACKED:
         sizes = [sum(one.kinds.get(part, 0) for part in parts) / GIB for one in shown]
         axes.bar(range(len(shown)), sizes, bottom=low, color=color, width=1.0, label=name)
         low = [a + b for a, b in zip(low, sizes, strict=True)]
@@ -503,7 +488,7 @@ def overlap() -> Figure:
         plan = Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4))
         of = estimator(plan)
         block = of.parts(layout)[1].dense
-        sent = sharing(model, layout, Held((0,), False, False), of.links, 2.0, 4.0, False)
+        sent = sharing(model, layout, StageContents((0,), False, False), of.links, 2.0, 4.0, False)
         lines = Lines()
         run, free, rows = lines.run, lines.free, lines.rows
         ends = [0.0]
@@ -540,7 +525,7 @@ def overlap() -> Figure:
 
 PICTURES = {
     "mesh": mesh, "one_gpu": one_gpu, "memory": memory, "data": data, "tensor": tensor, "context": context,
-    "pipeline": pipeline, "expert": expert, "sequence": sequence, "stages": stages, "steps": steps, "overlap": overlap,
+    "pipeline": pipeline, "expert": expert, "sequence": sequence, "steps": steps, "overlap": overlap,
 }  # fmt: skip
 
 
