@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.observe.dryrun.simulate import DryRun, dry_run
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.train.device import resident_peak_bytes
+from meshwright.training.device import resident_peak_bytes
 
 LARGE = {
     "70b-1024": ("llama-3.1-70b", 1024, {"dp_shard": 16, "tp": 8, "pp": 8, "zero": 1}),

@@ -36,7 +36,7 @@ class StalledReads:
 
     def __call__(self, rank: int) -> None:
         """Before the rank starts."""
-        from meshwright.train.batches import Feed
+        from meshwright.training.batches import Feed
 
         read, done = Feed._read, [0]
 
@@ -61,7 +61,7 @@ class SlowCompiler:
         import torch
 
         from meshwright.model import Transformer
-        from meshwright.train import trainer
+        from meshwright.training import trainer
 
         stage, train_step, steps = Transformer.stage, trainer.train_step, [0]
 

@@ -22,7 +22,7 @@ from meshwright.observe.spans import replaced
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe
-from meshwright.train.run_ledger import StepLedger
+from meshwright.training.run_ledger import StepLedger
 
 SHAPE = ModelShape(name="small", vocab=2048, layers=6, hidden=256, heads=4, kv_heads=4, ffn=704, max_positions=512)
 PLAN = Plan(

@@ -28,7 +28,7 @@ from benchmarks.torch_peers import TorchDDP, TorchFSDP2
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import schedule
-from meshwright.train.batches import Batch, select
+from meshwright.training.batches import Batch, select
 
 STEPS = 4
 WORK = Work()

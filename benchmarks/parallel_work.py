@@ -18,9 +18,9 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.schedule import Action
-from meshwright.train.batches import Batch, Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.step import train_step
+from meshwright.training.batches import Batch, Share, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import train_step
 
 RATE, CLIP = 1e-4, 1.0
 SHAPE = ModelShape(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.spec import Recipe, parameters, presets
-from meshwright.train.optimizer import BUCKET_BYTES, AdamW
+from meshwright.training.optimizer import BUCKET_BYTES, AdamW
 
 MODEL = "llama-2-7b"
 RECIPE = Recipe(precision="bf16")

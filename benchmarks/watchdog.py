@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.parallel.health.blame import Limits
 from meshwright.parallel.health.heartbeat import Beat, Heartbeat, HeartbeatWatch
 from meshwright.parallel.health.watchdog import _Observed
-from meshwright.train.phases import PHASES, READS
+from meshwright.training.phases import PHASES, READS
 
 DEEP = 40
 """Frames of the watched thread: about those of a training step."""

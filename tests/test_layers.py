@@ -23,7 +23,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TENSORS = {"spec", "compat"}
 MODEL = TENSORS | {"kernels", "model", "parallel"}
 STORE = MODEL | {"data", "planfile", "store"}
-TRAIN = STORE | {"train"}
+TRAINING = STORE | {"training"}
 BELOW: dict[str, set[str]] = {
     "spec": set(),
     "compat": set(),
@@ -34,10 +34,10 @@ BELOW: dict[str, set[str]] = {
     "model": TENSORS | {"kernels"},
     "parallel": MODEL - {"parallel"},
     "store": STORE - {"store"},
-    "train": TRAIN - {"train"},
-    "observe": TRAIN | {"planner"},
-    "api": TRAIN | {"planner", "observe"},
-    "cli": TRAIN | {"planner", "observe", "api"},
+    "training": TRAINING - {"training"},
+    "observe": TRAINING | {"planner"},
+    "api": TRAINING | {"planner", "observe"},
+    "cli": TRAINING | {"planner", "observe", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

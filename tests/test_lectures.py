@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.model import build
 from meshwright.spec import BatchStage, Layout, MLAShape, ModelShape, MoEShape, Recipe, num_parameters, parameters
 from meshwright.spec.flop import token_flop
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES
 
 TINY = ModelShape(vocab=512, layers=2, hidden=64, heads=4, kv_heads=2, ffn=160, max_positions=64)
 

@@ -14,9 +14,7 @@ Every function answers with a frozen object that a notebook shows, and raises wh
 Nothing is loaded before it is used; docs/python.md has a page on it.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,8 +42,6 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "train":
-        return import_module(f"{__name__}.train")
     found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = found
     return found
@@ -53,30 +49,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Train(ModuleType):
-    """The package `train`, which is a function too: Python binds a package to its name in the one above, so both are
-    `meshwright.train`."""
-
-    def __call__(self, *plan: Any, **options: Any) -> Any:
-        """As meshwright.api.training_run.train."""
-        return import_module(f"{__name__}.api.training_run").train(*plan, **options)
-
-    @property
-    def __signature__(self) -> Any:
-        from inspect import signature
-
-        return signature(import_module(f"{__name__}.api.training_run").train)
-
-
-class _Package(ModuleType):
-    """Makes the package `train` callable when it is bound here."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, ModuleType):
-            value.__class__ = _Train
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

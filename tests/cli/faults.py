@@ -25,7 +25,7 @@ class In:
 
     def __call__(self, rank: int) -> None:
         from meshwright.model import Transformer
-        from meshwright.train import trainer
+        from meshwright.training import trainer
 
         if rank != self.bad or (self.once and Path(self.once).exists()):
             return

@@ -58,7 +58,7 @@ def test_latest_does_not_lead_to_a_run_that_could_not_start(
         raise PlanError("this model cannot be built")
 
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.train.loop.new_state", refuses)
+        patch.setattr("meshwright.training.loop.new_state", refuses)
         assert call(capsys, "train", "--no-dry-run", "plan.yaml")[0] == 2
     assert os.readlink("runs/latest") == Path(str(first["run"])).name
 

@@ -48,7 +48,7 @@ def weights(found: HubFolder) -> dict[str, Tensor]:
 
 def train_on(run: Path, tmp_path: Path, *changes: str) -> None:
     from meshwright import planfile
-    from meshwright.train import loop
+    from meshwright.training import loop
 
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n\n" * 400)

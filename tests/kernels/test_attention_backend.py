@@ -8,7 +8,7 @@ from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import acting_as
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
-from meshwright.train import device
+from meshwright.training import device
 from tests.counting import Operations
 
 OPERATIONS = {

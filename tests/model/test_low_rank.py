@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.model.linear import Head, Linear
-from meshwright.train.optimizer import AdamW
+from meshwright.training.optimizer import AdamW
 from tests.model.shrunk import model, tokens
 from tests.train.tiny import RECIPE, batch, relative, trained, weights
 

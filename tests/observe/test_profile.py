@@ -27,7 +27,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan
 from meshwright.spec.schedule import Action, schedule
-from meshwright.train import loop
+from meshwright.training import loop
 from tests.train import running
 
 STEPS = 2

@@ -33,7 +33,7 @@ from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
-from meshwright.train import batches
+from meshwright.training import batches
 
 SEED, NUMBER = 367, 8
 """A draw that has one key head under tp, fp16 with an overflow, and most others. `verify --random 100 --seed S` is the

@@ -14,10 +14,10 @@ from meshwright.parallel.agree import gathered
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
-from meshwright.train.batches import Batch, Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.rate import learning_rate
-from meshwright.train.step import train_step
+from meshwright.training.batches import Batch, Share, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.rate import learning_rate
+from meshwright.training.step import train_step
 from tests.oracle import adamw
 from tests.oracle.adamw import Run, named_as_ours, trained
 

@@ -21,9 +21,9 @@ from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, parameters
 from meshwright.spec.inventory import tp_parts
-from meshwright.train.batches import split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.step import MicroPass, Weights, train_step
+from meshwright.training.batches import split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import MicroPass, Weights, train_step
 
 MANY: list[dict[str, Any]] = [
     {"tp": 4},

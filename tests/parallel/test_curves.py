@@ -14,8 +14,8 @@ from benchmarks.layout_curves import JOURNEYS, LAYOUTS, Setting
 from benchmarks.layout_picture import draw
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
-from meshwright.train import plot, trainer
-from meshwright.train.batches import Batch, Feed, Share
+from meshwright.training import plot, trainer
+from meshwright.training.batches import Batch, Feed, Share
 from tests.train import running
 
 STEPS = 8

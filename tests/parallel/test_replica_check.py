@@ -16,10 +16,10 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.replica_check import CHUNK, check_replicas, checksum
 from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
-from meshwright.train.batches import Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.step import train_step
-from meshwright.train.trainer import Trainer
+from meshwright.training.batches import Share, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import train_step
+from meshwright.training.trainer import Trainer
 
 MOE = shrink("mixtral-8x7b").moe
 assert MOE is not None

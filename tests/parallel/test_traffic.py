@@ -15,11 +15,11 @@ from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic, ledger
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
-from meshwright.train.batches import Batch, Share, select, split
-from meshwright.train.evaluate import summed_loss
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES
-from meshwright.train.step import train_step
+from meshwright.training.batches import Batch, Share, select, split
+from meshwright.training.evaluate import summed_loss
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES
+from meshwright.training.step import train_step
 from tests.parallel.witness import Seen, Witness
 
 Sent = dict[tuple[str, str], tuple[int, int]]

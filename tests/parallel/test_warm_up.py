@@ -19,8 +19,8 @@ from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec import Layout
 from meshwright.spec.schedule import Action
-from meshwright.train.batches import forms
-from meshwright.train.step import train_step
+from meshwright.training.batches import forms
+from meshwright.training.step import train_step
 from tests.parallel.test_traffic import Run
 
 LAYOUTS = [

@@ -21,8 +21,8 @@ from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, Hear
 from meshwright.parallel.health.rendezvous import meet, named
 from meshwright.parallel.health.watchdog import FAILED, TERMINATED, RankPlace, Watchdog, _Observed
 from meshwright.spec.errors import RunError
-from meshwright.train.interrupt import Interrupt
-from meshwright.train.phases import PHASES, READS
+from meshwright.training.interrupt import Interrupt
+from meshwright.training.phases import PHASES, READS
 
 MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
 STILL = replace(MOVES, still_s=301.0)
@@ -220,7 +220,7 @@ def seen_in(names: list[str], elsewhere: list[str], **kind: Any) -> Beat:
     return beat
 
 
-LOOP = "meshwright.train.trainer:step"
+LOOP = "meshwright.training.trainer:step"
 
 
 def test_a_compilation_on_a_thread_of_autograd_is_one() -> None:

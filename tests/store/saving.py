@@ -25,7 +25,7 @@ SKIPPED = 77
 def start(target: Callable[..., None], *given: object) -> BaseProcess:
     """A child process running `target`; `given` must be picklable."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.train.loop", "torch.distributed.tensor", "torch._dynamo"])
+    context.set_forkserver_preload(["meshwright.training.loop", "torch.distributed.tensor", "torch._dynamo"])
     process = context.Process(target=_guarded, args=(target, *given))
     process.start()
     return process

@@ -26,7 +26,7 @@ from meshwright.store import checkpoint, checkpoint_writer, staging
 from meshwright.store.saver import Saver
 from meshwright.store.staging import Staging
 from meshwright.store.tensor_piece import Piece
-from meshwright.train import loop
+from meshwright.training import loop
 from tests.store import saving
 from tests.store.test_checkpoint import state
 from tests.store.test_crash import newest, whole
@@ -44,7 +44,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture, which costs a second a run, and no waiting for the disk: the machine lives on."""
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
 
 
 class Gate:
@@ -234,7 +234,7 @@ def test_a_loss_that_is_no_number_names_the_save_under_way(
         def stepped(self, metrics: Any) -> None:
             if metrics.step == 2:
                 threading.Timer(0.3, gate.open.set).start()
-                monkeypatch.setattr("meshwright.train.trainer.learning_rate", lambda recipe, step: float("nan"))
+                monkeypatch.setattr("meshwright.training.trainer.learning_rate", lambda recipe, step: float("nan"))
 
     with pytest.raises(NonFiniteLoss, match=r"the last good checkpoint is .*step-000002"):
         loop.run(behind(running.plan(texts, tmp_path / "run", **OPTIONS)), watchers=[Breaks()])

@@ -14,8 +14,8 @@ from torch import Tensor
 from meshwright.spec import Data, Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
-from meshwright.train import loop
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+from meshwright.training import loop
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 CLOCK = {"seconds", "step_seconds", "data_wait_seconds", "tokens_per_second", "allocated_bytes", "reserved_bytes"}
 """Fields of a record that no second run can repeat."""

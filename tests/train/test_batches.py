@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data import Sampler, Sequences, TokenStream
 from meshwright.spec.errors import DataError
-from meshwright.train.batches import Feed, PackedText, Share, forms, held_out, split, to_batch, valid_tokens
+from meshwright.training.batches import Feed, PackedText, Share, forms, held_out, split, to_batch, valid_tokens
 
 CPU = torch.device("cpu")
 

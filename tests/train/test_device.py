@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.spec import Device, presets
-from meshwright.train import device
+from meshwright.training import device
 
 CPU = torch.device("cpu")
 GIB = 2**30

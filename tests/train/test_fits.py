@@ -10,9 +10,9 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.held import memory
 from meshwright.spec.recipe import BatchStage
-from meshwright.train import fits
-from meshwright.train.available_memory import MachineMemory, machine_memory
-from meshwright.train.fits import check_fits
+from meshwright.training import fits
+from meshwright.training.available_memory import MachineMemory, machine_memory
+from meshwright.training.fits import check_fits
 
 CPU = torch.device("cpu")
 TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout
-from meshwright.train import loop, trainer
-from meshwright.train.interrupt import Interrupt
-from meshwright.train.stopping import StopAgreement
+from meshwright.training import loop, trainer
+from meshwright.training.interrupt import Interrupt
+from meshwright.training.stopping import StopAgreement
 from tests.train import running
 
 

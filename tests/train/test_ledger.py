@@ -11,7 +11,7 @@ import pytest
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, num_parameters
 from meshwright.spec.held import memory
-from meshwright.train import loop
+from meshwright.training import loop
 from tests.train import running
 from tests.train.running import SHAPE
 

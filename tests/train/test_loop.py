@@ -17,10 +17,10 @@ from meshwright.spec import BatchStage, Data, Plan, num_parameters
 from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, NonFiniteLoss, PlanError
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.train import loop, trainer
-from meshwright.train.precision import LossScaler
-from meshwright.train.rate import learning_rate
-from meshwright.train.watch import EvalMetrics
+from meshwright.training import loop, trainer
+from meshwright.training.precision import LossScaler
+from meshwright.training.rate import learning_rate
+from meshwright.training.watch import EvalMetrics
 from tests.train import running
 from tests.train.running import MOE, SHAPE, Crashed, Notes, PowerCut, Terminated, metrics, steps_of, tensors
 
@@ -36,7 +36,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture, which costs a second a run (one test wants it), and no waiting for the disk: the machine lives on."""
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_a_loss_that_is_no_number_ends_the_run_at_once(
     assert all(tensor.isfinite().all() for name, tensor in tensors(last).items() if not name.startswith("rng."))
 
     monkeypatch.undo()
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path: None)
     loop.run(plan, resume="auto")
     whole = replace(plan, run=str(tmp_path / "whole"))
     loop.run(whole)

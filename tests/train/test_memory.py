@@ -15,11 +15,11 @@ from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parame
 from meshwright.spec.held import held, memory
 from meshwright.spec.ledger import Ledger
 from meshwright.spec.places import pipeline_ranks
-from meshwright.train.batches import Share, select, split
-from meshwright.train.kept_bytes import memory as measured
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES
-from meshwright.train.step import MicroPass, Weights
+from meshwright.training.batches import Share, select, split
+from meshwright.training.kept_bytes import memory as measured
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES
+from meshwright.training.step import MicroPass, Weights
 from tests.planner.test_states import planned
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)

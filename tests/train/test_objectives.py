@@ -14,9 +14,9 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
-from meshwright.train.batches import Batch, Feed, Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.step import CROSS_ENTROPY, Objective, train_step
+from meshwright.training.batches import Batch, Feed, Share, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
 from tests.train.tiny import RECIPE, batch, relative, small, trained
 
 ROWS, LENGTH = 4, 12

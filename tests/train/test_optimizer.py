@@ -11,8 +11,8 @@ from meshwright.compat import fake_tensors
 from meshwright.model import Transformer
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import num_parameters
-from meshwright.train import optimizer as module
-from meshwright.train.optimizer import AdamW
+from meshwright.training import optimizer as module
+from meshwright.training.optimizer import AdamW
 from tests.train.tiny import RECIPE, relative, small, weights
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

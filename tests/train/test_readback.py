@@ -18,8 +18,8 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
-from meshwright.train import loop, trainer
-from meshwright.train.readback import Readback
+from meshwright.training import loop, trainer
+from meshwright.training.readback import Readback
 from tests.train import running
 from tests.train.running import MOE, Notes, Terminated
 
@@ -37,7 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
 
 
 class Functions(TorchFunctionMode):
@@ -169,7 +169,7 @@ def test_a_signal_that_is_heard_late_ends_after_the_step_that_was_begun(
     steps = list(running.steps_of(running.metrics(tmp_path / "run")))
     assert steps == list(range(1, 8)), "the step that was begun is recorded too"
     monkeypatch.undo()
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
     loop.run(plan, resume="auto")
     loop.run(replace(plan, run=str(tmp_path / "whole")))
     running.assert_same_end(tmp_path / "run", tmp_path / "whole")

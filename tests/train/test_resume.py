@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec import BatchStage
-from meshwright.train import loop
+from meshwright.training import loop
 from tests.store import saving
 from tests.train import running
 from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
@@ -35,7 +35,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture, which costs a second a run (one test wants it), and no waiting for the disk: the machine lives on."""
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,8 +21,8 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
-from meshwright.train import loop, skipping, trainer
-from meshwright.train.skipping import REASONS, StepSkipper
+from meshwright.training import loop, skipping, trainer
+from meshwright.training.skipping import REASONS, StepSkipper
 from tests.train import running
 from tests.train.running import Crashed, Notes, PowerCut, tensors
 
@@ -37,7 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("meshwright.train.plot.loss_plot", lambda records, path, **options: None)
+    monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
@@ -205,7 +205,7 @@ def test_spikes_and_rows_go_on_after_a_resume_to_the_bit(
 
 def test_a_checkpoint_without_the_counts_is_read(make: Make, tmp_path: Path) -> None:
     """Of an earlier version."""
-    from meshwright.train.state import TrainState
+    from meshwright.training.state import TrainState
 
     plan = make(steps=4)
     real = TrainState.values

@@ -9,11 +9,11 @@ import torch
 
 from meshwright.parallel import on_one_device
 from meshwright.spec import parameters
-from meshwright.train.noise_scale import NoiseScale
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import LossScaler
-from meshwright.train.state import Progress, TrainState, seed_everything
-from meshwright.train.step import train_step
+from meshwright.training.noise_scale import NoiseScale
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import LossScaler
+from meshwright.training.state import Progress, TrainState, seed_everything
+from meshwright.training.step import train_step
 from tests.train.tiny import RECIPE, batch, small
 
 CPU = torch.device("cpu")

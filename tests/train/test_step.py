@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.parallel import on_one_device
 from meshwright.parallel.engine import euclidean_norm
-from meshwright.train.batches import split
-from meshwright.train.precision import LossScaler
-from meshwright.train.step import train_step
+from meshwright.training.batches import split
+from meshwright.training.precision import LossScaler
+from meshwright.training.step import train_step
 from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, weights
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.train.plot import _figure, loss_plot
-from meshwright.train.smooth import Smoothed
-from meshwright.train.watchers import Forgiving, Silent, TensorBoard, WandB
+from meshwright.training.plot import _figure, loss_plot
+from meshwright.training.smooth import Smoothed
+from meshwright.training.watchers import Forgiving, Silent, TensorBoard, WandB
 from tests.cli import watched
 
 

@@ -17,7 +17,7 @@ from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.spec import ModelShape, MoEShape, Plan
 from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.store import checkpoint
-from meshwright.train import loop
+from meshwright.training import loop
 from tests.cli.launched import launch
 from tests.train.running import Crashed, Notes, PowerCut
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from meshwright.planner.step.prediction import Prediction
     from meshwright.spec import Plan
-    from meshwright.train.watch import Foreseen, Summary
+    from meshwright.training.watch import Foreseen, Summary
 
 LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
@@ -28,7 +28,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
     from meshwright.spec.places import pipeline_ranks
     from meshwright.spec.schedule import phase_words
     from meshwright.spec.units import gib
-    from meshwright.train.watch import Foreseen
+    from meshwright.training.watch import Foreseen
 
     predicted = estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""

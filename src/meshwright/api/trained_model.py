@@ -16,11 +16,11 @@ from meshwright.spec.errors import DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import locate, weights
-from meshwright.train.batches import held_out
-from meshwright.train.device import pick_device
-from meshwright.train.evaluate import evaluate
-from meshwright.train.precision import DTYPES
-from meshwright.train.watch import EvalMetrics
+from meshwright.training.batches import held_out
+from meshwright.training.device import pick_device
+from meshwright.training.evaluate import evaluate
+from meshwright.training.precision import DTYPES
+from meshwright.training.watch import EvalMetrics
 
 LONGEST = 2048
 """Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""

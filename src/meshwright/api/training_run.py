@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.plan_reading import read_plan
-from meshwright.train.watchers import Silent
+from meshwright.training.watchers import Silent
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.observe.compare.metric_records import Record
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.spec import Plan
-    from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+    from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -148,7 +148,7 @@ def run(
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
     from meshwright.api.determinism import set_environment
     from meshwright.api.foresight import foresee
-    from meshwright.train import loop
+    from meshwright.training import loop
 
     set_environment(plan)
     chosen = Chosen(Path(plan.run))

@@ -23,12 +23,12 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
-from meshwright.train.batches import Batch, Share, split, to_batch
-from meshwright.train.evaluate import summed_loss
-from meshwright.train.loop import new_state
-from meshwright.train.rate import learning_rate
-from meshwright.train.state import TrainState
-from meshwright.train.step import train_step
+from meshwright.training.batches import Batch, Share, split, to_batch
+from meshwright.training.evaluate import summed_loss
+from meshwright.training.loop import new_state
+from meshwright.training.rate import learning_rate
+from meshwright.training.state import TrainState
+from meshwright.training.step import train_step
 
 Stage = Callable[[str], None]
 """Told of each part of the program before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""

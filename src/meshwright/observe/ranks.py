@@ -25,7 +25,9 @@ from typing import Any
 
 LIMIT_S = 120
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.train.loop"])
+SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.training.loop"]
+)
 
 
 def start_server() -> None:

@@ -15,8 +15,8 @@ import torch
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec.schedule import Action
-from meshwright.train.optimizer import AdamW
-from meshwright.train.step import MicroPass
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import MicroPass
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.rendezvous import meet
     from meshwright.parallel.health.watchdog import RankPlace, Watchdog
-    from meshwright.train.phases import PHASES, READS
+    from meshwright.training.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)
     store = _store(hosts=rank() == 0 and not _is_agents_store(), limit_s=reach_s)

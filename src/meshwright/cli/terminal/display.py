@@ -12,9 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress
 from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration
-from meshwright.train.smooth import Smoothed
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
-from meshwright.train.watchers import Silent
+from meshwright.training.smooth import Smoothed
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.watchers import Silent
 
 REFRESH_S = 0.2
 """Shortest time between two drawings."""

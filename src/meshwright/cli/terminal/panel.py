@@ -10,8 +10,8 @@ from rich.text import Text
 from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.chart import BLANK, Curve, braille, span
 from meshwright.spec.units import count, duration
-from meshwright.train.smooth import Smoothed
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics
+from meshwright.training.smooth import Smoothed
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics
 
 CURVE = "cyan"
 POINT = "yellow"

@@ -33,7 +33,7 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
     from meshwright.spec.errors import PlanError
     from meshwright.store.model_weights import locate, weights
-    from meshwright.train.precision import DTYPES
+    from meshwright.training.precision import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")

@@ -58,7 +58,7 @@ def import_hf(folder: Path, run: Path) -> "Plan":
 
 def _plan(found: "HubFolder", run: Path) -> "Plan":
     from meshwright.spec import Data, Plan, Recipe
-    from meshwright.train.precision import DTYPES
+    from meshwright.training.precision import DTYPES
 
     precision = next(name for name, dtype in DTYPES.items() if dtype == found.dtype)
     sequence = min(Recipe().sequence, found.shape.max_positions)
@@ -88,7 +88,7 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "d
     """The run folder; what a directory knows beyond a run (chat template, generation config) is kept for its export."""
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
-    from meshwright.train.pretrained import keep_extras
+    from meshwright.training.pretrained import keep_extras
 
     path = Path(plan.run)
     begun = not path.exists()

@@ -11,7 +11,7 @@ import typer
 from meshwright.cli.inputs.plan_words import Words
 
 if TYPE_CHECKING:
-    from meshwright.train.watch import Watcher
+    from meshwright.training.watch import Watcher
 
 
 def train(
@@ -101,7 +101,7 @@ def again(words: Sequence[str], run: str) -> str:
 
 
 def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
-    from meshwright.train.watchers import Forgiving, TensorBoard, WandB
+    from meshwright.training.watchers import Forgiving, TensorBoard, WandB
 
     wanted: list[Watcher] = [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
     return [Forgiving(watcher) for watcher in wanted]

@@ -33,7 +33,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.machine.clusterfile import ClusterFile, Together
 from meshwright.planner.machine.overheads import fitted
 from meshwright.spec.cluster import CORES, Device
-from meshwright.train import device as train_device
+from meshwright.training import device as train_device
 
 LIMIT_S = 600.0
 BUSY = 0.5

@@ -13,11 +13,11 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec.plan import Plan
-from meshwright.train import device as train_device
-from meshwright.train.batches import Batch, Share, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, reduce_dtype
-from meshwright.train.step import train_step
+from meshwright.training import device as train_device
+from meshwright.training.batches import Batch, Share, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES, reduce_dtype
+from meshwright.training.step import train_step
 
 LIMIT_S = 120.0
 """To start, and of each plan."""

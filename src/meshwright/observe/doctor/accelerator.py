@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.train.device import known_device
+from meshwright.training.device import known_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

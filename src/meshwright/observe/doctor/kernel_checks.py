@@ -16,7 +16,7 @@ from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.train.device import known_device
+from meshwright.training.device import known_device
 
 BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest error, as a share of the length of a tensor: a few roundings; TF32 products are left out."""

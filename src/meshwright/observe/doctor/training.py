@@ -23,7 +23,7 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint
 from meshwright.store.random_state import rng_state, set_rng_state
-from meshwright.train import device as train_device
+from meshwright.training import device as train_device
 
 COLD_S = 60.0
 """A step of a tiny model that takes longer is one that hangs."""

@@ -15,8 +15,8 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.spec.places import pipeline_ranks, place_of
 from meshwright.spec.plan import Plan, as_document
-from meshwright.train.available_memory import PROCESS_BYTES, machine_memory
-from meshwright.train.fits import capacity_bytes, shared_bytes
+from meshwright.training.available_memory import PROCESS_BYTES, machine_memory
+from meshwright.training.fits import capacity_bytes, shared_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

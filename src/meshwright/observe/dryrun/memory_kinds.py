@@ -2,7 +2,7 @@
 
 Told from what its maker says (spec.purpose), from when it was made, and from how long it lived:
 
-    parameters, shards, masters, moments, counters   what `train.kept_bytes.kept` finds after the model was built
+    parameters, shards, masters, moments, counters   what `training.kept_bytes.kept` finds after the model was built
     gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
     buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
     logits          made inside the loss over the vocabulary
@@ -19,8 +19,8 @@ from torch import Tensor
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
 from meshwright.spec.layout import Layout
-from meshwright.train.kept_bytes import kept
-from meshwright.train.state import TrainState
+from meshwright.training.kept_bytes import kept
+from meshwright.training.state import TrainState
 
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""

@@ -25,7 +25,7 @@ from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
-from meshwright.train.device import resident_peak_bytes
+from meshwright.training.device import resident_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from meshwright import compat
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES
 from meshwright.observe.profile.cpu_allocator import watching
 from meshwright.observe.profile.gpu_allocator import History, history
-from meshwright.train.device import memory
+from meshwright.training.device import memory
 
 POINTS = 1000
 """Of a curve: of each of so many stretches of time, the highest one."""

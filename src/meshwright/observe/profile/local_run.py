@@ -11,8 +11,8 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError, RunError
 from meshwright.spec.presets import device, device_names
 from meshwright.spec.units import many
-from meshwright.train.device import pick_device
-from meshwright.train.fits import check_fits
+from meshwright.training.device import pick_device
+from meshwright.training.fits import check_fits
 
 PER_CORE = 8
 """Processes of a CPU that still make steps; more would only wait for each other."""

@@ -40,8 +40,8 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Layout, Plan
 from meshwright.spec.flop import token_flop
-from meshwright.train import device as devices
-from meshwright.train.fits import check_fits
+from meshwright.training import device as devices
+from meshwright.training.fits import check_fits
 
 FIRST = 4
 """Steps whose memory is looked at: the first may differ, the last ones are alike."""

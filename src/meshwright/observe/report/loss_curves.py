@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshwright.train.smooth import Smoothed
+from meshwright.training.smooth import Smoothed
 
 POINTS = 600
 """Of a curve; more are no longer told apart on a screen."""

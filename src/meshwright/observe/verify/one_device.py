@@ -22,10 +22,10 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
-from meshwright.train.batches import Batch, Share, moved, select, split
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, LossScaler
-from meshwright.train.step import train_step
+from meshwright.training.batches import Batch, Share, moved, select, split
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES, LossScaler
+from meshwright.training.step import train_step
 
 RECIPE = Recipe(epsilon=1e-3)
 """Epsilon above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise

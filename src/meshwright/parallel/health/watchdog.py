@@ -324,7 +324,7 @@ def _heeded_by_the_guard(number: int, frame: FrameType | None) -> None:
 
 
 def _nobody_saves() -> bool:
-    """Whether nobody in this process ends in good order on SIGTERM (train.interrupt does)."""
+    """Whether nobody in this process ends in good order on SIGTERM (training.interrupt does)."""
     return signal.getsignal(signal.SIGTERM) is _heeded_by_the_guard
 
 

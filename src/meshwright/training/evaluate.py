@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel import Engine
-from meshwright.train.batches import Batch, valid_tokens
-from meshwright.train.step import EVALUATION, MicroPass
-from meshwright.train.watch import EvalMetrics
+from meshwright.training.batches import Batch, valid_tokens
+from meshwright.training.step import EVALUATION, MicroPass
+from meshwright.training.watch import EvalMetrics
 
 
 def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_byte: float) -> EvalMetrics:

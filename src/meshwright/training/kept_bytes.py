@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.ledger import Entry, Ledger
-from meshwright.train.optimizer import AdamW
+from meshwright.training.optimizer import AdamW
 
 
 def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:

@@ -5,8 +5,8 @@ import torch
 from meshwright.data import Corpus
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.units import many
-from meshwright.train import device
-from meshwright.train.watch import Foreseen, RunInfo
+from meshwright.training import device
+from meshwright.training.watch import Foreseen, RunInfo
 
 
 def run_info(

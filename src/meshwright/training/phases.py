@@ -2,33 +2,33 @@
 
 PHASES = {
     "meshwright.data.token_cache:prepare": "prepare the text",
-    "meshwright.train.loop:_checkpoint_of": "verify the checkpoint",
-    "meshwright.train.loop:new_state": "build the model",
-    "meshwright.train.loop:_resume": "load",
-    "meshwright.train.batches:Feed.take": "data",
-    "meshwright.train.step:MicroPass.__call__": "forward",
+    "meshwright.training.loop:_checkpoint_of": "verify the checkpoint",
+    "meshwright.training.loop:new_state": "build the model",
+    "meshwright.training.loop:_resume": "load",
+    "meshwright.training.batches:Feed.take": "data",
+    "meshwright.training.step:MicroPass.__call__": "forward",
     "meshwright.parallel.pipeline:Passes._forward": "forward",
     "meshwright.parallel.pipeline:Passes._backward": "backward",
     "meshwright.kernels.linear:WeightGradients.run": "backward",
     "torch._tensor:Tensor.backward": "backward",
     "meshwright.parallel.engine:Engine.finish_gradients": "gradients",
     "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
-    "meshwright.train.optimizer:AdamW.step": "optimizer",
-    "meshwright.train.trainer:Trainer._check": "loss",
-    "meshwright.train.trainer:Trainer._evaluate": "evaluate",
-    "meshwright.train.trainer:Trainer._save": "save",
-    "meshwright.train.trainer:Trainer._tell": "report",
-    "meshwright.train.trainer:Trainer._finish": "finish",
+    "meshwright.training.optimizer:AdamW.step": "optimizer",
+    "meshwright.training.trainer:Trainer._check": "loss",
+    "meshwright.training.trainer:Trainer._evaluate": "evaluate",
+    "meshwright.training.trainer:Trainer._save": "save",
+    "meshwright.training.trainer:Trainer._tell": "report",
+    "meshwright.training.trainer:Trainer._finish": "finish",
 }
 """module:function -> phase. Of several on a stack the outermost counts: an evaluation's forward pass is evaluate."""
 
 READS = frozenset(
     {
         "meshwright.model.seams:counts_on_host",
-        "meshwright.train.evaluate:evaluate",
-        "meshwright.train.readback:Readback.read",
-        "meshwright.train.stopping:StopAgreement.reached",
-        "meshwright.train.pending_step:first_without_number",
+        "meshwright.training.evaluate:evaluate",
+        "meshwright.training.readback:Readback.read",
+        "meshwright.training.stopping:StopAgreement.reached",
+        "meshwright.training.pending_step:first_without_number",
     }
 )
 """Functions that read numbers off a device. Whoever stands in one of them itself waits for what the device has to

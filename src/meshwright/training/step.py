@@ -11,10 +11,10 @@ from meshwright.model import Transformer
 from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
-from meshwright.train.batches import Batch, forms
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import LossScaler
-from meshwright.train.skipping import StepSkipper
+from meshwright.training.batches import Batch, forms
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import LossScaler
+from meshwright.training.skipping import StepSkipper
 
 
 class Objective(Protocol):
@@ -58,7 +58,7 @@ class StepResult:
     skipped: Tensor
     """1.0 where nothing was changed."""
     reason: Tensor
-    """Why, as a number of train.skipping.REASONS, fp32."""
+    """Why, as a number of training.skipping.REASONS, fp32."""
     micro_squared: tuple[Tensor, ...] = ()
     """Squared norm of each micro-batch's mean gradient, when noise is measured."""
     micro_tokens: tuple[int, ...] = ()

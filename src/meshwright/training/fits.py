@@ -20,7 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
-from meshwright.train.available_memory import machine_memory
+from meshwright.training.available_memory import machine_memory
 
 TOKEN_BYTES = 16
 """A token and its target, int64."""

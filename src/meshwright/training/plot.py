@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.store.durable import replace_file
-from meshwright.train.smooth import Smoothed
+from meshwright.training.smooth import Smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

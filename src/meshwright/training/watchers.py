@@ -11,7 +11,7 @@ from types import ModuleType
 
 from meshwright.spec.errors import PlanError
 from meshwright.store.durable import replace_file
-from meshwright.train.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 log = logging.getLogger(__name__)
 

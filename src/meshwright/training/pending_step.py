@@ -8,12 +8,12 @@ from torch import Tensor
 from meshwright.parallel.group import Group
 from meshwright.spec import Plan
 from meshwright.spec.flop import token_flop
-from meshwright.train import device
-from meshwright.train.rate import learning_rate
-from meshwright.train.readback import Readback
-from meshwright.train.skipping import REASONS
-from meshwright.train.step import StepResult
-from meshwright.train.watch import StepMetrics
+from meshwright.training import device
+from meshwright.training.rate import learning_rate
+from meshwright.training.readback import Readback
+from meshwright.training.skipping import REASONS
+from meshwright.training.step import StepResult
+from meshwright.training.watch import StepMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.ledger import Ledger
 from meshwright.spec.places import pipeline_ranks
-from meshwright.train import device
-from meshwright.train.kept_bytes import memory
-from meshwright.train.state import TrainState
+from meshwright.training import device
+from meshwright.training.kept_bytes import memory
+from meshwright.training.state import TrainState
 
 
 @dataclass(slots=True)

@@ -20,18 +20,18 @@ from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.store.saver import Saver
-from meshwright.train import device
-from meshwright.train.batches import Feed, PackedText, Share, held_out, split
-from meshwright.train.evaluate import evaluate
-from meshwright.train.interrupt import Interrupt
-from meshwright.train.pending_step import PendingStep, first_without_number, readback, step_metrics
-from meshwright.train.rate import learning_rate
-from meshwright.train.run_ledger import StepLedger
-from meshwright.train.run_start import run_info
-from meshwright.train.state import TrainState
-from meshwright.train.step import train_step
-from meshwright.train.stopping import StopAgreement
-from meshwright.train.watch import EvalMetrics, Foreseen, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training import device
+from meshwright.training.batches import Feed, PackedText, Share, held_out, split
+from meshwright.training.evaluate import evaluate
+from meshwright.training.interrupt import Interrupt
+from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
+from meshwright.training.rate import learning_rate
+from meshwright.training.run_ledger import StepLedger
+from meshwright.training.run_start import run_info
+from meshwright.training.state import TrainState
+from meshwright.training.step import train_step
+from meshwright.training.stopping import StopAgreement
+from meshwright.training.watch import EvalMetrics, Foreseen, RunInfo, StepMetrics, Summary, Watcher
 
 
 def reads_late(device: torch.device) -> bool:
@@ -296,7 +296,7 @@ class Trainer:
         return tuple(found)
 
     def _finish(self, seconds: float, tokens: int, stop: Interrupt) -> Summary:
-        from meshwright.train.plot import loss_plot
+        from meshwright.training.plot import loss_plot
 
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
         if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):

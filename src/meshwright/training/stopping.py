@@ -5,7 +5,7 @@ from torch import Tensor
 
 from meshwright.parallel.group import Group
 from meshwright.store.saver import Saver
-from meshwright.train.interrupt import Interrupt
+from meshwright.training.interrupt import Interrupt
 
 SIGNALS = ("SIGINT", "SIGTERM")
 """What may have asked a run to end; of two the first is named."""

@@ -21,17 +21,17 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.plan import RANDOM
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.train import device, pretrained
-from meshwright.train.batches import Share
-from meshwright.train.disk import check_space
-from meshwright.train.fits import check_fits
-from meshwright.train.interrupt import Interrupt
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import DTYPES, LossScaler, reduce_dtype
-from meshwright.train.skipping import StepSkipper
-from meshwright.train.state import Progress, TrainState, seed_everything
-from meshwright.train.trainer import Trainer
-from meshwright.train.watch import Foreseen, Summary, Watcher
+from meshwright.training import device, pretrained
+from meshwright.training.batches import Share
+from meshwright.training.disk import check_space
+from meshwright.training.fits import check_fits
+from meshwright.training.interrupt import Interrupt
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
+from meshwright.training.skipping import StepSkipper
+from meshwright.training.state import Progress, TrainState, seed_everything
+from meshwright.training.trainer import Trainer
+from meshwright.training.watch import Foreseen, Summary, Watcher
 
 ECHO_S = 1.0
 """A launcher passes on the Ctrl-C that its processes have already had from the terminal."""

@@ -16,7 +16,7 @@ from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
-from meshwright.train.precision import DTYPES
+from meshwright.training.precision import DTYPES
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""

@@ -11,10 +11,10 @@ from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.store.tensor_piece import piece
-from meshwright.train.noise_scale import NoiseScale
-from meshwright.train.optimizer import AdamW
-from meshwright.train.precision import LossScaler
-from meshwright.train.skipping import StepSkipper
+from meshwright.training.noise_scale import NoiseScale
+from meshwright.training.optimizer import AdamW
+from meshwright.training.precision import LossScaler
+from meshwright.training.skipping import StepSkipper
 
 
 @dataclass(slots=True)

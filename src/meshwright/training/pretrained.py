@@ -15,7 +15,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
 from meshwright.store.durable import replace_file
 from meshwright.store.tensor_piece import Piece
-from meshwright.train.state import TrainState
+from meshwright.training.state import TrainState
 
 OTHERWISE = "or model.init=random for new weights"
 
