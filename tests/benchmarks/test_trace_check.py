@@ -22,7 +22,6 @@ def test_layouts_of_verify_are_checked() -> None:
 
 
 def test_large_models_get_the_layout_that_the_planner_ranks_first() -> None:
-    model, nodes, world, batch = trace_check.LARGE[0]
-    plan = trace_check.best(model, nodes, batch)
-    assert plan.layout.world == world == 64
+    plan = trace_check.best(*trace_check.LARGE[0])
+    assert plan.layout.world == 64
     assert not plan.violations()

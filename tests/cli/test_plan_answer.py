@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli.inputs.plan_arguments import asked_plan
+from meshwright.api.plan_request import asked_plan
 from meshwright.cli.main import main
 from meshwright.cli.terminal import screen_text as text
 from meshwright.cli.terminal.plan_answer import ALTERNATIVES
