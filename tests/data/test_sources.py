@@ -52,6 +52,9 @@ def test_the_standard_library_is_python_without_tests() -> None:
     assert len(names) > 400 and all(name.endswith(".py") for name in names)
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any(f"/{part}/" in name for name in names for part in ("test", "tests", "site-packages", "idle_test"))
+    tables = ("/encodings/cp037.py", "/encodings/cp720.py", "/pydoc_data/topics.py", "/stringprep.py")
+    assert not any(name.endswith(tables) for name in names), "written by a program, to be looked up"
+    assert any(name.endswith("/encodings/utf_8.py") for name in names)
     first = next(source.documents())
     assert first.text == Path(first.name).read_text(encoding="utf-8")
 
