@@ -113,7 +113,8 @@ class MoE(nn.Module):
         out = (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1).view_as(x)
         if self.moe.shared_experts:
             out = out + self.shared(x)
-        return self.seams.routed.leave(out), self._balance(experts, probabilities, x.shape[0])
+        balance = self._balance(experts, probabilities, x.shape[0])
+        return self.seams.routed.leave(out), balance  # last: recomputation stops before it
 
     def _balance(self, experts: Tensor, probabilities: Tensor, sequences: int) -> Tensor:
         """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4).
