@@ -67,6 +67,11 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     return _CPU_MULTIPLIES.get(dtype, False)
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether something runs around the module's forward; torch lets hooks be added, but not be asked for."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Gradient of a softmax over the last dim from its result: weights * (gradient - sum(gradient * weights)).
 

@@ -77,7 +77,7 @@ class _Chunks:
 
     def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Of each chunk: its rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
-        parts = self.vocabulary
+        parts, factor = self.vocabulary, None if factor is None else factor.float()
         weights = self.weight.float() if needs_wide(self.x) else self.weight
         rows = chunk_rows(len(self.x), parts.most if parts else len(weights), kind(self.x))
         for start in range(0, len(self.x), rows):
@@ -87,7 +87,8 @@ class _Chunks:
             valid = self.targets[here] != IGNORED
             each = factor[here] if factor is not None and factor.dim() else factor
             yield here, self._chunk(logits, self.targets[here], valid, each), valid
-            logits = logits.to(part.dtype)
+            if self.x_gradient is not None or self.weight_gradient is not None:
+                logits = logits.to(part.dtype)
             if self.x_gradient is not None:
                 self.x_gradient[here] = logits @ weights
             if self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
@@ -155,8 +156,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, vocabulary: Vocabulary | None = None
 ) -> Tensor:
-    """As the reference; one backward pass. With a vocabulary `weight` is a part of the head, the loss is that of all
-    parts, and the gradient of x what this part adds to it."""
+    """As the reference; one backward pass, and no gradient of `scale` (ValueError where one is asked for). With a
+    vocabulary `weight` is a part of the head, the loss is that of all parts, and the gradient of x what this part adds
+    to it."""
+    if scale is not None and scale.requires_grad:
+        raise ValueError("linear_cross_entropy makes no gradient of its scale: detach it")
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
         x, weight = x.detach(), weight.detach()
     result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale, vocabulary)  # type: ignore[no-untyped-call]  # torch has no annotations there

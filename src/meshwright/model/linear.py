@@ -1,12 +1,14 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.kernels import Kernels
 from meshwright.model.seams import Border
+from meshwright.spec.errors import IllegalLayout
 
 
 class Weight(Protocol):
@@ -54,13 +56,24 @@ class Head(Linear):
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
-    put in its place."""
-    return type(layer) is Linear and layer.form is None
+    put in its place, or something hangs on its call."""
+    return _is_ours(layer) and layer.form is None
+
+
+def _is_ours(layer: nn.Module) -> TypeGuard[Linear]:
+    return type(layer) is Linear and not compat.is_hooked(layer)
 
 
 def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """What the first layers of a part make of its input, in a single product; other modules than ours one by one."""
-    ours = [layer for layer in layers if isinstance(layer, Linear)]
+    """What the first layers of a part make of its input, in a single product; other modules than ours, and those with
+    hooks, one by one. IllegalLayout where such a one stands at the border of a tensor-parallel part, whose input is
+    entered by the product."""
+    ours = [layer for layer in layers if _is_ours(layer)]
+    if len(ours) < len(layers) and border.read is not None:
+        raise IllegalLayout(
+            "a layer that reads a tensor-parallel part's input was replaced or has hooks: take layout.tp=1, or give "
+            "it another weight (Linear.form)"
+        )
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
     return products(border.read or ours[0].kernels.linears, x, ours)

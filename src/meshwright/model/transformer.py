@@ -207,10 +207,11 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a model says of next tokens, asked for without the whole logits: hidden states x (B, S, D) at its head."""
+    """What a model says of next tokens, asked for without the whole logits. `_x` (B, S, D) is at its head: the
+    gradient of anything else made of it would be summed over tensor-parallel ranks."""
 
     model: Transformer
-    x: Tensor
+    _x: Tensor
 
     def cross_entropy(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """-log p summed () fp32 in nats over targets (B, S) that are not -100, times scale, () or (B, S)."""
@@ -225,7 +226,7 @@ class Predictions:
         return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
 
     def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        flat, model = self.x.flatten(0, 1), self.model
+        flat, model = self._x.flatten(0, 1), self.model
         if model.shape.tied:
             return use(flat, model.embed.weight)
         found: Tensor = model.head(flat, use)

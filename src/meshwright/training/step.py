@@ -89,7 +89,10 @@ def train_step(
     weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
     gradients = _Gradients(optimizer, measure_noise)
     passes = [MicroPass(batch, weights, objective) for batch in micro_batches]
-    engine.forward_backward(passes, after=lambda one: gradients.collect(objective.count(one.batch) * weights.token))
+    engine.forward_backward(
+        passes,
+        after=lambda one: gradients.collect(objective.count(one.batch) * weights.token) if measure_noise else None,
+    )
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
     part, (loss, balance) = loss, engine.sum_loss(torch.stack((loss, balance)))
@@ -114,7 +117,7 @@ def train_step(
         skipped=skipped,
         reason=reason,
         micro_squared=tuple(gradients.squared),
-        micro_tokens=tuple(batch.valid for batch in micro_batches) if measure_noise else (),
+        micro_tokens=tuple(objective.count(batch) for batch in micro_batches) if measure_noise else (),
     )
 
 
