@@ -313,3 +313,23 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
     only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
     first, second = recommended(estimator(asked), asked, only).best
     assert is_tight(second) and not is_tight(first), "also where none of the listed leaves any"
+
+
+def test_a_plan_is_saved_where_it_can_be_and_replaces_nobodys_own_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are said before the search."""
+    own, missing = tmp_path / "plan.yaml", tmp_path / "none" / "plan.yaml"
+    own.write_text("# mine\nmodel: gpt2\n", encoding="utf-8")
+    for file, says in ((own, "with comments"), (missing, "there is no folder")):
+        assert main([*SMALL, "--save", str(file)]) == 2
+        found = capsys.readouterr()
+        assert says in found.err and not found.out
+    assert own.read_text(encoding="utf-8").startswith("# mine")
+    saved = tmp_path / "saved.yaml"
+    assert main([*SMALL, "--save", str(saved)]) == main([*SMALL, "--save", str(saved)]) == 0
+
+
+def test_a_layout_is_taken_with_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json", "--layout", "dp_shard=8 zero=1 micro_batch=1 (recommended, vp=8..9 as fast)"]) == 0
+    assert '"dp_shard": 8' in capsys.readouterr().out

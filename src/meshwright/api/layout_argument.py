@@ -1,5 +1,6 @@
 """`--layout dp=8,tp=2`: what of a layout is fixed, for the search to leave as it is."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,9 +15,10 @@ Fixed = dict[str, tuple[Any, ...]]
 
 
 def fixed_layout(asked: "Plan", texts: Sequence[str]) -> Fixed:
-    """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved)."""
+    """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved), with what it
+    says of them in brackets."""
     found: Fixed = {}
-    for part in " ".join(texts).replace(",", " ").split():
+    for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
         for key, value in _parts(part, asked.layout):
             if found.setdefault(key, (value,)) != (value,):
                 _refuse(f"--layout has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them")

@@ -86,6 +86,7 @@ def _weights(found: "HubFolder") -> "dict[str, Tensor]":
 
 def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "dict[str, Tensor]") -> None:
     """The run folder; what a directory knows beyond a run (chat template, generation config) is kept for its export."""
+    from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
     from meshwright.training.pretrained import keep_extras
@@ -95,6 +96,7 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "d
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
             keep_extras(found, path)
+            planfile.write(plan, path / "plan.yaml", open_warmup=True)  # it follows recipe.steps until a run begins
             values: dict[str, checkpoint.Json] = {
                 "step": 0,
                 "sequence": plan.recipe.sequence,

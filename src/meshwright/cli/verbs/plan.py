@@ -60,8 +60,8 @@ def plan(
     from meshwright.planner.search.ranking import LISTED
     from meshwright.spec.errors import DoesNotFit, PlanError
 
-    if save is not None and save == Path(model):
-        raise PlanError(f"--save {save} is the plan that was read: name another file")
+    if save is not None:
+        _check_place(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:
         raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
     try:
@@ -86,6 +86,18 @@ def plan(
     show(in_words(answer.estimator, answer.found, asked))
     if save:
         show(["", *_command(answer.plan, save)])
+
+
+def _check_place(save: Path, model: str) -> None:
+    """PlanError where the plan cannot be saved, or somebody's own file would be lost: said before the search."""
+    from meshwright.spec.errors import PlanError
+
+    if save == Path(model):
+        raise PlanError(f"--save {save} is the plan that was read: name another file")
+    if not save.absolute().parent.is_dir():
+        raise PlanError(f"--save {save}: there is no folder {save.parent}; make it first")
+    if save.is_file() and "#" in save.read_text(encoding="utf-8", errors="replace"):
+        raise PlanError(f"--save {save} would replace a file with comments, which --save did not write: name another")
 
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
