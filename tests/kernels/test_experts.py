@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.kernels import experts, fast, reference
 from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
 from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.kernels.target import acting_as
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 
@@ -175,3 +176,10 @@ def test_an_expert_without_rows_gets_no_gradient_from_a_careless_device(
             queue.run()
         for one, other in zip(given, loop, strict=True):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_rank_without_rows_leaves_no_counts_on_the_device() -> None:
+    """The product would ask the device for them: a wait on a GPU, and the end of a dry run, which has no values."""
+    weights = torch.zeros(2, 16, 16, dtype=torch.bfloat16)
+    with acting_as("cuda"):
+        assert [groups_on_device(torch.zeros(n, 16, dtype=torch.bfloat16), weights) for n in (0, 4)] == [False, True]

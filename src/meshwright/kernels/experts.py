@@ -29,7 +29,7 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
-    grouped = isinstance(counts, Tensor) and len(rows) > 0 and groups_on_device(rows, weights)
+    grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
         found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
@@ -42,10 +42,13 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 
 def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
     """Whether counts may stay on the device: torch's grouped product takes bf16 with rows of a multiple of 16 bytes.
+    Without a row the host knows all counts; to read them off the device would be a wait.
 
     Before compute capability 9 torch itself falls back to a loop that waits for the counts.
     """
     if not (hasattr(F, "grouped_mm") and kind(rows) == "cuda" and rows.dtype == weights.dtype == torch.bfloat16):
+        return False
+    if not len(rows):
         return False
     aligned = weights.shape[-1] % 8 == 0 and weights.shape[-2] % 8 == 0
     return aligned and (bool(acts()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
