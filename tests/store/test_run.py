@@ -257,7 +257,7 @@ def test_garbage_is_refused_by_file_and_line(tmp_path: Path, garbage: bytes) -> 
 
 def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "gone" / "metrics.jsonl")
-    with pytest.raises(RunError, match="No such file or directory; mend that"):
+    with pytest.raises(RunError, match="No such file or directory; fix that"):
         log.append({"step": 1})
     assert MetricsLog.read(log.path) == []
     log.truncate_to(3)

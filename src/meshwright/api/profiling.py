@@ -178,5 +178,5 @@ def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
             replace_file(folder / name, (json.dumps(plain(document), allow_nan=False) + "\n").encode())
     except OSError as error:
         raise RunError(
-            f"{error.filename or folder}: {error.strerror or error}; mend that, or choose another run="
+            f"{error.filename or folder}: {error.strerror or error}; fix that, or choose another run="
         ) from None

@@ -10,7 +10,6 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,10 +88,3 @@ def when_recompile_limit_is_hit(said: Callable[[], None]) -> None:
     for one in [one for one in logger.filters if isinstance(one, _Limit)]:
         logger.removeFilter(one)
     logger.addFilter(_Limit(said))
-
-
-def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process."""
-    with suppress(AttributeError, KeyError):
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return 0

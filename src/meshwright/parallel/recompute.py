@@ -1,8 +1,8 @@
 """Activation recomputation: keep less in the forward pass, make it again in the backward pass.
 
 full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). selective: by operation (Korthikanti et al. 2022,
-arXiv:2205.05198): keep what is dear to make, the results of products with weights; make the attention core, the norms,
-the rotation and the activation again. Both repeat the very same operations, so loss and gradients keep every bit.
+arXiv:2205.05198): keep what is costly to make, the results of products with weights; make the attention core, the
+norms, the rotation and the activation again. Both repeat the same operations, so loss and gradients keep every bit.
 """
 
 from collections.abc import Callable

@@ -96,7 +96,7 @@ KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
 def in_order(actions: Actions) -> tuple[Turn, ...]:
-    """The lists made ready to be played many times; IllegalLayout where ranks would wait for each other for ever."""
+    """The lists made ready to be played many times; IllegalLayout where ranks would deadlock."""
     placement = placement_of(actions)
     made: dict[Place, int] = {}
     found: list[Turn] = []
@@ -138,7 +138,7 @@ def play(order: Sequence[Turn], stages: Sequence[Timed], send_s: float = 0.0) ->
 
 def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: float = 0.0) -> Replay:
     """Play the lists; `times` of all stages or of each. IllegalLayout if an action is missing, done twice, on two
-    ranks, or waits for ever."""
+    ranks, or ranks would deadlock."""
     stages = len(placement_of(actions))
     _check_once(actions, stages)
     each = [times] * stages if isinstance(times, Times) else times

@@ -244,7 +244,7 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
     if error.errno == errno.EFBIG:
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
     else:
-        advice = "free some space and resume" if error.errno in _SPACE else "mend that and resume"
+        advice = "free some space and resume" if error.errno in _SPACE else "fix that and resume"
     kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
     return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{kept}: {advice}")
 

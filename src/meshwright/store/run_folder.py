@@ -317,5 +317,5 @@ def _one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{error.filename or path}: {error.strerror or error}; mend that, or choose another run="
+            f"{error.filename or path}: {error.strerror or error}; fix that, or choose another run="
         ) from None

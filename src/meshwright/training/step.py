@@ -11,6 +11,7 @@ from meshwright.model import Transformer
 from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
+from meshwright.spec.errors import IllegalLayout
 from meshwright.training.batches import Batch, forms
 from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import LossScaler
@@ -19,6 +20,10 @@ from meshwright.training.skipping import StepSkipper
 
 class Objective(Protocol):
     """What a micro-batch computes: a sum over it, and what the sum over all micro-batches and ranks is divided by."""
+
+    @property
+    def by_position(self) -> bool:
+        """The sum is one over positions, each by itself, so that ranks may have a part of every sequence (cp)."""
 
     def count(self, batch: Batch) -> float:
         """What this batch adds to the divisor; known on the host."""
@@ -30,6 +35,8 @@ class Objective(Protocol):
 
 class CrossEntropy:
     """-log p of every valid target; their mean is what pretraining minimizes."""
+
+    by_position = True
 
     def count(self, batch: Batch) -> float:
         """Valid targets."""
@@ -83,8 +90,11 @@ def train_step(
 
     Loss = the objective's sum over all micro-batches and ranks / its count, so that no split changes it; the balance
     loss is the mean over sequences, times `balance_loss`. `skipper` is what skips a step, by the norms of
-    earlier ones where `spike_factor` is given.
+    earlier ones where `spike_factor` is given. IllegalLayout: an objective of whole sequences under cp.
     """
+    cp = engine.mesh.layout.cp
+    if cp > 1 and not objective.by_position:
+        raise IllegalLayout(f"cp={cp} splits the sequences, which this objective needs whole: try cp=1")
     device = micro_batches[0].tokens.device
     weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
     gradients = _Gradients(optimizer, measure_noise)

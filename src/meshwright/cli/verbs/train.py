@@ -22,7 +22,7 @@ def train(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="On several processes: how long one may stand still in a step. 0 = for ever. "
+            help="On several processes: how long one may stand still in a step. 0 = no limit. "
             "[default: 300, or 10 times the longest step]",
             show_default=False,
         ),

@@ -17,7 +17,7 @@ ADVICE = "every rank was ended; resume=auto goes on from the last checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a rank may stand still. `hang_s`: None = by itself, 0 = for ever."""
+    """How long a rank may stand still. `hang_s`: None = by itself, 0 = no limit."""
 
     hang_s: float | None = None
 
