@@ -264,6 +264,14 @@ def test_nothing_fits_is_exit_code_3_with_the_nearest(capsys: pytest.CaptureFixt
     )
 
 
+def test_degrees_that_are_not_to_blame_are_not_to_be_freed(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["plan", "llama-3.1-8b", "--cluster", "h100x1", "--layout"]
+    assert main([*one, "zero=0"]) == 3
+    assert "2 nodes are enough: take more nodes or another device" in capsys.readouterr().err
+    assert main(["plan", "llama-3.1-8b", "--cluster", "h100x8", "--layout", "zero=0,tp=1,pp=1,cp=1"]) == 3
+    assert "fix fewer degrees" in capsys.readouterr().err
+
+
 def test_a_layout_that_does_not_fit_is_told_its_cheapest_fixes(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "dp=8,dp_shard=8,zero=3,micro_batch=8,recompute=none"
     assert main(["plan", "llama-3.1-8b", "--cluster", "h100x8", "--layout", layout]) == 3

@@ -78,6 +78,7 @@ def test_what_a_run_records_and_says(make: Make, tmp_path: Path) -> None:
 
     assert notes.saves == [4, 8, 12]
     assert notes.info is not None and notes.summary == summary
+    assert summary.tokens_per_second == summary.tokens / summary.seconds, "figures of one line agree"
     assert notes.info.parameters == num_parameters(SHAPE) and notes.info.first_step == 0 and notes.info.steps == 12
     expected = "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1"
     assert notes.info.batch_equation == expected and notes.info.peak_flop_per_s is None

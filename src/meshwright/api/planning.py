@@ -155,7 +155,7 @@ def plan(
     if not found.legal:
         found = answered(of, asked, fixed)
     if not found.best:
-        raise _does_not_fit(of, found, free=not fixed)
+        raise _does_not_fit(of, found, free=not (fixed and search(of, asked, listed=1).best))
     found = recommended(of, asked, found, fixed)
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
 

@@ -194,7 +194,7 @@ def _amount(value: float) -> str:
 
 def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
     """Where nothing fits: the nearest layout, the term that overflows, and what would help. `nodes`: so many are
-    enough. `free`: no degree was fixed."""
+    enough. `free`: no degree that was fixed is to blame."""
     nearest = found.nearest
     assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)

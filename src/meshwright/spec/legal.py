@@ -191,10 +191,8 @@ def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
 
 def _data(layout: Layout) -> Iterator[str]:
     if layout.zero and layout.dp_shard * layout.cp == 1:
-        yield (
-            f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: "
-            "take layout.zero=0, or dp_shard instead of dp_replicate"
-        )
+        instead = ", or dp_shard instead of dp_replicate" if layout.dp_replicate > 1 else ""
+        yield f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: take layout.zero=0{instead}"
 
 
 def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:

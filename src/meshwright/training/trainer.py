@@ -93,7 +93,7 @@ class Trainer:
         self._tell("started", self._info())
         self.state.engine.train()
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
-        begun, first_tokens, saved = time.perf_counter(), progress.tokens, progress.step
+        saved = progress.step
         score: float | None = None
         try:
             with self.saver:
@@ -112,7 +112,7 @@ class Trainer:
         finally:
             feed.close()
             log.close()
-        return self._finish(time.perf_counter() - begun, progress.tokens - first_tokens, stop)
+        return self._finish(stop)
 
     @property
     def is_first(self) -> bool:
@@ -295,7 +295,7 @@ class Trainer:
             found.append(f"resuming with changes: {', '.join(self.changes)}")
         return tuple(found)
 
-    def _finish(self, seconds: float, tokens: int, stop: Interrupt) -> Summary:
+    def _finish(self, stop: Interrupt) -> Summary:
         from meshwright.training.plot import loss_plot
 
         waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
@@ -318,7 +318,7 @@ class Trainer:
             bits_per_byte=bits,
             tokens=progress.tokens,
             seconds=progress.seconds,
-            tokens_per_second=tokens / seconds if seconds else 0.0,
+            tokens_per_second=progress.tokens / progress.seconds if self._read_s else 0.0,
             saving_seconds=self.saver.blocked_s,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.latest(self.folder.checkpoints),

@@ -117,8 +117,9 @@ class Summary:
     """Of the last evaluation."""
     tokens: int
     seconds: float
+    """Of the steps of the whole run: evaluations and checkpoints are not in it."""
     tokens_per_second: float
-    """Mean over this process."""
+    """tokens / seconds; 0 = no step was left for this process."""
     saving_seconds: float = 0.0
     """What steps and the end waited for checkpoints."""
     peak_allocated_bytes: int

@@ -131,7 +131,7 @@ def closing(summary: Summary, device: str) -> str:
         return f"nothing was left to train: {done}"
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
-    parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)}")
+    parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s")
     of = "process" if device.startswith("CPU") else "tensors"
     parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({of})")

@@ -137,7 +137,7 @@ function* expertRules(model, layout) {
 function* dataRules(layout) {
   if (layout.zero && layout.dp_shard * layout.cp === 1)
     yield `layout.zero=${layout.zero} shards over dp_shard x cp, which is one rank: ` +
-      "take layout.zero=0, or dp_shard instead of dp_replicate";
+      `take layout.zero=0${layout.dp_replicate > 1 ? ", or dp_shard instead of dp_replicate" : ""}`;
 }
 
 function* dropoutRules(model, layout) {
