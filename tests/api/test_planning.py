@@ -12,6 +12,7 @@ from meshwright import planfile
 from meshwright.api.documents import plain
 from meshwright.api.plan_reading import base_words, read_plan, words_of
 from meshwright.api.planned_layout import PlannedLayout
+from meshwright.cli.commands import in_options
 from meshwright.cli.main import main
 from meshwright.spec import Plan, presets
 from meshwright.spec.errors import IllegalLayout
@@ -119,7 +120,7 @@ def test_what_is_refused_is_refused_in_the_words_of_the_command_line(
         mw.plan(model, **options)
     cluster = ["--cluster", options["cluster"]] if "cluster" in options else []
     assert main(["plan", model, *cluster, *words]) == raised.value.exit_code
-    assert capsys.readouterr().err == f"meshwright: {raised.value}\n"
+    assert capsys.readouterr().err == f"meshwright: {in_options(str(raised.value), ['plan'])}\n"
 
 
 def test_what_does_not_fit_comes_with_the_nearest_layout(capsys: pytest.CaptureFixture[str]) -> None:

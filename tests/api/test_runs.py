@@ -140,5 +140,5 @@ def test_a_profile_is_kept_and_compared(run: Any, capsys: pytest.CaptureFixture[
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(mw.PlanError, match="--steps 0"):
+    with pytest.raises(mw.PlanError, match="steps=0 must"):
         mw.profile(model=MODEL, steps=0, run=tmp_path / "x")

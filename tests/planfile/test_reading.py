@@ -158,7 +158,7 @@ def test_other_tools_names_are_read_and_said(override: str, key: str, value: obj
     for name in key.split("."):
         found = getattr(found, name)
     assert found == value
-    assert notes == [f"command line: {override.partition('=')[0]} is read as {key}"]
+    assert notes == [f"{override.partition('=')[0]} is read as {key}"]
 
 
 def test_without_a_list_of_notes_they_are_warnings() -> None:
@@ -238,19 +238,19 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("recipe.stepz=5", "command line: recipe.stepz is not known: the nearest known key is recipe.steps"),
-        ("recipe", "command line: recipe is not KEY=VALUE, such as recipe.steps=500"),
+        ("recipe.stepz=5", "recipe.stepz is not known: the nearest known key is recipe.steps"),
+        ("recipe", "recipe is not KEY=VALUE, such as recipe.steps=500"),
         ("=5", "is not KEY=VALUE"),
         ("recipe..steps=5", "is not KEY=VALUE"),
         ("a." * 50 + "b=1", "is not KEY=VALUE"),
-        ("recipe.steps.x=5", "command line: recipe.steps={...} must be a whole number"),
+        ("recipe.steps.x=5", "recipe.steps={...} must be a whole number"),
         ("recipe.batch_ramp.0.tokens=5", "recipe.batch_ramp.0 is not known"),
-        ("model.moe={experts: 4", "command line: is not YAML"),
-        ("data=", "command line: data=(nothing) must be"),
-        ("run=", "command line: run=(nothing) must be text"),
-        ("recipe=a\n\x1b[1mb", r"command line: recipe='a\n\x1b[1mb' must be a mapping of keys"),
-        ("recipe.a\nb=1", r"command line: recipe.'a\nb' is not known"),
-        ("run=a\udc80b", "command line: run holds bytes that are no UTF-8 text"),
+        ("model.moe={experts: 4", "{experts: 4: is not YAML"),
+        ("data=", "data=(nothing) must be"),
+        ("run=", "run=(nothing) must be text"),
+        ("recipe=a\n\x1b[1mb", r"recipe='a\n\x1b[1mb' must be a mapping of keys"),
+        ("recipe.a\nb=1", r"recipe.'a\nb' is not known"),
+        ("run=a\udc80b", "run holds bytes that are no UTF-8 text"),
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),
         ("model.layers=100000000000", "model.layers=100000000000 must be"),

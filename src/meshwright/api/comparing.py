@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.arguments import Place, checked, folder_of
 
 if TYPE_CHECKING:
     from meshwright.observe.compare.finished_run import Finished
@@ -111,8 +112,9 @@ def _percent(error: float | None) -> str:
     return "=" if error == 0 else f"{error:+.1%}" if isfinite(error) else "new"
 
 
+@checked
 def compare(
-    run: Any,
+    run: Place,
     *,
     tolerance: float = 0.1,
     dry_run: bool = True,
@@ -132,14 +134,15 @@ def compare(
     from meshwright.observe.compare.sources_of_columns import columns
 
     check_tolerance(tolerance)
-    folder = _folder(run)
+    folder = folder_of(run)
     finished = open_run(folder)
     plan = finished.plan_as_run
     three = columns(finished, planner_of(plan, cluster), _dryer(finished, told) if dry_run else None)
     return ComparisonAnswer(run=folder, found=lay(plan, three, tolerance))
 
 
-def report(*runs: Any, out: str | Path | None = None, tolerance: float = 0.1, cluster: str | None = None) -> Path:
+@checked
+def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, cluster: str | None = None) -> Path:
     """Write one HTML page of runs, for offline; gives its path. `out`: where, RUN/report.html of the first by
     default."""
     from meshwright.api.plan_request import planner_of
@@ -151,7 +154,7 @@ def report(*runs: Any, out: str | Path | None = None, tolerance: float = 0.1, cl
     check_tolerance(tolerance)
     if not runs:
         raise PlanError("report needs a run folder at least")
-    folders = [_folder(run) for run in runs]
+    folders = [folder_of(run) for run in runs]
     target = Path(out) if out is not None else folders[0] / "report.html"
     _writable(target)
     found = [open_run(folder) for folder in folders]
@@ -161,16 +164,11 @@ def report(*runs: Any, out: str | Path | None = None, tolerance: float = 0.1, cl
 
 
 def check_tolerance(tolerance: float) -> None:
-    """PlanError where it is none."""
-    from meshwright.spec.errors import PlanError
+    """ArgumentError where it is none."""
+    from meshwright.spec.errors import ArgumentError
 
     if not 0 <= tolerance < float("inf"):
-        raise PlanError(f"--tolerance {tolerance} must be a number of 0 or more, as 0.1 for a tenth")
-
-
-def _folder(run: Any) -> Path:
-    """Of a run, or of the answer about one."""
-    return Path(getattr(run, "run", run))
+        raise ArgumentError(f"tolerance={tolerance} must be a number of 0 or more, as 0.1 for a tenth")
 
 
 def _wanting(found: "Comparison") -> str:
@@ -178,7 +176,7 @@ def _wanting(found: "Comparison") -> str:
     planned, dry, measured = found.columns
     if measured.found is None:
         return f"{measured.about}; train the plan, or run meshwright profile"
-    return f"{dry.about}; compare without --no-dry-run" if dry.found is None else planned.about
+    return f"{dry.about}; compare without dry_run=False" if dry.found is None else planned.about
 
 
 def _dryer(run: "Finished", told: Told) -> "DryRunner":
@@ -202,13 +200,13 @@ def _dryer(run: "Finished", told: Told) -> "DryRunner":
 
 
 def _writable(out: Path) -> None:
-    from meshwright.spec.errors import PlanError, RunError
+    from meshwright.spec.errors import ArgumentError, RunError
 
     if out.is_dir():
-        raise PlanError(f"--out {out} is a folder: name a file, as --out {out / 'report.html'}")
+        raise ArgumentError(f"out={out} is a folder: name a file, as out={out / 'report.html'}")
     if out.suffix not in (".html", ".htm"):
-        raise PlanError(f"--out {out}: name a file that ends in .html, as --out {out.with_suffix('.html')}")
+        raise ArgumentError(f"out={out}: name a file that ends in .html, as out={out.with_suffix('.html')}")
     if not out.parent.is_dir():
         if out.name == "report.html":
             raise RunError(f"{out.parent} is no run folder: it does not exist; give the folder that run= named")
-        raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
+        raise ArgumentError(f"out={out}: there is no folder {out.parent}; make it first")

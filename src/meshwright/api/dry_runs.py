@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
+from meshwright.api.arguments import checked
 
 if TYPE_CHECKING:
     from meshwright.observe.dryrun.dryrun_document import Room
@@ -121,6 +122,7 @@ class DryRunAnswer(Answer):
         )
 
 
+@checked
 def dry_run(
     *plan: Any,
     ranks: Sequence[int] = (),
@@ -147,13 +149,13 @@ def dry_run(
 
 def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> "Plan":
     """The plan of a dry run; a degree that is `auto` takes what the plan's cluster has."""
-    from meshwright.spec.errors import PlanError
+    from meshwright.spec.errors import ArgumentError
 
     plan, _ = plan_reading.read_plan(words, keys, processes=None, notes=[])
     if device not in ("", "cpu", "cuda"):
-        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+        raise ArgumentError(f"device={device} is not known: take cpu or cuda")
     if not 0 < load < float("inf"):
-        raise PlanError(f"--load {load} must be a number above 0 (1 = even)")
+        raise ArgumentError(f"load={load} must be a number above 0 (1 = even)")
     if load != 1 and plan.model.moe is None:
-        raise PlanError(f"--load {load:g} is of a mixture of experts, and {plan.model.name} has none")
+        raise ArgumentError(f"load={load:g} is of a mixture of experts, and {plan.model.name} has none")
     return plan

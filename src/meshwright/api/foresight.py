@@ -51,7 +51,7 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
         )
     )
     if document["fits"] is False and not anyway:
-        raise DoesNotFit(f"{unfit(found, room, needed)}; --anyway tries all the same")
+        raise DoesNotFit(f"{unfit(found, room, needed)}; anyway=True tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document)
 
 

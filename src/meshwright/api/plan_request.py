@@ -54,7 +54,7 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
 
 
 def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
-    """What counts its layouts: a measured machine where --cluster names a file, else data sheets."""
+    """What counts its layouts: a measured machine where `cluster` names a file, else data sheets."""
     from meshwright.planner.machine.clusterfile import asked, is_file
     from meshwright.planner.step.predict import estimator
 
@@ -80,7 +80,7 @@ def _cluster(name: str, nodes: int) -> "Cluster":
 
 def _words(recipe: Sequence[str]) -> list[str]:
     """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two."""
-    from meshwright.spec.errors import PlanError
+    from meshwright.spec.errors import ArgumentError
 
     found = []
     for word in recipe:
@@ -88,24 +88,24 @@ def _words(recipe: Sequence[str]) -> list[str]:
         found += parts if all(re.match(r"\s*[\w.-]+=", part) for part in parts) else [word]
     for word in found:
         if "=" not in word:
-            raise PlanError(f"--recipe {word!r} is not KEY=VALUE, as sequence=8192")
+            raise ArgumentError(f"recipe={word!r} is not KEY=VALUE, as sequence=8192")
     return [word.strip() for word in found]
 
 
 def _nodes(nodes: int | None) -> None:
-    from meshwright.spec.errors import PlanError
+    from meshwright.spec.errors import ArgumentError
 
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise PlanError(f"--nodes {nodes} must be at least 1 and at most {MOST_NODES:,}")
+        raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
 
 
 def _no_cluster(file: str) -> Exception:
     from meshwright.spec import presets
-    from meshwright.spec.errors import PlanError
+    from meshwright.spec.errors import ArgumentError
 
-    says = f"--cluster is missing, and {file} names none with known figures" if file else "--cluster is missing"
+    says = f"cluster= is missing, and {file} names none with known figures" if file else "cluster= is missing"
     names = ", ".join(name for name in presets.device_names() if name != "local")
-    return PlanError(f"{says}: name a device and how many of it a node has, as --cluster h100x8; known: {names}")
+    return ArgumentError(f'{says}: name a device and how many of it a node has, as cluster="h100x8"; known: {names}')
 
 
 def _any_layout(found: "Plan") -> None:
@@ -123,7 +123,7 @@ def _any_layout(found: "Plan") -> None:
 
 
 def _recipe(found: "Plan", named: set[str]) -> "Plan":
-    """What a recipe of the command line leaves out is not a toy's: bf16, a long sequence, millions of tokens a step."""
+    """What a recipe leaves out is not a toy's: bf16, a long sequence, millions of tokens a step."""
     changes: dict[str, Any] = {}
     if not named & {"precision", "mixed_precision", "dtype"}:
         changes["precision"] = "bf16"
@@ -145,7 +145,7 @@ def _batch(wanted: int, devices: int) -> int:
 
 def _known(found: "Plan") -> None:
     """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
-    from meshwright.spec.errors import PlanError
+    from meshwright.spec.errors import ArgumentError
 
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
@@ -154,7 +154,7 @@ def _known(found: "Plan") -> None:
     needed += ["network_bytes_per_s"] if cluster.nodes > 1 else []
     missing = [name for name in needed if not getattr(device, name)]
     if missing:
-        raise PlanError(
-            f"cluster.device {device.name!r} lacks {', '.join(missing)}: name a known device, as --cluster h100x8, or "
-            "give these figures in a plan file"
+        raise ArgumentError(
+            f"cluster.device {device.name!r} lacks {', '.join(missing)}: name a known device, as "
+            'cluster="h100x8", or give these figures in a plan file'
         )

@@ -100,7 +100,7 @@ class PlannedLayout:
             follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
                 refuse(
-                    f"--tokens {self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
+                    f"tokens={self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
                     "global_batch"
                 )
             warmup = -1 if follows else min(recipe.warmup_steps, steps)
@@ -173,7 +173,7 @@ def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Raise PlanError."""
-    from meshwright.spec.errors import PlanError
+    """Raise ArgumentError."""
+    from meshwright.spec.errors import ArgumentError
 
-    raise PlanError(sentence)
+    raise ArgumentError(sentence)

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
-from meshwright.api.plan_reading import Section, section_words
+from meshwright.api.arguments import checked
+from meshwright.api.plan_reading import HasPlan, Section, section_words
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html, refuse
+from meshwright.spec import Layout, Plan
 
 if TYPE_CHECKING:
     from meshwright.api.layout_argument import Fixed
     from meshwright.planner.search.ranking import Found
     from meshwright.planner.step.budget import Budget
     from meshwright.planner.step.predict import Estimator
-    from meshwright.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -118,12 +119,13 @@ class PlanAnswer(Answer):
         )
 
 
+@checked
 def plan(
-    model: Any,
+    model: str | Path | Plan | HasPlan,
     *,
     cluster: str | None = None,
     nodes: int | None = None,
-    layout: Any = None,
+    layout: Section | Layout = None,
     recipe: Section = None,
     tokens: str | float | None = None,
     price: float = 0.0,
@@ -142,21 +144,23 @@ def plan(
     from meshwright.planner.search.ranking import LISTED, search
     from meshwright.planner.search.recommend import recommended
     from meshwright.planner.search.refused import answered
-    from meshwright.spec import Layout
 
     asked = asked_plan(model, cluster, nodes, section_words(recipe))
     budget = _tokens(tokens)
     _check_price(price, budget)
+    if listed is not None and listed < 1:
+        refuse(f"listed={listed} must be at least 1")
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     fixed = fixed_layout(asked, section_words(layout))
     of = asked_estimator(asked, cluster)
-    found = search(of, asked, fixed=fixed, listed=LISTED if listed is None else listed)
+    found = search(of, asked, fixed=fixed, listed=listed or LISTED)
     if not found.legal:
         found = answered(of, asked, fixed)
     if not found.best:
         raise _does_not_fit(of, found, free=not (fixed and search(of, asked, listed=1).best))
     found = recommended(of, asked, found, fixed)
+    del found.best[listed or LISTED :]
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
 
 
@@ -186,12 +190,12 @@ def _tokens(given: str | float | None) -> float:
     except ValueError:
         number = -1.0
     if not 1 <= number < 1e18:
-        refuse(f"--tokens {given} must be a number of 1 or more and below 10**18, as 15T or 300B")
+        refuse(f"tokens={given} must be a number of 1 or more and below 10**18, as 15T or 300B")
     return number
 
 
 def _check_price(price: float, tokens: float) -> None:
     if not 0 <= price < float("inf"):
-        refuse(f"--price {price} must be a number of 0 (none) or more")
+        refuse(f"price={price} must be a number of 0 (none) or more")
     if price and not tokens:
-        refuse(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")
+        refuse(f"price={price} is for the bill of a run: say how long it is, as tokens=15T")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.arguments import checked
 from meshwright.api.plan_reading import read_plan
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class ProfileAnswer(Answer):
         )
 
 
+@checked
 def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = None, **keys: Any) -> ProfileAnswer:
     """Make a few real steps of a plan and measure them, on processes of this machine that it starts itself: one for
     each GPU, or of a CPU.
@@ -133,11 +135,11 @@ def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = Non
 
 
 def check_steps(steps: int) -> None:
-    """PlanError where there are none to time."""
-    from meshwright.spec.errors import PlanError
+    """ArgumentError where there are none to time."""
+    from meshwright.spec.errors import ArgumentError
 
     if steps < 1:
-        raise PlanError(f"--steps {steps} must be at least 1")
+        raise ArgumentError(f"steps={steps} must be at least 1")
 
 
 def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.data import Sampler, Tokenizer, TokenStream, prepare
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, num_parameters
-from meshwright.spec.errors import DataError, PlanError, RunError
+from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import locate, weights
@@ -70,6 +70,7 @@ class TrainedModel:
     path: Path = Path()
     """Where it was read from."""
 
+    @checked
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -104,18 +105,19 @@ class TrainedModel:
         PlanError where there is no tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give --prompt-ids 1,2,3")
+            raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give the prompt as token ids")
         ids: list[int] = tokenizer.encode(text, special=True).tolist()
         bos = tokenizer.bos
         if bos is None or (tokenizer.separator and ids) or ids[:1] == [bos]:
             return ids
         return [bos, *ids]
 
-    def evaluate(self, data: str | None = None, *, sequences: int = 0) -> EvalMetrics:
+    @checked
+    def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
         """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
         run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
         if sequences < 0:
-            raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
+            raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
         stream = self._text(data)
         if stream.num_tokens < 2:
             raise DataError(
@@ -133,14 +135,14 @@ class TrainedModel:
         per_byte = stream.num_tokens / max(1, stream.num_bytes)
         return evaluate(on_one_device(self.model), batches, step=0, tokens_per_byte=per_byte)
 
-    def _text(self, path: str | None) -> TokenStream:
+    def _text(self, path: str | Path | None) -> TokenStream:
         """With a path the whole text there; without one the part that the run held out."""
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: put its tokenizer there")
         if path is not None:
             return prepare(Data(path=str(path), tokenizer=self.tokenizer_file, validation=0.0)).train
         if self.plan is None:
-            raise PlanError(f"{self.path} does not say which text to score it on: give --data PATH, or --data stdlib")
+            raise ArgumentError(f'{self.path} does not say which text to score it on: give data=PATH, or data="stdlib"')
         return prepare(replace(self.plan.data, tokenizer=self.tokenizer_file)).validation
 
     def __repr__(self) -> str:
@@ -150,16 +152,17 @@ class TrainedModel:
         return f"{self.model.shape.name}: {parameters} parameters, {dtype} on {weight.device} ({self.path})"
 
 
-def load(path: Any, dtype: str | None = "fp32") -> TrainedModel:
+@checked
+def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
     """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
     folder, one of its checkpoints, a Hugging Face directory, or the answer of `train`.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
     or HubError where it is damaged.
     """
-    path = Path(getattr(path, "run", path))
+    path = folder_of(path)
     if dtype is not None and dtype not in DTYPES:
-        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
         return _open_run(path, dtype)
     if (path / "config.json").is_file():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.arguments import checked
 from meshwright.api.plan_reading import read_plan
 from meshwright.training.watchers import Silent
 
@@ -103,6 +104,7 @@ class TrainAnswer(Answer):
         )
 
 
+@checked
 def train(
     *plan: Any,
     resume: str = "no",

@@ -129,6 +129,21 @@ def run(words: Sequence[str]) -> None:
         verbs.invoke(context)
 
 
+def in_options(line: str, words: Sequence[str]) -> str:
+    """A sentence that names arguments of Python functions, with the options of this verb: tokens=15T is --tokens 15T,
+    dry_run=False is --no-dry-run."""
+    verb: Any = getattr(typer.main.get_command(app), "commands", {}).get(next(iter(words), ""))
+    every = (option for one in verb.params for option in (*one.opts, *one.secondary_opts)) if verb else ()
+    options = {option[2:].replace("-", "_"): option for option in every if option.startswith("--")}
+
+    def option(found: re.Match[str]) -> str:
+        name, truth, quoted, follows = found.groups()
+        known = options.get(f"no_{name}" if truth == "False" else name, "")
+        return f"{known} {quoted or ''}" if known and (quoted or follows) else known or found[0]
+
+    return re.sub(r"""(?<![\w.'"-])(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
+
+
 def usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     """What the parser refused, and where the right spelling is shown."""
     verb = next((f"{word} " for word in words if word in help.VERBS), "")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from meshwright.planfile.keys import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
 from meshwright.planfile.paths import located
-from meshwright.planfile.text import Given, parse_file, parse_override, shown
+from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import AXES
@@ -292,4 +292,4 @@ def _along(given: Given, path: Sequence[str | int]) -> Iterator[Given]:
 
 
 def _placed(where: str, sentence: str) -> str:
-    return f"{where}: {sentence}" if where else sentence
+    return sentence if where in ("", OVERRIDE) else f"{where}: {sentence}"

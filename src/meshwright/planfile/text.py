@@ -17,7 +17,7 @@ from meshwright.spec.errors import PlanError
 LARGEST_FILE_BYTES = 2**20
 DEEPEST = 16
 EMPTY_WORDS = ("", "~", "null", "Null", "NULL")
-COMMAND_LINE = "command line"
+OVERRIDE = "KEY=VALUE"
 QUOTE = " (a word with * & # : [ or { needs quotes)"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's parser is ten times faster; some builds of PyYAML lack it."""
@@ -29,7 +29,7 @@ class Given:
 
     value: "str | list[Given] | dict[str, Given] | None"
     where: str
-    """`plan.yaml:7`, `command line`, or empty for what nobody wrote."""
+    """`plan.yaml:7`, OVERRIDE, or empty for what nobody wrote."""
 
 
 def parse_file(path: Path) -> Given:
@@ -61,11 +61,11 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Given]:
     key, equals, value = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path) or len(path) > DEEPEST:
-        raise PlanError(f"{COMMAND_LINE}: {shown(text)} is not KEY=VALUE, such as recipe.steps=500")
+        raise PlanError(f"{shown(text)} is not KEY=VALUE, such as recipe.steps=500")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PlanError(f"{COMMAND_LINE}: {shown(key)} holds bytes that are no UTF-8 text") from error
+        raise PlanError(f"{shown(key)} holds bytes that are no UTF-8 text") from error
     return path, _override_value(value.strip())
 
 
@@ -73,11 +73,11 @@ def _override_value(value: str) -> Given:
     """A glob as `[ab]*.txt` begins like a list but is none; it stays a word, for the field to accept or refuse."""
     if value[:1] in ("{", "["):
         try:
-            return parse(value, COMMAND_LINE)
-        except PlanError:
+            return parse(value, OVERRIDE)
+        except PlanError as error:
             if value[0] == "{":
-                raise
-    return Given(None if value in EMPTY_WORDS else value, COMMAND_LINE)
+                raise PlanError(f"{shown(value)}{str(error).removeprefix(OVERRIDE)}") from None
+    return Given(None if value in EMPTY_WORDS else value, OVERRIDE)
 
 
 def parse(text: str, name: str, lines: bool = False) -> Given:

@@ -2,6 +2,7 @@
 
 MeshwrightError                 2
 ├── PlanError                   a plan file, an override, an unknown or impossible value
+│   ├── ArgumentError           an argument of a Python function, which it names; the command line says its option
 │   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
 ├── DataError                   text, tokenizer or token cache
 ├── CheckpointError             missing, foreign or newer checkpoint
@@ -27,6 +28,10 @@ class MeshwrightError(Exception):
 
 class PlanError(MeshwrightError):
     """A plan that cannot be read or does not make sense."""
+
+
+class ArgumentError(PlanError):
+    """An argument that makes no sense, or is of another type."""
 
 
 class IllegalLayout(PlanError):

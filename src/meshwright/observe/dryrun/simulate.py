@@ -161,5 +161,5 @@ def _notes(plan: Plan, *, ramped: bool) -> list[str]:
     if plan.recipe.document_mask and plan.layout.cp > 1:
         found.append("document masks over context-parallel ranks depend on the text and are not counted")
     if plan.model.moe is not None:
-        found.append("tokens are taken to go to experts evenly, or as --load says")
+        found.append("tokens are taken to go to experts evenly, or by the load that was given")
     return found

@@ -26,7 +26,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import presets
 from meshwright.spec.cluster import Cluster, Device
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.plan import Plan
 
 MENDING = "`meshwright calibrate --out FILE.toml` writes a whole one"
@@ -95,12 +95,12 @@ class ClusterFile:
 
 
 def is_file(name: str) -> bool:
-    """Whether --cluster names a file: FILE.toml, or FILE.tomlxN with N devices in a node."""
+    """Whether `cluster` names a file: FILE.toml, or FILE.tomlxN with N devices in a node."""
     return _split(name)[0].endswith(".toml")
 
 
 def asked(name: str, nodes: int = 1) -> tuple[ClusterFile, Cluster]:
-    """The file and the cluster that `--cluster FILE.toml[xN]` names; PlanError as `load`."""
+    """The file and the cluster that FILE.toml or FILE.tomlxN names; PlanError as `load`."""
     path, per_node = _split(name)
     found = load(Path(path))
     return found, found.cluster(per_node, nodes)
@@ -111,7 +111,7 @@ def _split(name: str) -> tuple[str, int]:
     if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
         return path, int(number)
     if x and path.endswith(".toml"):
-        raise PlanError(f"--cluster {name}: {number or 'nothing'} devices in a node cannot be; as {path}x8")
+        raise ArgumentError(f"cluster={name}: {number or 'nothing'} devices in a node cannot be; as {path}x8")
     return name, 0
 
 

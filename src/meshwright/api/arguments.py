@@ -1,0 +1,79 @@
+"""What a function of the Python interface is given, held against the types that it names."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
+
+from meshwright.spec.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LONGEST = 60
+"""Letters of a value that is shown."""
+WIDER: dict[Any, type] = {int: Integral, float: Real, Path: PathLike, Sequence: Iterable}
+"""Types that are as good, as numpy's numbers."""
+WORDS = {
+    int: "a whole number", float: "a number", str: "text", bool: "True or False", Path: "a path", NoneType: "None",
+    Sequence: "a list", Mapping: "a dictionary", Callable: "a function", "HasPlan": "an answer about a plan",
+    "HasRun": "an answer about a run", "Plan": "a plan", "Layout": "a layout",
+}  # fmt: skip
+
+
+@runtime_checkable
+class HasRun(Protocol):
+    """An answer that is of a run."""
+
+    @property
+    def run(self) -> Path:
+        """Its folder."""
+        ...
+
+
+Place = str | Path | HasRun
+"""Where a run is."""
+
+
+def folder_of(place: Place) -> Path:
+    """Of a run, or of the answer about one."""
+    return Path(place.run if isinstance(place, HasRun) else place)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function; ArgumentError where an argument is of another type than it takes."""
+    names = signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in names.bind(*args, **kwargs).arguments.items():
+            one = names.parameters[name]
+            for item in value if one.kind is Parameter.VAR_POSITIONAL else (value,):
+                if one.kind is not Parameter.VAR_KEYWORD and not _fits(item, one.annotation):
+                    raise ArgumentError(f"{name}={repr(item)[:LONGEST]} must be {_words(one.annotation)}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind in (Any, Parameter.empty) or not isinstance(kind, type):  # or a name that only a checker of types resolves
+        return True
+    if (isinstance(value, bool) and kind in (int, float)) or (isinstance(value, str | Mapping) and kind is Sequence):
+        return False
+    every = value if kind is Sequence and isinstance(value, list | tuple) else ()
+    return isinstance(value, WIDER.get(kind, kind)) and all(_fits(item, parts[0]) for item in every)
+
+
+def _words(hint: Any) -> str:
+    kind = get_origin(hint) or hint
+    if kind is UnionType:
+        return " or ".join(dict.fromkeys(map(_words, get_args(hint))))
+    of = f" of {get_args(hint)[0].__name__}" if kind is Sequence else ""
+    return (WORDS.get(kind) or WORDS.get(kind.__name__, kind.__name__)) + of
