@@ -163,6 +163,10 @@ def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     for number in (1, 7):
         assert main([*command, "--top", str(number)]) == 0
         assert len(printed(capsys.readouterr().out)) == 1 + number
+        assert main([*command, "--top", str(number), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert len(found["layouts"]) == 1 + number
+        assert found["plan"]["layout"] in [one["layout"] for one in found["layouts"]]
     assert main([*command, "--top", "30"]) == 0
     assert LISTED < len(printed(capsys.readouterr().out)) <= 31, "some are merged"
     assert main([*command, "--top", "0"]) == 2

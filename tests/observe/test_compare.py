@@ -67,6 +67,19 @@ def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
     assert row(found, "memory", "parameters", rank=0).values[0] > 0
 
 
+def test_a_plan_for_another_device_is_compared_by_its_program(tmp_path: Path) -> None:
+    here = replace(ALONE, cluster=Cluster())
+    files: dict[str, Any] = {name: of(here) | {"device": "cpu"} for name, of in (("ledger", ledger), ("dryrun", dried))}
+    assert presets.device("h100").is_gpu and not here.cluster.device.is_gpu
+    found = laid(write(tmp_path / "run", replace(ALONE, cluster=presets.cluster("h100x1")), **files))
+    own = laid(write(tmp_path / "own", here, **files))
+    assert [one.values for one in found.rows] == [one.values for one in own.rows] and found.disagreeing == ()
+    assert "is for H100-SXM-80, and the run was on a CPU" in row(found, "time", "step").missing[0]
+    told = "\n".join(answer(found, "run")).replace("\n", " ")
+    assert told.index("AGREES") < told.index("The plan is for H100-SXM-80") and "no time" in told
+    assert "another" not in "\n".join(answer(own, "own")) and not own.columns[0].elsewhere
+
+
 def test_traffic_that_is_one_call_off_disagrees_and_is_explained(tmp_path: Path) -> None:
     document = profiled(PLAN)
     sent = next(one for one in document["ranks"][1]["traffic"] if one["axis"] == "tp")

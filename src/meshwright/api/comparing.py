@@ -100,7 +100,7 @@ class ComparisonAnswer(Answer):
         }[self.agrees]
         return whole(
             line(f"{verdict} (tolerance {found.tolerance:.0%}, traffic exact)", "good" if self.agrees else "alarm"),
-            *map(line, self.explanation),
+            *map(line, filter(None, (found.columns[0].elsewhere, *self.explanation))),
             table((str(self.run), *TITLES, "planned is off", "dry run is off", ""), cells),
             *(line(f"{column.title}: {column.about}") for column in found.columns),
         )

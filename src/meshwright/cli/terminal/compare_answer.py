@@ -59,7 +59,7 @@ def _verdict(found: Comparison, run: str) -> Iterator[str]:
     first, *rest = wrapped(told, columns, f"{word}  ")
     yield first.replace(word, coloured(word, colour), 1)
     yield from rest
-    for sentence in explanation(found, bad[0]) if bad else ():
+    for sentence in filter(None, (found.columns[0].elsewhere, *(explanation(found, bad[0]) if bad else ()))):
         yield from wrapped(sentence, columns, "  ")
     small = sum(row.small for row in judged)
     if small and not bad:

@@ -67,7 +67,7 @@ def plan(
     try:
         answer = planning.plan(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tokens=tokens, price=price,
-            listed=max(LISTED, (top or 0) + 1),
+            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1),
         )  # fmt: skip
     except DoesNotFit as error:
         if json and error.document:

@@ -8,7 +8,7 @@ from meshwright.observe.shared_document import KindBytes, RankRecord, SentEntry,
 from meshwright.planner.plan_document import document
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec import Plan
+from meshwright.spec import Plan, presets
 from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.units import many
 
@@ -26,6 +26,8 @@ class Column:
     """What it is of; or, where nothing was found, why."""
     timeless: str = ""
     """Why it has no times."""
+    elsewhere: str = ""
+    """That it is of another device than the run's, and what that means; empty = it is not."""
     trained: SharedDocument | None = None
     """Beside a profile, what training itself measured."""
 
@@ -39,7 +41,8 @@ def columns(
 ) -> tuple[Column, Column, Column]:
     """planned, dry run, measured. `of`: a planner that knows this machine; without it one that knows data sheets."""
     plan = run.plan_as_run
-    return planned(plan, of), dried(run, plan, dryer), of_measured(run, plan)
+    on_cpu = of is None and run.device == "cpu" and plan.cluster.device.is_gpu
+    return _of_program(plan) if on_cpu else planned(plan, of), dried(run, plan, dryer), of_measured(run, plan)
 
 
 def planned(plan: Plan, of: Estimator | None = None) -> Column:
@@ -58,6 +61,19 @@ def planned(plan: Plan, of: Estimator | None = None) -> Column:
         found=found,
         about=f"the planner's formulas, for {device}",
         timeless="" if known else f"the plan's device, {device}, is not described: name a cluster",
+    )
+
+
+def _of_program(plan: Plan) -> Column:
+    """The prediction for a plan of a GPU that was run on a CPU: what its program holds and sends there."""
+    device = plan.cluster.device.name
+    here = replace(plan, cluster=replace(plan.cluster, device=presets.device("local")))
+    return replace(
+        planned(here),
+        about="the planner's formulas, for this program on a CPU",
+        timeless=f"the plan is for {device}, and the run was on a CPU",
+        elsewhere=f"The plan is for {device}, and the run was on a CPU: memory and traffic of the program are "
+        "compared, and no time. A cluster file of this machine, made by meshwright calibrate, has times too.",
     )
 
 

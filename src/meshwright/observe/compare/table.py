@@ -118,6 +118,8 @@ def peaks(found: Comparison) -> Iterator[str]:
 def verdict(found: Comparison) -> Iterator[str]:
     """One line, and the explanation where something disagrees."""
     bad, judged = found.disagreeing, found.judged
+    if found.columns[0].elsewhere:
+        yield found.columns[0].elsewhere
     if not judged:
         yield "Nothing could be compared: no figure is known twice."
     elif not bad:
