@@ -61,6 +61,14 @@ def test_latest_does_not_lead_to_a_run_that_could_not_start(
         patch.setattr("meshwright.training.loop.new_state", refuses)
         assert call(capsys, "train", "--no-dry-run", "plan.yaml")[0] == 2
     assert os.readlink("runs/latest") == Path(str(first["run"])).name
+    assert names(project / "runs") == ["-tiny"], "nor is its folder left"
+
+
+def test_a_start_that_fails_leaves_no_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "torn").mkdir()
+    for wrong in ("data=nowhere", "resume=torn", "model=./nowhere", "recipe.sequence=30000"):
+        assert call(capsys, "train", "--no-dry-run", "plan.yaml", wrong)[0] == 2
+        assert not (project / "runs").exists() or names(project / "runs") == []
 
 
 def test_a_profile_and_a_training_of_the_default_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -56,6 +57,15 @@ def _new(root: Path, model: str) -> Path:
     except OSError as error:
         raise RunError(f"{error.filename or root}: {error.strerror or error}; choose another run=") from None
     raise AssertionError("there is always a next number")
+
+
+def drop_unbegun(path: Path) -> None:
+    """Remove the folder that `settled` made for a run that could not start: it holds no step, and `latest` leads
+    elsewhere."""
+    link = path.parent / LATEST
+    leads_here = link.is_symlink() and os.readlink(link) == path.name
+    if not (leads_here or (path / "metrics.jsonl").exists() or checkpoint_folder.listing(path / "checkpoints")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_of(root: Path, plan: Plan) -> Path | None:

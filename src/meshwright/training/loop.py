@@ -73,9 +73,10 @@ def run(
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     _check_length(plan, corpus)
+    named = plan.run
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
-        _folder(plan, corpus, resume, first) as folder,
+        _folder(plan, corpus, resume, first, new=plan.run != named) as folder,
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
@@ -130,10 +131,13 @@ def saves_behind(plan: Plan, target: torch.device) -> bool:
 
 
 @contextmanager
-def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank) -> Iterator[RunFolder]:
-    """The run folder, made and locked by the first rank, looked at by the others."""
+def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank, *, new: bool) -> Iterator[RunFolder]:
+    """The run folder, made and locked by the first rank, looked at by the others; a `new` one goes where no run began
+    in it."""
     path = Path(plan.run)
     with ExitStack() as stack:
+        if new and first.here:
+            stack.push(lambda kind, error, trace: default_folders.drop_unbegun(path) if kind else None)
         made = first.alone(lambda: _made(path, plan, corpus, resume))
         yield stack.enter_context(made) if made is not None else RunFolder(path=path, plan=plan)
 
