@@ -264,6 +264,17 @@ def test_nothing_fits_is_exit_code_3_with_the_nearest(capsys: pytest.CaptureFixt
     )
 
 
+def test_a_sequence_beyond_the_positions_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    llama = ["plan", "llama-2-7b", "--cluster", "h100x8", "--recipe"]
+    assert main([*llama, "sequence=8192,global_batch=64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sequences of 8,192 tokens exceed the 4,096 positions the model is meant for." in said
+    assert main([*llama, "sequence=4096,global_batch=64"]) == 0
+    assert "exceed" not in capsys.readouterr().out
+    assert main(["plan", "gpt2", "--cluster", "h100x8", "--recipe", "sequence=2048"]) == 2
+    assert "1024 learned positions of the model: take recipe.sequence=1024" in capsys.readouterr().err
+
+
 def test_degrees_that_are_not_to_blame_are_not_to_be_freed(capsys: pytest.CaptureFixture[str]) -> None:
     one = ["plan", "llama-3.1-8b", "--cluster", "h100x1", "--layout"]
     assert main([*one, "zero=0"]) == 3

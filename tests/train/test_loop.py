@@ -408,7 +408,11 @@ def test_raised_steps_go_on_and_all_done_is_said(begun: Plan, make: Make, tmp_pa
     assert any("all 12 steps were already done: raise recipe.steps" in note for note in notes.info.notes)
     assert (summary.step, summary.stopped) == (12, "done") and summary.eval_loss is not None
 
-    loop.run(make(steps=10, learning_rate=0.5), resume="auto")
+    notes = Notes()
+    loop.run(make(steps=10, learning_rate=0.5), watchers=[notes], resume="auto")
+    assert notes.info is not None
+    [said] = [note for note in notes.info.notes if "learning_rate" in note]
+    assert "no step is left for" in said and "recipe.learning_rate=0.5 (was 0.005)" in said and "another run=" in said
     assert RunFolder.open(tmp_path / "run").plan == begun, "no step was made by the other plan"
 
     longer = make(steps=15)

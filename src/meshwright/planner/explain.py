@@ -159,8 +159,10 @@ def half_machine(of: Estimator, best: Prediction) -> Iterator[str]:
 
 
 def scale_warnings(of: Estimator, best: Prediction, tokens: float) -> Iterator[str]:
-    """More devices than the model and its batch can use."""
+    """Sequences beyond the model's positions; more devices than the model and its batch can use."""
     plan = best.plan
+    if plan.beyond_positions:
+        yield f"Warning: {plan.beyond_positions}."
     half = on_half(of, plan) if best.mfu(causal=False) < COLLAPSED else None
     if half and half.best and (ratio := half.best[0].step_s / best.step_s) < 2 / WORTH:
         yield (

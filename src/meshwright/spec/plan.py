@@ -74,6 +74,16 @@ class Plan:
         return found
 
     @property
+    def beyond_positions(self) -> str:
+        """Said of a sequence that is longer than rotary positions are meant for; empty where it is not."""
+        if self.model.positions != "rope" or self.recipe.sequence <= self.model.max_positions:
+            return ""
+        return (
+            f"sequences of {self.recipe.sequence:,} tokens exceed the {self.model.max_positions:,} positions the model "
+            "is meant for"
+        )
+
+    @property
     def micro_batches(self) -> int:
         """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
         return max(map(self.layout.micro_batches, self.recipe.global_batches))

@@ -183,12 +183,10 @@ def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
 
 
 def _keep_plan(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
-    """Write the plan into the run folder, unless nothing is left to do; gives what a run that goes on does otherwise
-    than before."""
-    if steps_done >= plan.recipe.steps and (folder.path / "plan.yaml").is_file():
-        return ()
+    """Write the plan into the run folder, unless nothing is left to do; gives what it says otherwise than before."""
     before = _kept_keys(folder) if steps_done else {}
-    folder.keep_plan()
+    if steps_done < plan.recipe.steps or not (folder.path / "plan.yaml").is_file():
+        folder.keep_plan()
     now = dict(_lines("", planfile.dump(planfile.absolute(plan))))
     return tuple(f"{key}={value} (was {before[key]})" for key, value in now.items() if before.get(key, value) != value)
 

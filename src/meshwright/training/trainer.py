@@ -279,20 +279,19 @@ class Trainer:
 
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
-        if plan.model.positions == "rope" and plan.recipe.sequence > plan.model.max_positions:
-            found.append(
-                f"sequences of {plan.recipe.sequence} tokens exceed the {plan.model.max_positions} positions "
-                "the model is meant for"
-            )
+        found += [plan.beyond_positions] if plan.beyond_positions else []
         found += schedule_notes(plan.layout, self.device)
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
+        changes = ", ".join(self.changes)
         if self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
-        if self.changes:
-            found.append(f"resuming with changes: {', '.join(self.changes)}")
+            if changes:
+                found.append(f"no step is left for {changes}: raise recipe.steps, or choose another run= to train anew")
+        elif changes:
+            found.append(f"resuming with changes: {changes}")
         return tuple(found)
 
     def _finish(self, stop: Interrupt) -> Summary:
