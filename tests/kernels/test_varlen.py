@@ -40,6 +40,15 @@ def test_random_borders_and_windows(
     assert_single(partial(attend, mask=mask, scale=SCALE), exact, given(length, keys=1, values=6), bound=2e-6)
 
 
+@pytest.mark.parametrize("values", [3, 8, 13])
+def test_values_of_another_width_than_keys(values: int) -> None:
+    mask = causal_mask(90, 90, window=70, documents=random_documents(90, 0.02, 2))
+    assert_single(
+        partial(attend, mask=mask, scale=SCALE), partial(attend_reference, mask=mask, scale=SCALE),
+        given(90, keys=4, values=values), bound=2e-6,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [0, 50])
 def test_16_bit_is_no_further_from_the_truth_than_plain_code(dtype: torch.dtype, window: int) -> None:
@@ -92,7 +101,7 @@ def test_a_batch_knows_how_many_documents_its_parts_hold() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("values", [8, 6])
+@pytest.mark.parametrize("values", [8, 6, 12])
 def test_on_a_gpu_the_flash_kernel_reads_borders(values: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its meaning, written out here; what it is given must give the same as the mask."""
 

@@ -120,7 +120,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
 
 def can_skip(q: Tensor, v: Tensor) -> bool:
     """Whether a kernel here leaves hidden pairs out."""
-    return compat.has_flash_attention(kind(q)) and (kind(q) == "cpu" or compat.takes_flash(q, q))
+    return compat.has_flash_attention(kind(q)) and (kind(q) == "cpu" or all(compat.takes_flash(x, x) for x in (q, v)))
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:

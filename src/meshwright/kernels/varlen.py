@@ -113,7 +113,7 @@ def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[
 def _backward_by_stretches(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = q.shape[3]
+    width = _width(q, v)
     of_q, of_k, of_v = q.new_empty(q.shape), _sums(k, form.window), _sums(v, form.window)
     for tile in _stretches(_rows(form.documents, q), form.window):
         queries, keys, values = _read(q, k, v, tile)
@@ -122,7 +122,7 @@ def _backward_by_stretches(
             given, queries, keys, values, result, lse[tile.rows, :, tile.queries].contiguous(),
             mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window), scale=form.scale, device="cpu",
         )  # fmt: skip
-        of_q[tile.rows, tile.queries] = found[0].transpose(1, 2)
+        of_q[tile.rows, tile.queries] = found[0].transpose(1, 2)[..., : q.shape[3]]
         for sums, part in zip((of_k, of_v), found[1:], strict=True):
             part, here = part.transpose(1, 2)[..., : sums.shape[-1]], sums[tile.rows, tile.keys]
             here.add_(part) if form.window else here.copy_(part)
@@ -136,7 +136,7 @@ def _sums(x: Tensor, window: int) -> Tensor:
 
 def _read(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a tile."""
-    width = q.shape[3]
+    width = _width(q, v)
     keys, values = (_part(x, tile.rows, tile.keys, width) for x in (k, v))
     return _part(q, tile.rows, tile.queries, width), keys, values
 
@@ -147,8 +147,13 @@ def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
     return _padded(part.float() if needs_wide(part) else part, width)
 
 
+def _width(q: Tensor, v: Tensor) -> int:
+    """The fused kernels want keys and values of one width."""
+    return max(q.shape[3], v.shape[3])
+
+
 def _padded(x: Tensor, width: int) -> Tensor:
-    """The fused kernels want values as wide as keys; zeros change nothing."""
+    """With zeros, which change nothing."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
@@ -196,7 +201,7 @@ def _bias(tile: Tile, window: int, like: Tensor) -> Tensor | None:
 
 
 def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    queries, keys, values = (_one_after_another(x, q.shape[3]) for x in (q, k, v))
+    queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
     out, lse = compat.varlen_attention(
         queries, keys, values, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
     )
@@ -206,12 +211,14 @@ def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Te
 def _backward_by_borders(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given, queries, keys, values, result = (_one_after_another(x, q.shape[3]) for x in (gradient, q, k, v, out))
+    given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
     found = compat.varlen_attention_backward(
         given, queries, keys, values, result, lse, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
     )
-    of_q, of_k, of_v = (x.unflatten(0, q.shape[:2]) for x in found)
-    return of_q, of_k, of_v[..., : v.shape[-1]]
+    of_q, of_k, of_v = (
+        x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(found, (q, k, v), strict=True)
+    )
+    return of_q, of_k, of_v
 
 
 def _one_after_another(x: Tensor, width: int) -> Tensor:
