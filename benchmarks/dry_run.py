@@ -52,6 +52,8 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "one-selective": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "selective"}),
     "one-full": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "full"}),
     "one-long": (LLAMA, 2, 1024, {"micro_batch": 1}),
+    "one-packed": (LLAMA, 2, 1024, {"micro_batch": 1, "documents": True}),
+    "tp-packed-bf16": (LLAMA, 8, 512, {"tp": 2, "micro_batch": 4, "documents": True, "precision": "bf16"}),
     "one-gpt2": (GPT, 16, 128, {"micro_batch": 4}),
     "one-moe": (MOE, 16, 128, {"micro_batch": 8}),
     "dp": (LLAMA, 32, 128, {"dp_replicate": 2, "micro_batch": 8}),
@@ -90,18 +92,18 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "dp-async": (LLAMA, 32, 128, {"dp_replicate": 2, "micro_batch": 8, "saving": "async"}),
     "ep-pp": (MOE, 64, 128, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 8}),
 }
-"""name -> (shape, sequences of a step, tokens of each, layout, its precision where it is not fp32, and `ramp`:
-sequences of later steps)."""
+"""name -> (shape, sequences of a step, tokens of each, layout, its precision where it is not fp32, `ramp`:
+sequences of later steps, and whether rows may hold several documents)."""
 
 
 def plan_of(name: str) -> Plan:
     """A case as a plan."""
     shape, batch, sequence, given = CASES[name]
-    layout = {key: value for key, value in given.items() if key not in ("precision", "ramp")}
+    layout = {key: value for key, value in given.items() if key not in ("precision", "ramp", "documents")}
     ramp = tuple(BatchStage(tokens=10_000, global_batch=given[key]) for key in given if key == "ramp")
     recipe = Recipe(
-        sequence=sequence, global_batch=batch, precision=given.get("precision", "fp32"), document_mask=False,
-        batch_ramp=ramp,
+        sequence=sequence, global_batch=batch, precision=given.get("precision", "fp32"), batch_ramp=ramp,
+        document_mask=given.get("documents", False),
     )  # fmt: skip
     return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
 
@@ -153,7 +155,7 @@ def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
     group = saving_group(mesh).process_group if plan.copies_state("cpu") else None
     program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), told=lambda part: None, initialize=True,
-        assigned=lambda tensors: checkpoint.assigned(tensors, group),
+        assigned=lambda tensors: checkpoint.assigned(tensors, group), documents=plan.recipe.document_mask,
     )  # fmt: skip
     program.build()
     sent = []

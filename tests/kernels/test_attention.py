@@ -147,20 +147,17 @@ def test_strided_inputs(attend: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_the_mask_pair_by_pair(window: int) -> None:
     rows = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    found = causal_mask(4, 6, window=window, documents=rows).allowed
-    assert found is not None
+    found = causal_mask(4, 6, window=window, documents=rows).allowed(4, 6, rows.device)
     for row, s, t in itertools.product(range(2), range(4), range(6)):
         here = s + 2
         expected = t <= here and (not window or here - t < window) and bool(rows[row, here] == rows[row, t])
         assert bool(found[row, 0, s, t]) == expected, (row, s, t)
 
 
-def test_a_mask_is_only_made_where_it_says_something() -> None:
-    assert causal_mask(5, 5).allowed is None
-    assert causal_mask(5, 5, window=5).allowed is None
-    assert causal_mask(5, 5, window=4).allowed is not None
-    assert causal_mask(1, 5).allowed is not None
-    assert causal_mask(5, 5, documents=torch.zeros(1, 5)).allowed is not None
+def test_a_window_as_wide_as_the_row_is_none() -> None:
+    assert causal_mask(5, 5).is_plain and causal_mask(5, 5, window=5).is_plain
+    assert not causal_mask(5, 5, window=4).is_plain
+    assert not causal_mask(5, 5, documents=torch.zeros(1, 5)).is_plain
 
 
 def test_dropout_of_weights_keeps_the_mean(attend: Callable[..., Tensor]) -> None:

@@ -40,11 +40,12 @@ def test_what_is_said_is_what_runs(
 
 def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> None:
     make = torch.empty(1, 8, 4, 16, dtype=torch.bfloat16)
-    allowed = causal_mask(8, 8, documents=torch.zeros(1, 8, dtype=torch.int64))
+    packed = causal_mask(8, 8, documents=torch.zeros(1, 8, dtype=torch.int64))
     with acting_as("cuda"):
         assert backend(make, make[:, :, :2], make[:, :, :2], Mask(), scale=1.0) == "flash"
-        assert backend(make, make, make, allowed, scale=1.0) == "efficient"
+        assert backend(make, make, make, packed, scale=1.0) == "flash"
         assert backend(make.float(), make.float(), make.float(), Mask(), scale=1.0) == "efficient"
+        assert backend(make.float(), make.float(), make.float(), packed, scale=1.0) == "efficient"
 
 
 def test_on_a_gpu_torch_is_not_left_to_prefer_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

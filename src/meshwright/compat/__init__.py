@@ -18,6 +18,7 @@ from meshwright.compat.fakes import data_dependent as data_dependent
 from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
+from meshwright.compat.fakes import is_fake as is_fake
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each
@@ -28,8 +29,17 @@ from meshwright.compat.fsdp import fsdp_keep_reduce_dtype as fsdp_keep_reduce_dt
 from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
 from meshwright.compat.groups import named_group as named_group
+from meshwright.compat.sdpa import attention_backward as attention_backward
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
+from meshwright.compat.sdpa import cuda_attention as cuda_attention
+from meshwright.compat.sdpa import flash_attention as flash_attention
+from meshwright.compat.sdpa import flash_attention_backward as flash_attention_backward
+from meshwright.compat.sdpa import has_flash_attention as has_flash_attention
 from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
+from meshwright.compat.sdpa import takes_flash as takes_flash
+from meshwright.compat.sdpa import varlen_attention as varlen_attention
+from meshwright.compat.sdpa import varlen_attention_backward as varlen_attention_backward
+from meshwright.compat.sdpa import varlen_backward as varlen_backward
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -98,88 +108,6 @@ def keep_freed_memory() -> bool:
         return bool(libc.mallopt(-3, 2**30)) and bool(libc.mallopt(-1, 2**31 - 1))
     except (OSError, AttributeError):
         return False
-
-
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp of each row (B, H, S).
-
-    The public scaled_dot_product_attention calls the same operations, but keeps the log-sum-exp to itself, and without
-    it results over parts of the keys cannot be put together.
-    """
-    if device == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
-
-
-def flash_attention_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    device: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v by these keys, given the result and the log-sum-exp over all keys; see flash_attention.
-
-    Without dropout the random state is never read, and without packed lengths neither are the sums of lengths.
-    """
-    if device == "cpu":
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = backward(gradient, q, k, v, out, lse, 0.0, causal, scale=scale)
-    else:
-        unread = torch.empty(2, dtype=torch.uint64, device=q.device)
-        lengths = (None, None, q.shape[2], k.shape[2])
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found = backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, unread, unread[0], scale=scale)
-    return found[0], found[1], found[2]
-
-
-def has_flash_attention(device: str) -> bool:
-    """Whether this torch has both of the above for a kind of device."""
-    if device not in ("cpu", "cuda"):
-        return False
-    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "")
-    return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
-
-
-def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
-
-
-def attention_backward(kernel: str) -> Any:
-    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
-    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
-    return packet.default if packet is not None else None
-
-
-def cuda_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float, enable_gqa: bool,
-) -> torch.Tensor:  # fmt: skip
-    """What scaled_dot_product_attention calls on a GPU, for fake tensors that stand in for a GPU's: it would choose
-    after the device that they say. AssertionError where torch would store the S x T weights: unequal heads that its
-    flash kernel does not take."""
-    if attn_mask is None and takes_flash(q, v):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
-        out: torch.Tensor = found[0]
-        return out
-    assert not enable_gqa, "torch's other fused kernel takes equal heads only"
-    bias = None
-    if attn_mask is not None:
-        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
-        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    weighted: torch.Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
-    return weighted
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -41,6 +41,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
 class FakeMaker:
     """Makes fake tensors as a mode of them would, in a tenth of the time.
 

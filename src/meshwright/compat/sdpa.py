@@ -1,4 +1,7 @@
-"""Which of its kernels torch's scaled_dot_product_attention takes: torch can forbid one, and has no public question."""
+"""torch's attention kernels by their own names: scaled_dot_product_attention chooses among them, keeps their
+log-sum-exp to itself, and knows no borders of documents."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +35,127 @@ def pin_flash_attention() -> None:
     On Hopper recent builds prefer cuDNN's, whose memory and order of sums differ from what a dry run models.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, device: str,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp of each row (B, H, S).
+    On a CPU a mask (S, T) is added to the scores.
+
+    The public scaled_dot_product_attention calls the same operations, but keeps the log-sum-exp to itself, and without
+    it results over parts of the keys cannot be put together.
+    """
+    if device == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    device: str,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v by these keys, given the result and the log-sum-exp over all keys; see flash_attention.
+
+    Without dropout the random state is never read, and without packed lengths neither are the sums of lengths.
+    """
+    if device == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = backward(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    else:
+        unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        found = backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, unread, unread[0], scale=scale)
+    return found[0], found[1], found[2]
+
+
+def has_flash_attention(device: str) -> bool:
+    """Whether this torch has both of the above for a kind of device."""
+    if device not in ("cpu", "cuda"):
+        return False
+    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "")
+    return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
+
+
+def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
+
+
+def attention_backward(kernel: str) -> Any:
+    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
+    return packet.default if packet is not None else None
+
+
+def cuda_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What scaled_dot_product_attention calls on a GPU, for fake tensors that stand in for a GPU's: it would choose
+    after the device that they say. AssertionError where torch would store the S x T weights: unequal heads that its
+    flash kernel does not take."""
+    if attn_mask is None and takes_flash(q, v):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+        out: torch.Tensor = found[0]
+        return out
+    assert not enable_gqa, "torch's other fused kernel takes equal heads only"
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    weighted: torch.Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return weighted
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GPU's causal flash attention over documents one after another: q (T, H, E), k and v (T, K, E), which begin at
+    `borders` (N + 1,) int32 and are `longest` at most; `window` 0 = none -> (T, H, E) and the log-sum-exp (H, T).
+
+    torch.nn.attention.varlen calls the same operation; it has neither grouped heads nor windows before 2.13.
+    """
+    sizes = (borders, borders, longest, longest)
+    found = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False, scale=scale, **_sides(window))
+    return found[0], found[1]
+
+
+def varlen_attention_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    borders: torch.Tensor, longest: int, *, window: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v; see varlen_attention. Without dropout the random state is never read."""
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+    sizes = (borders, borders, longest, longest)
+    found = torch.ops.aten._flash_attention_backward(
+        gradient, q, k, v, out, lse, *sizes, 0.0, True, unread, unread[0], scale=scale, **_sides(window)
+    )
+    return found[0], found[1], found[2]
+
+
+def varlen_backward() -> Any:
+    """The operation that does so; None where this torch has none."""
+    packet = getattr(torch.ops.aten, "_flash_attention_backward", None)
+    return packet.default if packet is not None else None
+
+
+def _sides(window: int) -> dict[str, int]:
+    """How many keys before a query and after it are seen besides its own."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

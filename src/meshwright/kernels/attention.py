@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.blockwise import blockwise_attention
+from meshwright.kernels import varlen
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import acts, kind
+from meshwright.kernels.varlen import borders_of
 
 LONG = 256 * 64
 """Positions times dims of a head (64 at most) from which on blocks of queries pay."""
@@ -17,31 +18,45 @@ LONG = 256 * 64
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who sees whom. `allowed` (B or 1, 1, S, T) bool, or None = plainly causal with S == T."""
+    """Who sees whom: a query sees itself and what comes before it, of its own document, `window` positions at most."""
 
-    allowed: Tensor | None = None
+    window: int = 0
+    """0 = no window."""
+    documents: Tensor | None = None
+    """(B, T) int, ascending along a row; None = a row is one document."""
+    borders: Tensor | None = None
+    """(N + 1,) int32: the same for kernels that read where documents begin (kernels.varlen.borders_of)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Causal, and nothing else."""
+        return not self.window and self.documents is None
+
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Pairs of the last `queries` of `keys` positions, (B or 1, 1, S, T) bool."""
+        query = torch.arange(keys - queries, keys, device=device)[:, None]
+        key = torch.arange(keys, device=device)
+        near = key <= query
+        if self.window:
+            near = near & (key > query - self.window)
+        if self.documents is None:
+            return near[None, None]
+        same = self.documents[:, -queries:, None] == self.documents[:, None, :]
+        return (near & same)[:, None]
 
 
 def causal_mask(
-    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, device: torch.device | None = None
-) -> Mask:
+    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: int = 0,
+    device: torch.device | None = None,
+) -> Mask:  # fmt: skip
     """The mask of the last `queries` positions over `keys` positions.
 
-    `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int: no sight across documents.
-    Plain causality over all positions needs no tensor and stays None.
+    `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int, ascending along a row: no
+    sight across documents; `spans`: a bound of their number in all rows, which a GPU is else asked for.
     """
-    if documents is None and queries == keys and (window == 0 or window >= keys):
-        return Mask()
-    query = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)[None, :]
-    allowed = key <= query
-    if window:
-        allowed = allowed & (key > query - window)
-    allowed = allowed[None, None]
-    if documents is not None:
-        same = documents[:, -queries:, None] == documents[:, None, :]
-        allowed = allowed & same[:, None]
-    return Mask(allowed)
+    window = window if window < keys else 0
+    needs_borders = documents is not None and queries == keys and kind(documents) != "cpu"
+    return Mask(window, documents, borders_of(documents, spans) if needs_borders and documents is not None else None)
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -49,9 +64,7 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     scores = torch.einsum("bshe,bthe->bhst", q.float(), k.float()) * scale
-    allowed = mask.allowed
-    if allowed is None:
-        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    allowed = mask.allowed(q.shape[1], k.shape[1], q.device)
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
     weights = F.dropout(weights, dropout)
     return torch.einsum("bhst,bthv->bshv", weights, v.float()).to(q.dtype)
@@ -65,55 +78,77 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 def prefers_blockwise(q: Tensor) -> bool:
     """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of
     64 dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which
-    was written for them, and so is compiled code: the compiler sees through it."""
-    if kind(q) != "cpu" or torch.compiler.is_compiling() or q.shape[1] * min(q.shape[3], 64) < LONG:
+    was written for them."""
+    if kind(q) != "cpu" or q.shape[1] * min(q.shape[3], 64) < LONG:
         return False
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, or the blockwise
-    form where that is faster (training on a CPU below AVX-512).
+    """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, the blockwise
+    form where that is faster (training on a CPU below AVX-512), and for documents and windows what skips the hidden
+    pairs (kernels/varlen.py).
 
-    On a GPU flash attention alone takes unequal heads, and neither masks nor fp32 nor heads wider than 256: torch would
-    fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units attends in
-    fp32. Values narrower than the keys (MLA) are padded with zeros for the fused CPU kernel, which wants equal widths;
-    the padding is cut off again.
+    On a GPU flash attention alone takes unequal heads, and neither tensors as masks nor fp32 nor heads wider than 256:
+    torch would fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units
+    attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the fused kernels, which want equal
+    widths; the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
-    if runs_blockwise(q, k, dropout):
-        return blockwise_attention(q, k, v, mask.allowed, scale=scale)
-    q, k, v, grouped = _as_taken(q, k, v, mask)
+    chosen = _chosen(q, k, v, mask, dropout)
+    if chosen != "torch":
+        form = varlen.Form(mask.documents, mask.borders, mask.window, scale, chosen == "blockwise")
+        return varlen.attend(q, k, v, form)
+    allowed, causal = _told(q, k, mask)
+    q, k, v, grouped = _as_taken(q, k, v, allowed)
     fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
     out: Tensor = fused(
-        q, k, v, attn_mask=mask.allowed, dropout_p=dropout, is_causal=mask.allowed is None, scale=scale,
-        enable_gqa=grouped,
-    )  # fmt: skip
+        q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2)[..., :width].to(dtype)
 
 
-def runs_blockwise(q: Tensor, k: Tensor, dropout: float) -> bool:
-    """Whether `attend` takes the blockwise form for q (B, S, H, E) and k (B, T, K, E)."""
-    return q.shape[1] == k.shape[1] and not dropout and q.requires_grad and prefers_blockwise(q)
+def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """`varlen`, `blockwise` or `torch` for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees through
+    torch's kernel, so plain causal attention is left to that there."""
+    if q.shape[1] != k.shape[1] or dropout:
+        return "torch"
+    if q.requires_grad and prefers_blockwise(q) and not (mask.is_plain and torch.compiler.is_compiling()):
+        return "blockwise"
+    return "varlen" if not mask.is_plain and can_skip(q, v) else "torch"
+
+
+def can_skip(q: Tensor, v: Tensor) -> bool:
+    """Whether a kernel here leaves hidden pairs out."""
+    return compat.has_flash_attention(kind(q)) and (kind(q) == "cpu" or all(compat.takes_flash(x, x) for x in (q, v)))
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
     """Which kernel `attend` runs for the same arguments: blockwise, or torch's flash, cudnn, efficient or math."""
-    if runs_blockwise(q, k, dropout):
-        return "blockwise"
-    q, k, v, grouped = _as_taken(q, k, v, mask)
+    chosen = _chosen(q, k, v, mask, dropout)
+    if chosen != "torch":
+        return "flash" if chosen == "varlen" else chosen
+    allowed, _ = _told(q, k, mask)
+    q, k, v, grouped = _as_taken(q, k, v, allowed)
     if acts() == "cuda":
-        return "flash" if mask.allowed is None and compat.takes_flash(q, v) else "efficient"
-    return compat.chosen_attention(q, k, v, mask.allowed, dropout=dropout, scale=scale, grouped=grouped)
+        return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
+    return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
-def _as_taken(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, bool]:
+def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
+    """What torch's kernel is told: a mask, or that attention is causal. One query that sees all is told nothing."""
+    if mask.is_plain and q.shape[1] in (1, k.shape[1]):
+        return None, q.shape[1] == k.shape[1]
+    return mask.allowed(q.shape[1], k.shape[1], q.device), False
+
+
+def _as_taken(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
     """q, k, v (B, heads, positions, width) as torch's fused kernels take them here, and whether heads are unequal."""
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
-    if grouped and kind(q) == "cuda" and not (mask.allowed is None and compat.takes_flash(q, v)):
-        k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
-    if kind(q) == "cpu" and v.shape[-1] < q.shape[-1]:
+    if v.shape[-1] < q.shape[-1] and (kind(q) == "cpu" or (allowed is None and compat.takes_flash(q, q))):
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    if grouped and kind(q) == "cuda" and not (allowed is None and compat.takes_flash(q, v)):
+        k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grouped

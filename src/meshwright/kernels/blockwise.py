@@ -5,7 +5,8 @@ matrix library; query heads that share a key head are one product. Nothing of si
 makes the weights of a block again. Measured on an AVX2 machine: docs/benchmarks.md.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +17,34 @@ BLOCK = 64
 """Queries of a block: 64 x T weights of a few heads stay in the second-level cache."""
 
 
-def _weights(q: Tensor, k: Tensor, start: int, allowed: Tensor | None) -> Tensor:
-    """Softmax weights (B K, G R, T') of query rows start .. start + R - 1; q is scaled. See `_Blockwise` for shapes."""
-    rows, end = q.shape[2], k.shape[1]
+class Tile(NamedTuple):
+    """Queries of some rows and the keys that one of them sees, the last of which is that of the last query."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def is_causal(self, window: int) -> bool:
+        """Queries and keys are the same, and only what comes after a query is hidden."""
+        return self.queries == self.keys and (not window or self.queries.stop - self.queries.start <= window)
+
+    def hidden(self, window: int, device: torch.device) -> Tensor:
+        """(queries, keys) bool: what comes after a query, and what a window (0 = none) has left behind."""
+        query = torch.arange(self.queries.start, self.queries.stop, device=device)[:, None]
+        key = torch.arange(self.keys.start, self.keys.stop, device=device)
+        after = key > query
+        return after | (key <= query - window) if window else after
+
+
+def _weights(q: Tensor, k: Tensor, tile: Tile, window: int) -> Tensor:
+    """Softmax weights (B K, G R, T') of the queries q (B K, G, R, E), which are scaled, of keys k (B K, T', E)."""
     scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2))
-    view = scores.view(q.shape[0], q.shape[1], rows, end)
-    if allowed is None:
-        hidden = torch.ones(rows, end - start, dtype=torch.bool, device=q.device).triu_(1)
-        view[..., start:].masked_fill_(hidden, float("-inf"))
-    else:
-        part = ~allowed[:, :, start : start + rows, :end]
-        keys = q.shape[0] // part.shape[0]
-        view.unflatten(0, (part.shape[0], keys)).masked_fill_(part.unsqueeze(1), float("-inf"))
+    view = scores.view(*q.shape[:3], -1)
+    if window and tile.keys.start > tile.queries.stop - 1 - window:
+        window = 0  # nothing is left behind
+    shown = 0 if window else tile.queries.start - tile.keys.start
+    hidden = tile.hidden(window, q.device)[:, shown:]
+    view[..., shown:].masked_fill_(hidden, float("-inf"))
     return scores.softmax(-1)
 
 
@@ -44,58 +61,51 @@ def _ungrouped(x: Tensor, batch: int) -> Tensor:
     return out
 
 
-class _Blockwise(torch.autograd.Function):
-    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V); allowed (B or 1, 1, S, S) bool or None = causal."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-        ctx.save_for_backward(q, k, v, allowed)
-        ctx.scale = scale
-        keys, batch = k.shape[2], q.shape[0]
-        queries, k, v = (
-            _grouped(q.float(), keys) * scale,
-            _grouped(k.float(), keys)[:, 0],
-            _grouped(v.float(), keys)[:, 0],
-        )
-        out = queries.new_empty(*queries.shape[:3], v.shape[-1])
-        for start in range(0, q.shape[1], BLOCK):
-            block = queries[:, :, start : start + BLOCK]
-            end = start + block.shape[2]
-            weights = _weights(block, k[:, :end], start, allowed)
-            out[:, :, start:end] = torch.bmm(weights, v[:, :end]).view(*block.shape[:3], -1)
-        return _ungrouped(out, batch).to(q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        q, k, v, allowed = ctx.saved_tensors
-        keys, batch, dtype = k.shape[2], q.shape[0], q.dtype
-        queries, k, v = (
-            _grouped(q.float(), keys) * ctx.scale,
-            _grouped(k.float(), keys)[:, 0],
-            _grouped(v.float(), keys)[:, 0],
-        )
-        gradients = _grouped(gradient.float(), keys)
-        q_gradient, k_gradient, v_gradient = torch.empty_like(queries), torch.zeros_like(k), torch.zeros_like(v)
-        for start in range(0, q.shape[1], BLOCK):
-            block = queries[:, :, start : start + BLOCK]
-            end = start + block.shape[2]
-            flat, out_gradient = block.flatten(1, 2), gradients[:, :, start:end].flatten(1, 2)
-            weights = _weights(block, k[:, :end], start, allowed)
-            v_gradient[:, :end] += torch.bmm(weights.transpose(1, 2), out_gradient)
-            score_gradient = torch.bmm(out_gradient, v[:, :end].transpose(1, 2))
-            score_gradient = compat.softmax_backward(score_gradient, weights)
-            q_gradient[:, :, start:end] = torch.bmm(score_gradient, k[:, :end]).view_as(block)
-            k_gradient[:, :end] += torch.bmm(score_gradient.transpose(1, 2), flat)
-        return (
-            _ungrouped(q_gradient.mul_(ctx.scale), batch).to(dtype),
-            _ungrouped(k_gradient.unsqueeze(1), batch).to(dtype),
-            _ungrouped(v_gradient.unsqueeze(1), batch).to(dtype),
-            None,
-            None,
-        )
+def _as_read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in fp32."""
+    keys = k.shape[2]
+    return _grouped(q.float(), keys) * scale, _grouped(k.float(), keys)[:, 0], _grouped(v.float(), keys)[:, 0]
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, scale: float) -> Tensor:
-    """Attention of as many queries as keys; 16-bit inputs are widened inside and the result rounded once."""
-    result: Tensor = _Blockwise.apply(q, k, v, allowed, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+def _heads(rows: slice, keys: int) -> slice:
+    """Of rows (B): theirs of (B K)."""
+    return slice(rows.start * keys, rows.stop * keys)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], *, window: int, scale: float) -> Tensor:
+    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V); 16-bit inputs are widened inside and the result
+    rounded once."""
+    batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
+    q, k, v = _as_read(q, k, v, scale)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for tile in tiles:
+        heads = _heads(tile.rows, keys)
+        block = q[heads, :, tile.queries]
+        weights = _weights(block, k[heads, tile.keys], tile, window)
+        out[heads, :, tile.queries] = torch.bmm(weights, v[heads, tile.keys]).view(*block.shape[:3], -1)
+    return _ungrouped(out, batch).to(dtype)
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], *, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
+    q, k, v = _as_read(q, k, v, scale)
+    gradients = _grouped(gradient.float(), keys)
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for tile in tiles:
+        heads = _heads(tile.rows, keys)
+        block, seen = q[heads, :, tile.queries], k[heads, tile.keys]
+        given = gradients[heads, :, tile.queries].flatten(1, 2)
+        weights = _weights(block, seen, tile, window)
+        of_v[heads, tile.keys] += torch.bmm(weights.transpose(1, 2), given)
+        of_scores = torch.bmm(given, v[heads, tile.keys].transpose(1, 2))
+        of_scores = compat.softmax_backward(of_scores, weights)
+        of_q[heads, :, tile.queries] = torch.bmm(of_scores, seen).view_as(block)
+        of_k[heads, tile.keys] += torch.bmm(of_scores.transpose(1, 2), block.flatten(1, 2))
+    return (
+        _ungrouped(of_q.mul_(scale), batch).to(dtype),
+        _ungrouped(of_k.unsqueeze(1), batch).to(dtype),
+        _ungrouped(of_v.unsqueeze(1), batch).to(dtype),
+    )

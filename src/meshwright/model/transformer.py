@@ -5,6 +5,7 @@ Letters: B batch, S sequence, D hidden, V vocab.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -138,15 +139,16 @@ class Transformer(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        spans: int = 0,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
         the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
-        predictions."""
+        predictions. `spans`: a bound of the number of documents in all rows, 0 = unknown."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
-        x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents))
+        x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents, spans))
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
         predictions = Predictions(self, self.seams.enter_head(self.norm(x)))
@@ -191,18 +193,15 @@ class Transformer(nn.Module):
                 balances.append(balance)
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
-    def sights(self, positions: Tensor, keys: int, documents: Tensor | None) -> dict[int, Sight]:
+    def sights(self, positions: Tensor, keys: int, documents: Tensor | None, spans: int = 0) -> dict[int, Sight]:
         """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
         queries = positions.shape[1]
         windows = {block.window for block in self.layers.values()}
-        device = positions.device
-        return {
-            window: Sight(self.seams.mask(queries, keys, window=window, documents=documents, device=device), cos, sin)
-            for window in windows
-        }
+        mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
+        return {window: Sight(mask(window=window), cos, sin) for window in windows}
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
         *,
         window: int = 0,
         documents: Tensor | None = None,
+        spans: int = 0,
         device: torch.device | None = None,
     ) -> Mask:
         if keys != queries:

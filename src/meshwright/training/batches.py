@@ -28,12 +28,19 @@ class Batch:
     """Targets that count, known on the host."""
     valid_of_rows: tuple[int, ...] = ()
     """The same for each row, so that splitting needs no look at the device."""
+    documents_of_rows: tuple[int, ...] = ()
+    """How many documents each row holds, known on the host; empty = unknown."""
     masked: bool = False
     """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
     cut: bool = False
     """Whether this rank holds a part of the positions: they are there without documents, too."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
     """What an objective reads beside, by name: (B,) or (B, S)."""
+
+    @property
+    def spans(self) -> int:
+        """A bound of the number of documents in all rows, a power of two: kernels meet few sizes. 0 = unknown."""
+        return 1 << (sum(self.documents_of_rows) - 1).bit_length() if self.documents_of_rows else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +83,15 @@ def to_batch(
         positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
+        documents_of_rows=(*_documents_of(sequences), *[1] * (rows - len(kept))) if packed else (),
         masked=document_mask,
         cut=share.columns is not None,
     )
+
+
+def _documents_of(sequences: "Sequences") -> list[int]:
+    found: list[int] = (1 + (np.diff(sequences.documents, axis=1) != 0).sum(axis=1)).tolist()
+    return found
 
 
 def select(batch: Batch, share: Share = WHOLE) -> Batch:
@@ -98,6 +111,7 @@ def select(batch: Batch, share: Share = WHOLE) -> Batch:
         positions=None if positions is None else positions[here][:, columns],
         valid=sum(valid_of_rows),
         valid_of_rows=valid_of_rows,
+        documents_of_rows=batch.documents_of_rows[here],
         masked=batch.masked,
         cut=share.columns is not None,
         more={name: t[here][:, columns] if t.dim() > 1 else t[here] for name, t in batch.more.items()},
@@ -111,7 +125,8 @@ def split(batch: Batch, size: int) -> list[Batch]:
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
         part = _each_tensor(batch, lambda tensor, rows=rows: tensor[rows])
-        parts.append(replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows]))
+        documents = batch.documents_of_rows[rows]
+        parts.append(replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents))
     return parts
 
 

@@ -199,6 +199,7 @@ class MicroPass:
             scale=weights.token,
             positions=batch.positions,
             documents=batch.documents,
+            spans=batch.spans,
             objective=lambda predictions, _, scale: self.objective.loss(predictions, batch, scale),
         )
         total = found.cross_entropy

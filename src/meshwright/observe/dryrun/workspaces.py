@@ -21,10 +21,10 @@ BLOCK = 64
 def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
     """What a GPU takes inside `operation` (as a dispatch mode is given it) beyond its results; 0 = nothing known."""
     of = WORKSPACES.get(operation)
-    return of(*args[1:3]) if of else 0
+    return of(*args[1:]) if of else 0
 
 
-def _flash_backward(q: Tensor, k: Tensor) -> int:
+def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     """q (B, H, S, E), k (B, K, T, E): the gradient of q and a number a row in fp32; where keys are shared by heads,
     gradients of keys and values for each head, which are summed then."""
     batch, heads, rows, dim = q.shape
@@ -34,7 +34,15 @@ def _flash_backward(q: Tensor, k: Tensor) -> int:
     return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
 
 
-def _efficient_backward(q: Tensor, k: Tensor) -> int:
+def _varlen_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, *_: Any) -> int:
+    """The same for q (T, H, E), k (T, K, E) of documents that begin at `borders` (N + 1,): each is rounded."""
+    total, heads, dim = q.shape
+    rounded = heads * (total + ROWS * (len(borders) - 1))
+    sums = rounded * (_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    return sums + (k.shape[1] != heads) * 2 * len(k) * heads * dim * q.element_size()
+
+
+def _efficient_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     """q (B, H, S, E): in 16 bits its gradient is summed in fp32; a number a row always."""
     batch, heads, rows, dim = q.shape
     sums = batch * heads * _up(rows, BLOCK) * _up(dim, BLOCK) * FP32_BYTES if q.element_size() < FP32_BYTES else 0
@@ -48,4 +56,5 @@ def _up(size: int, multiple: int) -> int:
 WORKSPACES = {
     compat.attention_backward("flash"): _flash_backward,
     compat.attention_backward("efficient"): _efficient_backward,
+    compat.varlen_backward(): _varlen_backward,
 }

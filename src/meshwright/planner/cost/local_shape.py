@@ -44,13 +44,15 @@ class Local:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are kept once for each head: for masks, and on a GPU in fp32."""
-        return self.cp == 1 and (self.masked or (self.stack.own and self.gpu and self.width >= 4))
+        """Whether keys and values are kept once for each head: on a GPU in fp32."""
+        return self.cp == 1 and self.stack.own and self.gpu and self.width >= 4
 
     @property
     def masked(self) -> bool:
-        """Whether attention reads a mask that is a tensor: for documents, or for a window where heads are whole."""
-        return self.stack.own and (self.documents or 0 < self.window < self.sequence)
+        """Whether documents or a window hide keys and no kernel leaves these out: over context-parallel ranks, and on a
+        GPU in fp32 (kernels/varlen.py)."""
+        hides = self.documents or 0 < self.window < self.sequence
+        return self.stack.own and hides and (self.cp > 1 or (self.gpu and self.width >= 4))
 
     @property
     def tokens(self) -> float:

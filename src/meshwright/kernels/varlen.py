@@ -1,0 +1,286 @@
+"""Attention of packed documents and of sliding windows: only pairs of which one sees the other are multiplied.
+
+On a CPU each document is a call of its own, and a window goes over its queries in stretches; the blockwise form does
+both in blocks. On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a
+number (Dao 2023, arXiv:2307.08691). No mask of S x S is made, and what waits for the backward pass is queries, keys,
+values, the result and its log-sum-exp.
+
+Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import blockwise
+from meshwright.kernels.blockwise import Tile
+from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import kind
+
+STRETCH = 64
+"""Queries of a window's stretch, at least: a shorter one multiplies fewer keys for nothing in more calls."""
+
+
+class Form(NamedTuple):
+    """What hides keys, and by which kernel."""
+
+    documents: Tensor | None
+    """(B, S), ascending along a row."""
+    borders: Tensor | None
+    """(N + 1,) int32: where documents begin in the B S positions one after another, for a GPU; see `borders_of`."""
+    window: int
+    scale: float
+    in_blocks: bool = False
+
+
+def borders_of(documents: Tensor, most: int) -> Tensor:
+    """The beginnings of documents (B, S) among their B S positions, and B S until there are `most` + 1, int32.
+
+    `most` is a bound that the host knows: the device need not be waited for. 0 = count them, which waits.
+    """
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten()
+    size = most or int(begins.sum())
+    found = torch.nonzero_static(begins, size=size + 1, fill_value=begins.numel()).flatten()
+    return found.to(torch.int32)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, form: Form) -> Tensor:
+    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V)."""
+    if torch.compiler.is_compiling():
+        compiled: Tensor = varlen_attention(q, k, v, *form)[0]
+        return compiled
+    out: Tensor = _Varlen.apply(q, k, v, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return out
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: Form) -> Tensor:
+        out, lse = _forward(q, k, v, form)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.form = form
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *_backward(gradient, q, k, v, out, lse, ctx.form), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """The result and its log-sum-exp as the kernel keeps it: (B, H, S), on a GPU (H, B S), none in blocks."""
+    if kind(q) != "cpu":
+        return _forward_by_borders(q, k, v, form)
+    if form.in_blocks:
+        tiles = _blocks(_rows(form.documents, q), form.window)
+        return blockwise.forward(q, k, v, tiles, window=form.window, scale=form.scale), q.new_empty(0)
+    return _forward_by_stretches(q, k, v, form)
+
+
+def _backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v."""
+    if kind(q) != "cpu":
+        return _backward_by_borders(gradient, q, k, v, out, lse, form)
+    if form.in_blocks:
+        tiles = _blocks(_rows(form.documents, q), form.window)
+        return blockwise.backward(gradient, q, k, v, tiles, window=form.window, scale=form.scale)
+    return _backward_by_stretches(gradient, q, k, v, out, lse, form)
+
+
+def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    out, lse = _empty_like(q, v), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    for tile in _stretches(_rows(form.documents, q), form.window):
+        queries, keys, values = _read(q, k, v, tile)
+        part, sums = compat.flash_attention(
+            queries, keys, values, mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window),
+            scale=form.scale, device="cpu",
+        )  # fmt: skip
+        part = part.transpose(1, 2)[..., : v.shape[-1]]
+        if part.shape == out.shape:
+            return part.to(q.dtype), sums
+        out[tile.rows, tile.queries] = part
+        lse[tile.rows, :, tile.queries] = sums
+    return out, lse
+
+
+def _backward_by_stretches(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = _width(q, v)
+    of_q, of_k, of_v = q.new_empty(q.shape), _sums(k, form.window), _sums(v, form.window)
+    for tile in _stretches(_rows(form.documents, q), form.window):
+        queries, keys, values = _read(q, k, v, tile)
+        given, result = (_part(x, tile.rows, tile.queries, width) for x in (gradient, out))
+        found = compat.flash_attention_backward(
+            given, queries, keys, values, result, lse[tile.rows, :, tile.queries].contiguous(),
+            mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window), scale=form.scale, device="cpu",
+        )  # fmt: skip
+        of_q[tile.rows, tile.queries] = found[0].transpose(1, 2)[..., : q.shape[3]]
+        for sums, part in zip((of_k, of_v), found[1:], strict=True):
+            part, here = part.transpose(1, 2)[..., : sums.shape[-1]], sums[tile.rows, tile.keys]
+            here.add_(part) if form.window else here.copy_(part)
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _sums(x: Tensor, window: int) -> Tensor:
+    """Where the gradients of keys or values go; a window's stretches share keys."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device) if window else x.new_empty(x.shape)
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a tile."""
+    width = _width(q, v)
+    keys, values = (_part(x, tile.rows, tile.keys, width) for x in (k, v))
+    return _part(q, tile.rows, tile.queries, width), keys, values
+
+
+def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
+    """(B, S, heads, E or V) -> (rows, heads, positions, E), in a dtype that this CPU multiplies."""
+    part = x[rows, at].transpose(1, 2)
+    return _padded(part.float() if needs_wide(part) else part, width)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    """The fused kernels want keys and values of one width."""
+    return max(q.shape[3], v.shape[3])
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """With zeros, which change nothing."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _empty_like(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _rows(documents: Tensor | None, q: Tensor) -> list[tuple[slice, int, int]]:
+    """(rows, first position, position after the last) of each document; rows of one document each are one. So are all
+    of a dry run, whose tensors have no values: nothing takes more memory."""
+    count, length = q.shape[:2]
+    ends = documents.diff(dim=1) if documents is not None and not compat.is_fake(documents) else None
+    if ends is None or not bool(ends.any()):
+        return [(slice(0, count), 0, length)]
+    found = []
+    for row in range(count):
+        borders = [0, *(ends[row].nonzero().flatten() + 1).tolist(), length]
+        found += [(slice(row, row + 1), *pair) for pair in pairwise(borders)]
+    return found
+
+
+def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator[Tile]:
+    """Whole documents, or what a window sees of them."""
+    for rows, begin, end in documents:
+        square = min(end, begin + (window or end))
+        yield Tile(rows, slice(begin, square), slice(begin, square))
+        step = max(STRETCH, window // 4)
+        for start in range(square, end, step):
+            stop = min(start + step, end)
+            yield Tile(rows, slice(start, stop), slice(max(begin, start - window + 1), stop))
+
+
+def _blocks(documents: list[tuple[slice, int, int]], window: int) -> Iterator[Tile]:
+    for rows, begin, end in documents:
+        for start in range(begin, end, blockwise.BLOCK):
+            stop = min(start + blockwise.BLOCK, end)
+            yield Tile(rows, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
+
+
+def _bias(tile: Tile, window: int, like: Tensor) -> Tensor | None:
+    """(queries, keys) of a stretch, -inf where hidden; None for a causal square."""
+    if tile.is_causal(window):
+        return None
+    return like.new_zeros(()).where(~tile.hidden(window, like.device), float("-inf"))
+
+
+def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
+    out, lse = compat.varlen_attention(
+        queries, keys, values, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
+    )
+    return out[..., : v.shape[-1]].unflatten(0, q.shape[:2]), lse
+
+
+def _backward_by_borders(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
+    found = compat.varlen_attention_backward(
+        given, queries, keys, values, result, lse, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
+    )
+    of_q, of_k, of_v = (
+        x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(found, (q, k, v), strict=True)
+    )
+    return of_q, of_k, of_v
+
+
+def _one_after_another(x: Tensor, width: int) -> Tensor:
+    return _padded(x.flatten(0, 1), width)
+
+
+def _borders(form: Form, q: Tensor) -> Tensor:
+    """Rows are documents where nothing else is said."""
+    if form.borders is not None:
+        return form.borders
+    rows, length = q.shape[:2]
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+
+
+@torch.library.custom_op("meshwright::varlen_attention", mutates_args=())
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, window: int, scale: float,
+    in_blocks: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As attend, one operator of compiled code. Also the log-sum-exp."""
+    out, lse = _forward(q, k, v, Form(documents, borders, window, scale, in_blocks))
+    return out.contiguous(), lse
+
+
+@varlen_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, window: int, scale: float,
+    in_blocks: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, length, heads = q.shape[:3]
+    if in_blocks:
+        return _empty_like(q, v), q.new_empty(0)
+    size = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
+    return _empty_like(q, v), q.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=())
+def varlen_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
+    borders: Tensor | None, window: int, scale: float, in_blocks: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    form = Form(documents, borders, window, scale, in_blocks)
+    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, form)
+    return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
+
+
+@varlen_attention_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
+    borders: Tensor | None, window: int, scale: float, in_blocks: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, borders, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, borders)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+
+
+varlen_attention.register_autograd(_gradients, setup_context=_setup)

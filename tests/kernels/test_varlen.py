@@ -1,0 +1,130 @@
+"""Attention of packed documents and windows: against pairs written out, at every border, and how much of it is done."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import attention, varlen
+from meshwright.kernels.attention import Mask, attend, attend_reference, causal_mask
+from meshwright.kernels.target import acting_as
+from meshwright.training.batches import Batch, split
+from tests.counting import Operations
+from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
+
+SCALE = 0.2
+
+
+def given(length: int, keys: int = 2, values: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return tensors((3, length, 4, 8), (3, length, keys, 8), (3, length, keys, values), dtype=dtype)
+
+
+def random_documents(length: int, share: float, seed: int) -> Tensor:
+    drawn = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < share
+    return drawn.int().cumsum(1).int()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["flash", "blockwise"])
+@pytest.mark.parametrize("window", [0, 1, 7, 64, 100])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 1.0])
+@pytest.mark.parametrize("length", [1, 63, 130, 400])
+def test_random_borders_and_windows(
+    length: int, share: float, window: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: in_blocks)
+    mask = causal_mask(length, length, window=window, documents=random_documents(length, share, length))
+    exact = partial(attend_reference, mask=Mask(mask.window, mask.documents), scale=SCALE)
+    assert_single(partial(attend, mask=mask, scale=SCALE), exact, given(length, keys=1, values=6), bound=2e-6)
+
+
+@pytest.mark.parametrize("values", [3, 8, 13])
+def test_values_of_another_width_than_keys(values: int) -> None:
+    mask = causal_mask(90, 90, window=70, documents=random_documents(90, 0.02, 2))
+    assert_single(
+        partial(attend, mask=mask, scale=SCALE), partial(attend_reference, mask=mask, scale=SCALE),
+        given(90, keys=4, values=values), bound=2e-6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [0, 50])
+def test_16_bit_is_no_further_from_the_truth_than_plain_code(dtype: torch.dtype, window: int) -> None:
+    mask = causal_mask(300, 300, window=window, documents=random_documents(300, 0.02, 1))
+    seen = mask.allowed(300, 300, torch.device("cpu"))[:, 0]
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    bars = [FUSED_ATTENTION] * 4 if compat.cpu_multiplies(dtype) else []
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given(300, dtype=dtype), bars)
+
+
+def test_what_documents_hide_is_not_multiplied() -> None:
+    """Eight documents of a row: eight calls of an eighth, and no tensor of S x S."""
+    documents = (torch.arange(512) // 64).expand(3, -1)
+    largest = 0
+
+    def watched(*arguments: Any, mask: Tensor | None, **options: Any) -> Any:
+        nonlocal largest
+        assert mask is None
+        largest = max(largest, arguments[0].shape[2] * arguments[1].shape[2])
+        return flash(*arguments, mask=mask, **options)
+
+    flash = compat.flash_attention
+    with pytest.MonkeyPatch.context() as patched, Operations() as made:
+        patched.setattr(compat, "flash_attention", watched)
+        patched.setattr(attention, "prefers_blockwise", lambda q: False)
+        attend(*given(512), causal_mask(512, 512, documents=documents), scale=SCALE)
+    assert largest == 64 * 64
+    assert sum(count for name, count in made.counts.items() if "flash" in name) == 3 * 8
+
+
+def test_the_compiled_operator_is_declared_as_it_is() -> None:
+    q, k, v = (x.requires_grad_() for x in given(70))
+    for in_blocks in (False, True):
+        arguments = (q, k, v, random_documents(70, 0.1, 3), None, 9, SCALE, in_blocks)
+        torch.library.opcheck(varlen.varlen_attention, arguments)
+
+
+def test_borders_for_a_gpu_are_those_of_the_rows_one_after_another() -> None:
+    documents = torch.tensor([[4, 4, 7, 7], [1, 1, 1, 1], [0, 1, 2, 2]])
+    assert varlen.borders_of(documents, 0).tolist() == [0, 2, 4, 8, 9, 10, 12]
+    assert varlen.borders_of(documents, 8).tolist() == [0, 2, 4, 8, 9, 10, 12, 12, 12]
+
+
+def test_a_batch_knows_how_many_documents_its_parts_hold() -> None:
+    """So that no device is asked; a power of two, so that sizes are few."""
+    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    batch = Batch(tokens=tokens, targets=tokens, documents=tokens, documents_of_rows=(1, 2, 3, 6), masked=True)
+    assert batch.spans == 16 and [part.spans for part in split(batch, 2)] == [4, 16]
+    assert Batch(tokens=tokens, targets=tokens).spans == 0
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("values", [8, 6, 12])
+def test_on_a_gpu_the_flash_kernel_reads_borders(values: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its meaning, written out here; what it is given must give the same as the mask."""
+
+    def pairs(borders: Tensor, total: int) -> Tensor:
+        number = torch.searchsorted(borders.long(), torch.arange(total), right=True)
+        back = torch.arange(total)[:, None] - torch.arange(total)
+        return (number[:, None] == number) & (back >= 0) & (back < (window or total))
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert options == {"window": window, "scale": SCALE} and q.shape[-1] == v.shape[-1] and longest == 40
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("she,the->hst", q.float(), k.float()) * SCALE
+        scores = scores.masked_fill(~pairs(borders, len(q)), float("-inf"))
+        return torch.einsum("hst,the->she", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
+
+    monkeypatch.setattr(compat, "varlen_attention", forward)
+    q, k, v = given(40, values=values, dtype=torch.bfloat16)
+    documents = random_documents(40, 0.1, 5)
+    with acting_as("cuda"):
+        mask = causal_mask(40, 40, window=window, documents=documents, spans=32)
+        found = attend(q, k, v, mask, scale=SCALE)
+    exact = attend_reference(q.double(), k.double(), v.double(), mask, scale=SCALE)
+    torch.testing.assert_close(found.float(), exact.float(), rtol=2e-2, atol=2e-2)
