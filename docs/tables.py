@@ -73,7 +73,7 @@ TABLES = {
         model="llama-3.1-8b",
         cluster=FOUR_NODES,
         layout=f"dp_shard=32,zero=3,{PLAIN}",
-        recipe="sequence={},document_mask=false",
+        recipe="sequence={}",
         head="`recipe.sequence`",
         rows={f"{2**power:,}": str(2**power) for power in range(11, 16)},
         columns=("states, GiB", "activations, GiB", "peak, GiB", "fits 80 GB", "step, s"),
