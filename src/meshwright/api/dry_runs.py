@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
+from meshwright.spec import Plan
+from meshwright.spec.errors import DoesNotFit, PlanError
+from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
     from meshwright.observe.dryrun.dryrun_document import Room
     from meshwright.observe.dryrun.simulate import DryRun
-    from meshwright.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -73,7 +75,6 @@ class DryRunAnswer(Answer):
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
         from meshwright.observe.dryrun.verdict import unfit
-        from meshwright.spec.errors import DoesNotFit
 
         if self.fits is False:
             raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))
@@ -91,8 +92,6 @@ class DryRunAnswer(Answer):
         return [{"rank": one["rank"], **sent} for one in self.to_dict()["ranks"] for sent in one["traffic"]]
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import gib
-
         verdict = {True: "fits", False: "does not fit", None: "not judged"}[self.fits]
         of = f" of {gib(self.room.usable_bytes)} of {self.room.of}" if self.room.usable_bytes else ""
         return (
@@ -102,7 +101,6 @@ class DryRunAnswer(Answer):
 
     def _repr_html_(self) -> str:
         from meshwright.api.markup import LISTED, line, memory_bar, table, whole
-        from meshwright.spec.units import gib
 
         needed, usable = self.needed_bytes, self.room.usable_bytes
         words = {True: "Fits", False: "Does not fit", None: "Not judged: the device's memory is not known"}
@@ -147,8 +145,6 @@ def dry_run(
 
 def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> "Plan":
     """The plan of a dry run; a degree that is `auto` takes what the plan's cluster has."""
-    from meshwright.spec.errors import PlanError
-
     plan, _ = plan_reading.read_plan(words, keys, processes=None, notes=[])
     if device not in ("", "cpu", "cuda"):
         raise PlanError(f"--device {device} is not known: take cpu or cuda")

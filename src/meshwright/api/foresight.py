@@ -3,11 +3,16 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.spec import Plan
+from meshwright.spec.errors import DoesNotFit, MeshwrightError
+from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import count, duration, gib
+
 if TYPE_CHECKING:
     import torch
 
     from meshwright.planner.step.prediction import Prediction
-    from meshwright.spec import Plan
     from meshwright.training.watch import Foreseen, Summary
 
 LIMIT_S = 60.0
@@ -24,10 +29,6 @@ def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machi
     from meshwright.observe.dryrun.verdict import judged, unfit
     from meshwright.observe.subprocesses import TooLong
     from meshwright.planner.step.predict import estimator
-    from meshwright.spec.errors import DoesNotFit
-    from meshwright.spec.places import pipeline_ranks
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import gib
     from meshwright.training.watch import Foreseen
 
     predicted = estimator(plan).predict(plan)
@@ -85,7 +86,6 @@ def hindsight(run: Path, summary: "Summary") -> str:
     from meshwright.observe.compare.judge import compare
     from meshwright.observe.compare.sources_of_columns import columns
     from meshwright.observe.compare.table import memory_line
-    from meshwright.spec.errors import MeshwrightError
 
     if not (run / "dryrun.json").is_file():
         return ""
@@ -98,8 +98,6 @@ def hindsight(run: Path, summary: "Summary") -> str:
 
 def _planned(found: "Prediction") -> str:
     """Memory, and time where the plan's device is known."""
-    from meshwright.spec.units import count, duration, gib
-
     reserve = found.worst.kinds["reserve"]
     memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
     if found.plan.layout.pp > 1:

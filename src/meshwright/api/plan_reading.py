@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from meshwright.spec import ModelShape, Plan
+from meshwright import planfile
+from meshwright.spec import ModelShape, Plan
+from meshwright.spec.errors import PlanError
 
 
 @runtime_checkable
@@ -38,12 +39,9 @@ def read_plan(
     path, overrides, resume = sort_words(said)
     plans = [word for word in words if _is_plan(word)]
     if len(plans) > 1 or (plans and path is not None):
-        from meshwright.spec.errors import PlanError
-
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
     base = base_words(plans[0]) if plans else []
     changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
-    from meshwright import planfile
 
     def read(number: int) -> "Plan":
         return planfile.read(path, changes, shape_from_folder=shape_from_folder, notes=notes, processes=number)
@@ -56,8 +54,6 @@ def read_plan(
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
-    from meshwright.spec.errors import PlanError
-
     files = [word for word in words if "=" not in word]
     pairs = [word for word in words if "=" in word]
     if len(files) > 1:
@@ -102,8 +98,6 @@ def section_words(section: Any) -> list[str]:
 
 def plan_of(word: Any) -> "Plan | None":
     """The plan that a word is or is an answer about; None = it is neither."""
-    from meshwright.spec import Plan
-
     if isinstance(word, Plan):
         return word
     return word.plan if not isinstance(word, str | Path) and isinstance(word, HasPlan) else None
@@ -112,8 +106,6 @@ def plan_of(word: Any) -> "Plan | None":
 def base_words(word: Any) -> list[str]:
     """The words that make a plan again: a section each, whole. A warm-up that follows from the number of steps still
     does."""
-    from meshwright import planfile
-
     plan = plan_of(word)
     assert plan is not None
     found = planfile.dump(plan)

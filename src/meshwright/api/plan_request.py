@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright import planfile
 from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
-
-if TYPE_CHECKING:
-    from meshwright.planner.step.predict import Estimator
-    from meshwright.spec import Cluster, Plan
+from meshwright.planner.machine.clusterfile import asked, is_file
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.spec import Cluster, Layout, Plan, presets
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.legal import layout_violations
 
 SEQUENCE = 8192
 """Of a recipe that names none: as today's models are trained, if they are made for it."""
@@ -24,9 +26,6 @@ MOST_NODES = 2**17
 def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> "Plan":
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
     plan file, or a plan."""
-    from meshwright import planfile
-    from meshwright.planner.machine.clusterfile import is_file
-
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
@@ -55,9 +54,6 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
 
 def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
     """What counts its layouts: a measured machine where --cluster names a file, else data sheets."""
-    from meshwright.planner.machine.clusterfile import asked, is_file
-    from meshwright.planner.step.predict import estimator
-
     if cluster is not None and is_file(cluster):
         return asked(cluster)[0].estimator(plan)
     return estimator(plan)
@@ -72,16 +68,11 @@ def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
 
 
 def _cluster(name: str, nodes: int) -> "Cluster":
-    from meshwright.planner.machine.clusterfile import asked, is_file
-    from meshwright.spec import presets
-
     return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
 
 
 def _words(recipe: Sequence[str]) -> list[str]:
     """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two."""
-    from meshwright.spec.errors import PlanError
-
     found = []
     for word in recipe:
         parts = word.split(",")
@@ -93,16 +84,11 @@ def _words(recipe: Sequence[str]) -> list[str]:
 
 
 def _nodes(nodes: int | None) -> None:
-    from meshwright.spec.errors import PlanError
-
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise PlanError(f"--nodes {nodes} must be at least 1 and at most {MOST_NODES:,}")
 
 
 def _no_cluster(file: str) -> Exception:
-    from meshwright.spec import presets
-    from meshwright.spec.errors import PlanError
-
     says = f"--cluster is missing, and {file} names none with known figures" if file else "--cluster is missing"
     names = ", ".join(name for name in presets.device_names() if name != "local")
     return PlanError(f"{says}: name a device and how many of it a node has, as --cluster h100x8; known: {names}")
@@ -110,10 +96,6 @@ def _no_cluster(file: str) -> Exception:
 
 def _any_layout(found: "Plan") -> None:
     """Raise what no layout can mend: a sequence beyond learned positions, a noise scale on many devices."""
-    from meshwright.spec import Layout
-    from meshwright.spec.errors import IllegalLayout
-    from meshwright.spec.legal import layout_violations
-
     every = found.recipe.noise_scale_every
     replace(found, layout=Layout(), recipe=replace(found.recipe, noise_scale_every=0)).check()
     devices = found.cluster.devices
@@ -145,8 +127,6 @@ def _batch(wanted: int, devices: int) -> int:
 
 def _known(found: "Plan") -> None:
     """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
-    from meshwright.spec.errors import PlanError
-
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
     needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]

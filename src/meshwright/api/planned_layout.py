@@ -3,11 +3,15 @@
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import count, gib
 
 if TYPE_CHECKING:
     from meshwright.planner.step.prediction import Prediction
-    from meshwright.spec import Layout, Plan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -99,7 +103,7 @@ class PlannedLayout:
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
             follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
-                refuse(
+                raise PlanError(
                     f"--tokens {self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
                     "global_batch"
                 )
@@ -116,9 +120,6 @@ class PlannedLayout:
         return {"layout": self.words, **{name: getattr(self, name) for name in names}, **asdict(self.layout)}
 
     def __repr__(self) -> str:
-        from meshwright.api.markup import step_length
-        from meshwright.spec.units import count, gib
-
         tight = ", tight" if self.tight else ""
         return (
             f"{self.words}: {step_length(self.step_seconds)} per step, "
@@ -127,16 +128,11 @@ class PlannedLayout:
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import whole
-
         return whole(layout_html(self))
 
 
 def layout_html(one: PlannedLayout) -> str:
     """Verdict, speed, memory and time."""
-    from meshwright.api.markup import line, memory_bar, step_length, time_bar
-    from meshwright.spec.units import count, gib
-
     room = one.usable_bytes if isfinite(one.usable_bytes) else 0.0
     fits = one.peak_bytes <= one.usable_bytes
     verdict = "Does not fit" if not fits else "Fits, hardly any memory free" if one.tight else "Fits"
@@ -159,9 +155,6 @@ def layout_html(one: PlannedLayout) -> str:
 
 def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
     """A row of a table of layouts."""
-    from meshwright.api.markup import step_length
-    from meshwright.spec.units import count, gib
-
     return (
         one.words,
         step_length(one.step_seconds),
@@ -170,10 +163,3 @@ def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
         gib(one.peak_bytes) + (" (tight)" if one.tight else ""),
         f"{one.bubble_fraction:.1%}",
     )
-
-
-def refuse(sentence: str) -> NoReturn:
-    """Raise PlanError."""
-    from meshwright.spec.errors import PlanError
-
-    raise PlanError(sentence)

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
 from meshwright.api.plan_reading import Section, section_words
-from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html, refuse
+from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
+from meshwright.planner.plan_document import document, ranked
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import DoesNotFit, PlanError
 
 if TYPE_CHECKING:
-    from meshwright.api.layout_argument import Fixed
     from meshwright.planner.search.ranking import Found
     from meshwright.planner.step.budget import Budget
     from meshwright.planner.step.predict import Estimator
-    from meshwright.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,8 +79,6 @@ class PlanAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --json` prints."""
-        from meshwright.planner.plan_document import document, ranked
-
         bill = self.budget
         return {
             **document(self.found.best[0]),
@@ -137,12 +137,10 @@ def plan(
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
-    from meshwright.api.layout_argument import SEARCHED, fixed_layout
     from meshwright.api.plan_request import asked_estimator, asked_plan
     from meshwright.planner.search.ranking import LISTED, search
     from meshwright.planner.search.recommend import recommended
     from meshwright.planner.search.refused import answered
-    from meshwright.spec import Layout
 
     asked = asked_plan(model, cluster, nodes, section_words(recipe))
     budget = _tokens(tokens)
@@ -163,9 +161,7 @@ def plan(
 def _does_not_fit(of: "Estimator", found: "Found", *, free: bool) -> Exception:
     """With the nearest layout, and its document."""
     from meshwright.planner.explain import failure, unfit
-    from meshwright.planner.plan_document import document, ranked
     from meshwright.planner.search.changes import enough_nodes
-    from meshwright.spec.errors import DoesNotFit
 
     one = found.nearest
     assert one is not None
@@ -186,12 +182,12 @@ def _tokens(given: str | float | None) -> float:
     except ValueError:
         number = -1.0
     if not 1 <= number < 1e18:
-        refuse(f"--tokens {given} must be a number of 1 or more and below 10**18, as 15T or 300B")
+        raise PlanError(f"--tokens {given} must be a number of 1 or more and below 10**18, as 15T or 300B")
     return number
 
 
 def _check_price(price: float, tokens: float) -> None:
     if not 0 <= price < float("inf"):
-        refuse(f"--price {price} must be a number of 0 (none) or more")
+        raise PlanError(f"--price {price} must be a number of 0 (none) or more")
     if price and not tokens:
-        refuse(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")
+        raise PlanError(f"--price {price} is for the bill of a run: say how long it is, as --tokens 15T")

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.plan_reading import read_plan
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.units import count, duration, gib, many
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
-    from meshwright.spec import Plan
 
 Measure = Callable[["Plan"], "Profile | None"]
 
@@ -82,8 +84,6 @@ class ProfileAnswer(Answer):
         return [{"operation": one.name, "calls": one.calls, "seconds": one.seconds} for one in busiest]
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import count, duration, gib, many
-
         ranks = many(len(self.found.ranks), "rank")
         return (
             f"{self.plan.model.name} on {ranks}: {duration(self.step_seconds)} per step, "
@@ -93,7 +93,6 @@ class ProfileAnswer(Answer):
 
     def _repr_html_(self) -> str:
         from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
-        from meshwright.spec.units import count, duration, gib, many
 
         lengths = self.found.step_seconds
         operations = [
@@ -134,8 +133,6 @@ def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = Non
 
 def check_steps(steps: int) -> None:
     """PlanError where there are none to time."""
-    from meshwright.spec.errors import PlanError
-
     if steps < 1:
         raise PlanError(f"--steps {steps} must be at least 1")
 
@@ -164,7 +161,6 @@ def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
     fed back. RunError where the folder cannot be written."""
     from meshwright import planfile
     from meshwright.api.documents import plain
-    from meshwright.spec.errors import RunError
     from meshwright.store.default_folders import point_latest
     from meshwright.store.durable import replace_file
 

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.plan_reading import read_plan
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.units import count, duration
+from meshwright.spec.worlds import world_violation
 from meshwright.training.watchers import Silent
 
 if TYPE_CHECKING:
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from meshwright.api.trained_model import TrainedModel
     from meshwright.observe.compare.metric_records import Record
     from meshwright.parallel.health.heartbeat import Heartbeat
-    from meshwright.spec import Plan
     from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 
@@ -83,8 +86,6 @@ class TrainAnswer(Answer):
         return compare(self.run, **options)
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import duration
-
         score = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} bits per byte on held-out text"
         how = "" if self.done else f", {self.summary.stopped}"
         return (
@@ -122,9 +123,6 @@ def train(
     One process: IllegalLayout names the torchrun command of a layout of several. PlanError, DataError, RunError,
     DoesNotFit.
     """
-    from meshwright.spec.errors import IllegalLayout
-    from meshwright.spec.worlds import world_violation
-
     asked, also = read_plan(plan, keys)
     violation = world_violation(asked, 1)
     if violation:
@@ -186,8 +184,6 @@ class Lines(Silent):
 
     def stepped(self, metrics: "StepMetrics") -> None:
         """Loss and speed."""
-        from meshwright.spec.units import count
-
         print(f"step {metrics.step}: loss {metrics.loss:.3f}, {count(metrics.tokens_per_second)} tokens/s")
 
     def evaluated(self, metrics: "EvalMetrics") -> None:

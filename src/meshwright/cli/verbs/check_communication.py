@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.spec import Plan
+from meshwright.spec.errors import UnsafeCommunication
+
 if TYPE_CHECKING:
     from meshwright.observe.check.rules import Checked
-    from meshwright.spec import Plan
 
 
 def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, json: bool) -> None:
@@ -13,7 +15,6 @@ def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, 
     from meshwright.observe.check.recording import record_world
     from meshwright.observe.check.rules import check
     from meshwright.observe.dryrun.simulate import device_of
-    from meshwright.spec.errors import UnsafeCommunication
 
     device = device or device_of(plan)
     with console(json=json).status("check") as status:

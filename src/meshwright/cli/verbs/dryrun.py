@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.spec.ledger import KINDS
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import gib, many
 
 if TYPE_CHECKING:
     from meshwright.observe.dryrun.dryrun_document import Room
@@ -66,8 +69,6 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
     from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes
     from meshwright.observe.dryrun.verdict import judged, needed
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import gib, many
 
     plan, worst = found.plan, found.worst
     yield (
@@ -98,8 +99,6 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
 def _table(found: "DryRun") -> Iterator[str]:
     """A column for each rank; beyond eight, and what the terminal has room for, the lightest are left out."""
     from meshwright.cli.terminal.screen_text import width
-    from meshwright.spec.ledger import KINDS
-    from meshwright.spec.units import gib
 
     ranks = sorted(
         sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[: min(8, (width() - 20) // 12)],
@@ -117,7 +116,6 @@ def _largest(seen: "Seen") -> Iterator[str]:
     from collections import Counter
 
     from meshwright.observe.dryrun.rank_run import generic
-    from meshwright.spec.units import gib
 
     yield "Largest tensors then:"
     alike = Counter(

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.units import many
+
 if TYPE_CHECKING:
     from meshwright.observe.verify.random_run import CaseVerdict
 
@@ -11,7 +14,6 @@ def verify_random(number: int, seed: int, *, processes: int, device: str, json: 
     """Cases 0 .. number - 1 of a seed, a line each; those that differ once more, as small as they could be made."""
     from meshwright.observe.verify.random_case import random_case
     from meshwright.observe.verify.random_run import verdicts
-    from meshwright.spec.errors import PlanError
 
     if number < 1:
         raise PlanError(f"--random {number}: at least 1 case")
@@ -30,7 +32,6 @@ def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
     """One case, with exactly the tokens that it names."""
     from meshwright.observe.verify.case_text import drawn_of
     from meshwright.observe.verify.random_run import verdict
-    from meshwright.spec.errors import PlanError
 
     drawn = drawn_of(text)
     if drawn.layout.world > processes:
@@ -55,8 +56,6 @@ def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int |
     from meshwright.cli.terminal.output import print_json
     from meshwright.observe.verify.case_text import text_of
     from meshwright.observe.verify.random_run import smallest
-    from meshwright.spec.errors import OutsideTolerance
-    from meshwright.spec.units import many
 
     failed = [one for one in found if one.difference]
     commands: dict[int, str] = {}
