@@ -61,14 +61,16 @@ class LargeTensor:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     line: str = ""
+    """What made it: `meshwright/model/mlp.py:40 forward`."""
     operation: str = ""
     module: str = ""
     phase: str = ""
+    """When it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A pass of a micro-batch, or another part of a step."""
+    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
 
     name: str
     stage: int = -1

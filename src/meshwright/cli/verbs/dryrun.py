@@ -119,7 +119,7 @@ def _largest(seen: "Seen") -> Iterator[str]:
 
     yield "Largest tensors then:"
     alike = Counter(
-        (one.size_bytes, one.kind, one.dtype, one.shape, one.line, generic(one.module) or one.operation)
+        (one.bytes, one.kind, one.dtype, one.shape, one.line, generic(one.module) or one.operation)
         for one in seen.largest[:SHOWN]
     )
     for (size, kind, dtype, shape, line, made), count in alike.items():

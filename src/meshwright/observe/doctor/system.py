@@ -46,7 +46,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
     """Cores that this process may use, and whether a quota gives it less time than they have."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.read_text().split() if cgroup.is_file() else ["max"]
-    said = f"{count} cores ({_processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
+    said = f"{count} cores ({processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
     if quota[0].isdigit():
         given = int(quota[0]) / int(quota[1])
         if given < 0.9 * count:
@@ -129,7 +129,8 @@ def other_programs(load: float | None = None, cores: int | None = None) -> Findi
     return ok("other programs", said, load=load)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,7 +1,7 @@
 """A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -149,11 +149,7 @@ def _part(part: ProgramPart) -> dict[str, Any]:
 
 def largest(one: Seen) -> list[dict[str, Any]]:
     """Rows of the largest tensors."""
-    return [
-        {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
-         "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
-        for large in one.largest
-    ]  # fmt: skip
+    return [{**asdict(large), "shape": list(large.shape)} for large in one.largest]
 
 
 def kinds(held: dict[str, int]) -> list[dict[str, Any]]:

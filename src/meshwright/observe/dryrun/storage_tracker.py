@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import compat
+from meshwright.observe.dryrun.op_cache import Call, plain_call
 from meshwright.spec.purpose import Purpose, purpose
 from meshwright.store.tensor_piece import Piece
 
@@ -68,8 +69,6 @@ class ProgramPhase:
     """First event."""
 
 
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(operation, its arguments, those by name) -> what it gives."""
 Within = Callable[[Any, tuple[Any, ...]], int]
 """(operation, its arguments) -> bytes."""
 
@@ -81,7 +80,7 @@ class StorageWatch(compat.DispatchMode):
     def __init__(self, round_bytes: int = 1, call: Call | None = None, within: Within | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.round_bytes = round_bytes
-        self.call = call or _call
+        self.call = call or plain_call
         self.within = within
         self.records: list[StorageRecord] = []
         self.phases: list[ProgramPhase] = [ProgramPhase("start", 0)]
@@ -209,10 +208,6 @@ class FakeWatch(compat.BareMode, StorageWatch):
     """The same for a dry run, of which nothing is compiled."""
 
     __torch_dispatch__ = StorageWatch.look
-
-
-def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*args, **kwargs)
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:
