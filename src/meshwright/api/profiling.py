@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.api.answer import Answer
 from meshwright.api.plan_reading import read_plan
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import PlanError
 from meshwright.spec.units import count, duration, gib, many
 
 if TYPE_CHECKING:
@@ -163,16 +163,13 @@ def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
     from meshwright.api.documents import plain
     from meshwright.store.default_folders import point_latest
     from meshwright.store.durable import replace_file
+    from meshwright.store.run_folder import one_line
 
     folder = Path(plan.run)
-    try:
+    with one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.yaml").exists():
             planfile.write(plan, folder / "plan.yaml")
         point_latest(folder)
         for name, document in documents.items():
             replace_file(folder / name, (json.dumps(plain(document), allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: {error.strerror or error}; fix that, or choose another run="
-        ) from None

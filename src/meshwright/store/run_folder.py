@@ -40,7 +40,7 @@ class RunFolder:
         """
         if path.exists() and not path.is_dir():
             raise RunError(f"run={path} is a file, not a folder: choose another run=")
-        with _one_line(path):
+        with one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "checkpoints").exists() and _is_others(path / "plan.yaml", plan):
                 raise RunError(
@@ -129,16 +129,6 @@ class RunFolder:
         """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
         planfile.write(self.plan, self.path / "plan.yaml")
 
-    def keep_ledger(self, document: Mapping[str, Any]) -> None:
-        """Write ledger.json. RunError: disk full."""
-        with _one_line(self.ledger):
-            replace_file(self.ledger, (json.dumps(document, indent=1) + "\n").encode())
-
-    def keep_dry_run(self, document: Mapping[str, Any]) -> None:
-        """Write dryrun.json. RunError: disk full."""
-        with _one_line(self.dry_run):
-            replace_file(self.dry_run, (json.dumps(document, indent=1) + "\n").encode())
-
     def close(self) -> None:
         """Let others run in the folder."""
         if self.lock:
@@ -188,6 +178,12 @@ class RunFolder:
             self.tokenizer.unlink(missing_ok=True)
 
 
+def keep(file: Path, document: Mapping[str, Any]) -> None:
+    """Write ledger.json or dryrun.json of a run. RunError: disk full."""
+    with one_line(file):
+        replace_file(file, (json.dumps(document, indent=1) + "\n").encode())
+
+
 class MetricsLog:
     """Appends records to metrics.jsonl: one JSON object a line, each handed to the system at once.
 
@@ -203,7 +199,7 @@ class MetricsLog:
         if self.silent:
             return
         line = json.dumps(_speakable(record), allow_nan=False) + "\n"
-        with _one_line(self.path):
+        with one_line(self.path):
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
             left = line.encode()
@@ -213,7 +209,7 @@ class MetricsLog:
     def sync(self) -> None:
         """Force all records to the disk: before a checkpoint, so that it never knows more steps than they do."""
         if self._file:
-            with _one_line(self.path):
+            with one_line(self.path):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -241,7 +237,7 @@ class MetricsLog:
             if last > step:
                 break
             kept.append(line + b"\n")
-        with _one_line(self.path):
+        with one_line(self.path):
             replace_file(self.path, b"".join(kept))
 
     @staticmethod
@@ -275,7 +271,7 @@ def _is_others(path: Path, plan: Plan) -> bool:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with _one_line(path):
+    with one_line(path):
         *lines, _torn = path.read_bytes().split(b"\n")
     yield from enumerate(lines, start=1)
 
@@ -311,7 +307,7 @@ def _heard(value: Any) -> Any:
 
 
 @contextmanager
-def _one_line(path: Path) -> Iterator[None]:
+def one_line(path: Path) -> Iterator[None]:
     """What the operating system refuses, as a sentence."""
     try:
         yield
