@@ -4,7 +4,6 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from meshwright.observe.compare.finished_run import DRYRUN, Finished, open_run
 from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.judge import compare as lay
 from meshwright.observe.compare.sources_of_columns import DryRunner, columns
-from meshwright.observe.compare.table import as_json, verdict
+from meshwright.observe.compare.table import as_json, percent, verdict
 from meshwright.observe.shared_document import SharedDocument, checked
 from meshwright.spec import Plan
 from meshwright.spec.errors import OutsideTolerance, PlanError, RunError
@@ -83,7 +82,7 @@ class ComparisonAnswer(Answer):
             (
                 row.what + (" (calls)" if row.unit == "calls" else ""),
                 *(shown(value, row.unit) for value in row.values),
-                *(_percent(row.error(place)) for place in (0, 1)),
+                *(percent(row.error(place)) for place in (0, 1)),
                 "" if row.agrees() else "disagrees",
             )
             for row in rows
@@ -99,12 +98,6 @@ class ComparisonAnswer(Answer):
             table((str(self.run), *TITLES, "planned is off", "dry run is off", ""), cells),
             *(line(f"{column.title}: {column.about}") for column in found.columns),
         )
-
-
-def _percent(error: float | None) -> str:
-    if error is None:
-        return ""
-    return "=" if error == 0 else f"{error:+.1%}" if isfinite(error) else "new"
 
 
 def compare(

@@ -74,7 +74,7 @@ class DryRunAnswer(Answer):
 
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
-        from meshwright.observe.dryrun.verdict import unfit
+        from meshwright.observe.dryrun.dryrun_document import unfit
 
         if self.fits is False:
             raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))

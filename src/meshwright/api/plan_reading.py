@@ -5,22 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from meshwright import planfile
 from meshwright.spec import ModelShape, Plan
 from meshwright.spec.errors import PlanError
-
-
-@runtime_checkable
-class HasPlan(Protocol):
-    """An answer that is of a plan."""
-
-    @property
-    def plan(self) -> "Plan":
-        """That plan."""
-        ...
-
 
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
@@ -35,9 +24,9 @@ def read_plan(
     shares out; None = the devices of the plan's cluster. What was read under another tool's name is said in `notes`,
     or as a warning. PlanError, as on the command line.
     """
-    said = [word if isinstance(word, str) else str(word) for word in words if not _is_plan(word)]
-    path, overrides, resume = sort_words(said)
-    plans = [word for word in words if _is_plan(word)]
+    found = [(word, plan_of(word)) for word in words]
+    path, overrides, resume = sort_words([str(word) for word, plan in found if plan is None])
+    plans = [plan for _, plan in found if plan is not None]
     if len(plans) > 1 or (plans and path is not None):
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
     base = base_words(plans[0]) if plans else []
@@ -98,22 +87,15 @@ def section_words(section: Any) -> list[str]:
 
 def plan_of(word: Any) -> "Plan | None":
     """The plan that a word is or is an answer about; None = it is neither."""
-    if isinstance(word, Plan):
-        return word
-    return word.plan if not isinstance(word, str | Path) and isinstance(word, HasPlan) else None
+    found = word if isinstance(word, Plan) else getattr(word, "plan", None)
+    return found if isinstance(found, Plan) else None
 
 
-def base_words(word: Any) -> list[str]:
+def base_words(plan: Plan) -> list[str]:
     """The words that make a plan again: a section each, whole. A warm-up that follows from the number of steps still
     does."""
-    plan = plan_of(word)
-    assert plan is not None
     found = planfile.dump(plan)
     if plan.recipe == replace(plan.recipe, warmup_steps=-1):
         found["recipe"]["warmup_steps"] = -1
     write = partial(json.dumps, ensure_ascii=False)
     return [f"{key}={write(value) if isinstance(value, dict) else value}" for key, value in found.items()]
-
-
-def _is_plan(word: Any) -> bool:
-    return plan_of(word) is not None

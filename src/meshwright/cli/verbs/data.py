@@ -1,18 +1,19 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshwright import planfile
+from meshwright.api.plan_reading import shape_from_folder
+from meshwright.cli.terminal.output import console, print_json
+from meshwright.data import Corpus, prepare
+from meshwright.data.show import DataView, StreamFigures, Token, view
+from meshwright.spec import Data
 from meshwright.spec.units import MIB, count
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from meshwright.data import Corpus
-    from meshwright.data.show import DataView, StreamFigures, Token
-    from meshwright.spec import Data
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _NAMES_SHOWN = 3
@@ -20,11 +21,6 @@ _NAMES_SHOWN = 3
 
 def show(plan: Path | None, overrides: list[str], json: bool) -> None:
     """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
-    from meshwright import planfile
-    from meshwright.api.plan_reading import shape_from_folder
-    from meshwright.cli.terminal.output import console, print_json
-    from meshwright.data.show import view
-
     settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)))
     if json:
@@ -37,10 +33,6 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
 
 def encode(data: "Data", console: "Console") -> "Corpus":
     """The corpus, with a progress bar on a terminal while text is encoded."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from meshwright.data import prepare
-
     columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=None, visible=False)
@@ -52,9 +44,6 @@ def encode(data: "Data", console: "Console") -> "Corpus":
 
 
 def _figures(found: "DataView") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     for heading in ("documents", "text", "tokens", f"windows of {found.sequence}", "share"):
@@ -70,8 +59,6 @@ def _row(side: "StreamFigures") -> tuple[str, ...]:
 
 
 def _legend(found: "DataView") -> "Text":
-    from rich.text import Text
-
     tokenizer = f"tokenizer {found.tokenizer}: {found.vocab:,} ids, {found.bytes_per_token:.2f} bytes per token"
     lines = ["", f"{tokenizer}; {_marks(found)}", f"files {found.files:,}; fingerprint {found.fingerprint[:16]}"]
     if found.passed_over:
@@ -93,8 +80,6 @@ def _marks(found: "DataView") -> str:
 
 
 def _sequence(found: "DataView") -> "Text":
-    from rich.text import Text
-
     text = Text()
     for place, token in enumerate(found.tokens):
         if place and token.document != found.tokens[place - 1].document:

@@ -67,8 +67,7 @@ def dryrun(
 
 def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
-    from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes
-    from meshwright.observe.dryrun.verdict import judged, needed
+    from meshwright.observe.dryrun.dryrun_document import fits, judged, needed, needed_bytes
 
     plan, worst = found.plan, found.worst
     yield (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from meshwright.observe.calibrate.host_floor import floors, with_floors
 from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, curves, eager_passes
 from meshwright.observe.calibrate.sample_plans import jobs
 from meshwright.observe.calibrate.timed_steps import Timing, measured_steps, threads_of
-from meshwright.observe.doctor.system import processor
 from meshwright.observe.ranks import on_ranks
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
 from meshwright.planner.cost.links import Links
@@ -179,6 +179,14 @@ def _title(kind: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name(0)
     return f"{processor()}, {threads_of(1)}{CORES}"
+
+
+def processor() -> str:
+    """Its name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()
 
 
 def _memory_bytes(kind: str) -> int:

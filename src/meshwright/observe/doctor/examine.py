@@ -63,15 +63,12 @@ def examine(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     names = network.of_all(world, socket.gethostname())
     nodes = network.node_numbers(names)
-    own: list[Finding] = []
     every: Checks = [
         *_machine(folder, gpu),
         *_kernels(device),
         ("checkpoint", partial(training.round_trip, device, folder, world)),
     ]
-    for name, check in every:
-        (say if world.index == 0 else _silent)(name)
-        own.append(examined(name, check))
+    own = _all(every, say if world.index == 0 else _silent)
     found = merged(network.of_all(world, own), nodes)
     found += _world(world, device, nodes, own, say) if world.size > 1 else _local(device, quick, say)
     return Examination(
@@ -121,6 +118,10 @@ def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
             ("axes", partial(training.axes, kind, most)),
             ("step", partial(training.step_speed, device)),
         ]
+    return _all(checks, say)
+
+
+def _all(checks: Checks, say: Say) -> list[Finding]:
     found = []
     for name, check in checks:
         say(name)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, named_ranks, ok, skipped, warning
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.group import Group
@@ -114,8 +115,7 @@ def _exchange_s(
     began = time.perf_counter()
     for work in world.exchange([(message, target)], [(arriving, source)]):
         work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
     return time.perf_counter() - began
 
 

@@ -1,7 +1,6 @@
 """The machine a rank runs on: versions, cores, memory, shared memory, open files, disk, other programs."""
 
 import os
-import platform
 import resource
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.observe.calibrate.campaign import processor
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.units import GIB, MIB, gib, many
 from meshwright.training.available_memory import machine_memory
@@ -127,11 +127,3 @@ def other_programs(load: float | None = None, cores: int | None = None) -> Findi
     if load > BUSY * cores:
         return warning("other programs", said, "end other programs, or expect lower speeds than an idle machine has")
     return ok("other programs", said, load=load)
-
-
-def processor() -> str:
-    """Its name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return model or platform.processor() or platform.machine()

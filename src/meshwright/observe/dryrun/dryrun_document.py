@@ -1,4 +1,4 @@
-"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
+"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and whether it fits."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +15,8 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.spec.places import pipeline_ranks, place_of
 from meshwright.spec.plan import Plan, as_document
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import gib
 from meshwright.training.available_memory import PROCESS_BYTES, machine_memory
 from meshwright.training.fits import capacity_bytes, shared_bytes
 
@@ -64,15 +66,15 @@ def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] 
         "needed_bytes": needed_bytes(found, room, of_places),
         "staging_bytes": worst.staging_bytes,
         "reserve_bytes": reserve_bytes(found.device),
-        "fits": fits(found, room, of_places) if room.usable_bytes else None,
+        "fits": fits(found, room, of_places),
         "ranks": [_rank(found, one) for one in found.ranks],
         "notes": list(found.notes),
     }
 
 
-def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool:
-    """Whether the plan does, with what comes to its tensors."""
-    return needed_bytes(found, room, of_places) <= room.usable_bytes
+def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool | None:
+    """Whether the plan does, with what comes to its tensors; None where it is not known what there is."""
+    return needed_bytes(found, room, of_places) <= room.usable_bytes if room.usable_bytes else None
 
 
 def needed_bytes(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> int:
@@ -95,6 +97,35 @@ def reserve_bytes(device: str) -> int:
     """What a program takes of a GPU through torch's allocator beside its tensors (workspaces of matrix products), as
     the planner counts it; a CPU's libraries have their own."""
     return int(MESHWRIGHT.reserve_bytes) if device == "cuda" else 0
+
+
+def unfit(found: DryRun, room: Room, needed_bytes: int) -> str:
+    """One line: how much is missing, of what."""
+    worst = found.worst
+    kind = max(worst.kinds, key=worst.kinds.__getitem__)
+    return (
+        f"the dry run of rank {worst.rank} needs {needed(found)} ({phase_words(worst.when)}; most of it "
+        f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
+        "fit"
+    )
+
+
+def judged(found: DryRun, room: Room, needed_bytes: int) -> str:
+    """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
+    if not room.usable_bytes:
+        return ""
+    ranks = found.plan.layout.world // room.machines if room.shared else 1
+    together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
+    whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
+    return (
+        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.shared else 'are usable'}"
+    )
+
+
+def needed(found: DryRun) -> str:
+    """The peak of its tensors, and what comes to it."""
+    reserve = reserve_bytes(found.device)
+    return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
 
 
 def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
