@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.documents import check_page
+from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_request import planner_of
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
 from meshwright.observe.compare.finished_run import DRYRUN, Finished, open_run
@@ -74,8 +75,6 @@ class ComparisonAnswer(Answer):
         return f"{self.run}: {' '.join(' '.join(verdict(self.found)).split())}"
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import line, table, whole
-
         found = self.found
         rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
         cells = [

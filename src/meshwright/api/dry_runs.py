@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
+from meshwright.api.markup import LISTED, line, memory_bar, table, whole
+from meshwright.observe.dryrun.dryrun_document import Room, dry, needed_bytes, room_of, unfit
+from meshwright.observe.dryrun.simulate import DryRun
+from meshwright.observe.dryrun.simulate import dry_run as simulate
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
 from meshwright.spec.units import gib
-
-if TYPE_CHECKING:
-    from meshwright.observe.dryrun.dryrun_document import Room
-    from meshwright.observe.dryrun.simulate import DryRun
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -57,8 +57,6 @@ class DryRunAnswer(Answer):
     @property
     def needed_bytes(self) -> int:
         """Of the room that it is judged against: tensors, and what comes to them."""
-        from meshwright.observe.dryrun.dryrun_document import needed_bytes
-
         return needed_bytes(self.found, self.room)
 
     @property
@@ -68,14 +66,10 @@ class DryRunAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright dryrun --json` prints."""
-        from meshwright.observe.dryrun.dryrun_document import dry
-
         return dry(self.found, self.room)
 
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
-        from meshwright.observe.dryrun.dryrun_document import unfit
-
         if self.fits is False:
             raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))
 
@@ -100,8 +94,6 @@ class DryRunAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, memory_bar, table, whole
-
         needed, usable = self.needed_bytes, self.room.usable_bytes
         words = {True: "Fits", False: "Does not fit", None: "Not judged: the device's memory is not known"}
         of = f": needs {gib(needed)}, {gib(usable)} of {self.room.of} are usable" if usable else ""
@@ -135,9 +127,6 @@ def dry_run(
     mixture of experts, rows that a rank's experts get over an even share. `whole`: every micro-batch of a step. `told`
     of ranks done and of all. PlanError, IllegalLayout; that it does not fit is an answer (`fits`, `check`).
     """
-    from meshwright.observe.dryrun.dryrun_document import room_of
-    from meshwright.observe.dryrun.simulate import dry_run as simulate
-
     asked = read_plan(plan, keys, device=device, load=load)
     found = simulate(asked, ranks=ranks, device=device, load=load, whole=whole, told=told)
     return DryRunAnswer(found=found, room=room_of(found.plan, found.device))

@@ -3,15 +3,17 @@
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright import planfile
 from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
+from meshwright.planner.explain import layout_words
+from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import count, gib
-
-if TYPE_CHECKING:
-    from meshwright.planner.step.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,8 +37,6 @@ class PlannedLayout:
     @property
     def words(self) -> str:
         """The layout as it is printed."""
-        from meshwright.planner.explain import layout_words
-
         return layout_words(self.layout)
 
     @property
@@ -83,21 +83,15 @@ class PlannedLayout:
     @property
     def usable_bytes(self) -> float:
         """What a program can have of a device; infinite where that is not known."""
-        from meshwright.planner.search.ranking import usable_bytes
-
         return usable_bytes(self.plan)
 
     @property
     def tight(self) -> bool:
         """Whether hardly any memory is left: the planner errs by several percent."""
-        from meshwright.planner.search.recommend import is_tight
-
         return is_tight(self.prediction)
 
     def save(self, file: str | Path) -> Path:
         """Write the plan as `train` reads it, with as many steps as the token budget gives."""
-        from meshwright import planfile
-
         best, recipe = self.plan, self.plan.recipe
         if self.tokens and not recipe.batch_ramp:
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))

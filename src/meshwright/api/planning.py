@@ -3,20 +3,25 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
+from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
+from meshwright.api.plan_request import asked_estimator, asked_plan
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
+from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
+from meshwright.planner.search import ranking
+from meshwright.planner.search.changes import enough_nodes
+from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.recommend import recommended
+from meshwright.planner.search.refused import answered
+from meshwright.planner.step.budget import Budget, budget
+from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
-
-if TYPE_CHECKING:
-    from meshwright.planner.search.ranking import Found
-    from meshwright.planner.step.budget import Budget
-    from meshwright.planner.step.predict import Estimator
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,15 +54,11 @@ class PlanAnswer(Answer):
     @cached_property
     def why(self) -> tuple[str, ...]:
         """Sentences: what each technique of the recommended layout is for."""
-        from meshwright.planner.explain import reasons
-
         return tuple(reasons(self.estimator, self.found.best[0]))
 
     @cached_property
     def outlook(self) -> tuple[str, ...]:
         """Sentences: a longer sequence, half the devices, the batch, the token budget."""
-        from meshwright.planner.explain import bill, half_machine, limit, scale_warnings
-
         best = self.found.best[0]
         said = [limit(self.estimator, best), *half_machine(self.estimator, best)]
         said += scale_warnings(self.estimator, best, self.tokens)
@@ -66,8 +67,6 @@ class PlanAnswer(Answer):
     @property
     def budget(self) -> "Budget | None":
         """What the token budget takes; None = none was given."""
-        from meshwright.planner.step.budget import budget
-
         best = self.found.best[0]
         if not self.tokens:
             return None
@@ -99,8 +98,6 @@ class PlanAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, table, whole
-
         plan, cluster = self.plan, self.plan.cluster
         recipe = plan.recipe
         asked = (
@@ -137,11 +134,6 @@ def plan(
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
-    from meshwright.api.plan_request import asked_estimator, asked_plan
-    from meshwright.planner.search.ranking import LISTED, search
-    from meshwright.planner.search.recommend import recommended
-    from meshwright.planner.search.refused import answered
-
     asked = asked_plan(model, cluster, nodes, section_words(recipe))
     budget = _tokens(tokens)
     _check_price(price, budget)
@@ -149,7 +141,7 @@ def plan(
         layout = {name: getattr(layout, name) for name in SEARCHED}
     fixed = fixed_layout(asked, section_words(layout))
     of = asked_estimator(asked, cluster)
-    found = search(of, asked, fixed=fixed, listed=LISTED if listed is None else listed)
+    found = search(of, asked, fixed=fixed, listed=ranking.LISTED if listed is None else listed)
     if not found.legal:
         found = answered(of, asked, fixed)
     if not found.best:
@@ -160,9 +152,6 @@ def plan(
 
 def _does_not_fit(of: "Estimator", found: "Found", *, free: bool) -> Exception:
     """With the nearest layout, and its document."""
-    from meshwright.planner.explain import failure, unfit
-    from meshwright.planner.search.changes import enough_nodes
-
     one = found.nearest
     assert one is not None
     error = DoesNotFit(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
 from meshwright.api.plan_reading import read_plan
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
@@ -92,8 +93,6 @@ class ProfileAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
-
         lengths = self.found.step_seconds
         operations = [
             (one.name, str(one.calls), duration(one.seconds)) for one in self.found.busiest.operations[:LISTED]

@@ -1,13 +1,14 @@
 """`train`: a plan, trained in this process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.markup import curve, line, whole
 from meshwright.api.plan_reading import read_plan
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
@@ -69,8 +70,6 @@ class TrainAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright train --json` prints."""
-        from dataclasses import asdict
-
         return {"run": str(self.run), **asdict(self.summary)}
 
     def load(self, dtype: str | None = "fp32") -> "TrainedModel":
@@ -94,8 +93,6 @@ class TrainAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import curve, line, whole
-
         steps = [(one["step"], one["loss"]) for one in self.rows() if isfinite(one["loss"])]
         scores = [(one["step"], one["loss"]) for one in self.evaluation_rows() if isfinite(one["loss"])]
         return whole(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from meshwright.observe.calibrate.timed_steps import Timing, step_s
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.observe.doctor.network import RankFailure, everywhere, of_all
 from meshwright.observe.ranks import RankError, on_ranks
@@ -155,8 +156,6 @@ def _drawn(device: torch.device) -> torch.Tensor:
 
 def step_speed(device: torch.device, seconds_of_step: float = 0.0) -> Finding:
     """A real step of a small model, with its share of the device's peak where that is known."""
-    from meshwright.observe.calibrate.timed_steps import Timing, step_s
-
     gpu = device.type == "cuda"
     shape, sequence, batch = (SMALL, 2048, 8) if gpu else (SMALLER, 256, 4)
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16" if gpu else "fp32")

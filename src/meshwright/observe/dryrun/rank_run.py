@@ -140,6 +140,11 @@ class Watched:
                 found[at] = {kind: held for kind, held in kinds.items() if held}
             if at == peak_at:
                 at_peak = {one: held for one, held in alive.items() if held}
+
+        def peaks(starts: Sequence[tuple[str, int]], highest: Sequence[int]) -> tuple[ProgramPart, ...]:
+            told = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
+            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at]) for name, at in told)
+
         largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
         names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
         return Seen(
@@ -151,16 +156,8 @@ class Watched:
             staging_bytes=self.program.staging_bytes,
             largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
-            parts=tuple(
-                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
-                for (name, _), at in zip(self.parts, of_parts, strict=True)
-                if at >= 0
-            ),
-            passes=tuple(
-                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
-                for (name, _), at in zip(phases, of_phases, strict=True)
-                if at >= 0
-            ),
+            parts=peaks(self.parts, of_parts),
+            passes=peaks(phases, of_phases),
         )
 
     def _where(self, alive: dict[int, int]) -> dict[str, int]:
