@@ -30,10 +30,10 @@ class ComparisonAnswer(Answer):
     """The table of a run."""
 
     run: Path
-    found: "Comparison"
+    found: Comparison
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """As it was run."""
         return self.found.plan
 
@@ -43,7 +43,7 @@ class ComparisonAnswer(Answer):
         return not self.found.disagreeing if self.found.judged else None
 
     @property
-    def disagreeing(self) -> "tuple[ComparedRow, ...]":
+    def disagreeing(self) -> tuple[ComparedRow, ...]:
         """Rows beyond their tolerance."""
         return self.found.disagreeing
 
@@ -152,7 +152,7 @@ def _folder(run: Any) -> Path:
     return Path(getattr(run, "run", run))
 
 
-def _wanting(found: "Comparison") -> str:
+def _wanting(found: Comparison) -> str:
     """What would make a second column."""
     planned, dry, measured = found.columns
     if measured.found is None:
@@ -160,10 +160,10 @@ def _wanting(found: "Comparison") -> str:
     return f"{dry.about}; compare without --no-dry-run" if dry.found is None else planned.about
 
 
-def _dryer(run: "Finished", told: Told) -> "DryRunner":
+def _dryer(run: Finished, told: Told) -> DryRunner:
     """Runs the dry run, and keeps it in the folder for the next question and for the report."""
 
-    def dry(plan: "Plan", device: str) -> "SharedDocument":
+    def dry(plan: Plan, device: str) -> SharedDocument:
         from meshwright.observe.dryrun.dryrun_document import dry as as_document
         from meshwright.observe.dryrun.simulate import dry_run
 

@@ -19,13 +19,13 @@ from meshwright.spec.units import gib
 class DryRunAnswer(Answer):
     """What the program of a plan would hold and send."""
 
-    found: "DryRun"
+    found: DryRun
     """Rank by rank, as it was run."""
-    room: "Room"
+    room: Room
     """What it is judged against."""
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """What was run."""
         return self.found.plan
 
@@ -132,7 +132,7 @@ def dry_run(
     return DryRunAnswer(found=found, room=room_of(found.plan, found.device))
 
 
-def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> "Plan":
+def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> Plan:
     """The plan of a dry run; a degree that is `auto` takes what the plan's cluster has."""
     plan, _ = plan_reading.read_plan(words, keys, processes=None, notes=[])
     if device not in ("", "cpu", "cuda"):

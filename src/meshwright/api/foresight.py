@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
 
 
-def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machines: int = 1) -> "Foreseen":
+def foresee(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
     """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
 
     DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
@@ -59,7 +59,7 @@ NAMED_FROM = 0.1
 """Share of the speed from which on a default is named as what costs it."""
 
 
-def _costs(found: "Prediction") -> list[str]:
+def _costs(found: Prediction) -> list[str]:
     """What the planner says that the mask between documents costs, where it knows the device."""
     plan = found.plan
     if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
@@ -74,7 +74,7 @@ def _costs(found: "Prediction") -> list[str]:
     ]
 
 
-def hindsight(run: Path, summary: "Summary") -> str:
+def hindsight(run: Path, summary: Summary) -> str:
     """The peak of a run that has ended, planned, dry run and measured, in one sentence; empty where it keeps no dry
     run."""
     if not (run / "dryrun.json").is_file():
@@ -86,7 +86,7 @@ def hindsight(run: Path, summary: "Summary") -> str:
         return f"no comparison with the plan: {error}"
 
 
-def _planned(found: "Prediction") -> str:
+def _planned(found: Prediction) -> str:
     """Memory, and time where the plan's device is known."""
     reserve = found.worst.kinds["reserve"]
     memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"

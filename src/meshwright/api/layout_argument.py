@@ -15,7 +15,7 @@ SEARCHED = (*DEGREES[1:], *WORDS)
 Fixed = dict[str, tuple[Any, ...]]
 
 
-def fixed_layout(asked: "Plan", texts: Sequence[str]) -> Fixed:
+def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved), with what it
     says of them in brackets."""
     found: Fixed = {}
@@ -29,7 +29,7 @@ def fixed_layout(asked: "Plan", texts: Sequence[str]) -> Fixed:
     return found
 
 
-def _parts(part: str, layout: "Layout") -> list[tuple[str, Any]]:
+def _parts(part: str, layout: Layout) -> list[tuple[str, Any]]:
     if not part:
         return []
     if part == "plan":
@@ -63,7 +63,7 @@ def _value(part: str, key: str, value: str) -> Any:
     raise PlanError(f"--layout {part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
 
 
-def _agree(asked: "Plan", found: Fixed) -> None:
+def _agree(asked: Plan, found: Fixed) -> None:
     """Raise where these values cannot all hold on these devices."""
     devices, cluster = asked.cluster.devices, asked.cluster
     dp = 1

@@ -17,7 +17,7 @@ Section = str | Sequence[str] | Mapping[str, Any] | None
 
 def read_plan(
     words: Sequence[Any], keys: Mapping[str, Any], *, processes: int | None = 1, notes: list[str] | None = None
-) -> "tuple[Plan, str]":
+) -> tuple[Plan, str]:
     """(plan, resume) of a plan file or a plan, and KEY=VALUE words in any order, with keywords put on top.
 
     A keyword is a key of a plan file: run="runs/a", recipe={"steps": 5}. `processes`: what a degree that is `auto`
@@ -32,7 +32,7 @@ def read_plan(
     base = base_words(plans[0]) if plans else []
     changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
 
-    def read(number: int) -> "Plan":
+    def read(number: int) -> Plan:
         return planfile.read(path, changes, shape_from_folder=shape_from_folder, notes=notes, processes=number)
 
     if processes is not None:
@@ -54,7 +54,7 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
 
 
-def shape_from_folder(folder: Path) -> "ModelShape":
+def shape_from_folder(folder: Path) -> ModelShape:
     """Of a Hugging Face directory."""
     from meshwright.model.hub import import_folder
 
@@ -85,7 +85,7 @@ def section_words(section: Any) -> list[str]:
     return [str(word) for word in section]
 
 
-def plan_of(word: Any) -> "Plan | None":
+def plan_of(word: Any) -> Plan | None:
     """The plan that a word is or is an answer about; None = it is neither."""
     found = word if isinstance(word, Plan) else getattr(word, "plan", None)
     return found if isinstance(found, Plan) else None

@@ -23,7 +23,7 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
-def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> "Plan":
+def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
     plan file, or a plan."""
     plan = plan_of(model)
@@ -52,14 +52,14 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     return found
 
 
-def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
+def asked_estimator(plan: Plan, cluster: str | None) -> Estimator:
     """What counts its layouts: a measured machine where --cluster names a file, else data sheets."""
     if cluster is not None and is_file(cluster):
         return asked(cluster)[0].estimator(plan)
     return estimator(plan)
 
 
-def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
+def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
     """What counts a plan that has been run, on a device that is named now or as a cluster file measured it; None = the
     plan's own device. PlanError in one line where there is no such device or file."""
     if cluster is None:
@@ -67,7 +67,7 @@ def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
     return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
 
 
-def _cluster(name: str, nodes: int) -> "Cluster":
+def _cluster(name: str, nodes: int) -> Cluster:
     return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
 
 
@@ -94,7 +94,7 @@ def _no_cluster(file: str) -> Exception:
     return PlanError(f"{says}: name a device and how many of it a node has, as --cluster h100x8; known: {names}")
 
 
-def _any_layout(found: "Plan") -> None:
+def _any_layout(found: Plan) -> None:
     """Raise what no layout can mend: a sequence beyond learned positions, a noise scale on many devices."""
     every = found.recipe.noise_scale_every
     replace(found, layout=Layout(), recipe=replace(found.recipe, noise_scale_every=0)).check()
@@ -104,7 +104,7 @@ def _any_layout(found: "Plan") -> None:
         raise IllegalLayout(layout_violations(found.model, alone, Layout(dp_replicate=devices))[0])
 
 
-def _recipe(found: "Plan", named: set[str]) -> "Plan":
+def _recipe(found: Plan, named: set[str]) -> Plan:
     """What a recipe of the command line leaves out is not a toy's: bf16, a long sequence, millions of tokens a step."""
     changes: dict[str, Any] = {}
     if not named & {"precision", "mixed_precision", "dtype"}:
@@ -125,7 +125,7 @@ def _batch(wanted: int, devices: int) -> int:
     return odd << max(0, round(log2(max(1, wanted) / odd)))
 
 
-def _known(found: "Plan") -> None:
+def _known(found: Plan) -> None:
     """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]

@@ -20,17 +20,17 @@ from meshwright.spec.units import count, gib
 class PlannedLayout:
     """One layout, with what a step of it would cost."""
 
-    prediction: "Prediction"
+    prediction: Prediction
     tokens: float = 0.0
     """Budget of the run; 0 = none."""
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """What `train`, `dry_run` and `profile` take."""
         return self.prediction.plan
 
     @property
-    def layout(self) -> "Layout":
+    def layout(self) -> Layout:
         """Its degrees."""
         return self.plan.layout
 

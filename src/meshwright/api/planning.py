@@ -28,10 +28,10 @@ from meshwright.spec.errors import DoesNotFit, PlanError
 class PlanAnswer(Answer):
     """The layouts that fit, the recommended one first, and why."""
 
-    found: "Found"
+    found: Found
     """As the search gave it."""
-    estimator: "Estimator"
-    fixed: "Fixed"
+    estimator: Estimator
+    fixed: Fixed
     """What of the layout was given, and not searched."""
     tokens: float = 0.0
     price: float = 0.0
@@ -47,7 +47,7 @@ class PlanAnswer(Answer):
         return tuple(PlannedLayout(prediction=one, tokens=self.tokens) for one in self.found.best[1:])
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """Of the recommended layout."""
         return self.best.plan
 
@@ -65,7 +65,7 @@ class PlanAnswer(Answer):
         return tuple(filter(None, [*said, bill(best, self.tokens, self.price) if self.tokens else ""]))
 
     @property
-    def budget(self) -> "Budget | None":
+    def budget(self) -> Budget | None:
         """What the token budget takes; None = none was given."""
         best = self.found.best[0]
         if not self.tokens:
@@ -150,7 +150,7 @@ def plan(
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
 
 
-def _does_not_fit(of: "Estimator", found: "Found", *, free: bool) -> Exception:
+def _does_not_fit(of: Estimator, found: Found, *, free: bool) -> Exception:
     """With the nearest layout, and its document."""
     one = found.nearest
     assert one is not None

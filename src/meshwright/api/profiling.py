@@ -6,12 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import planfile
 from meshwright.api.answer import Answer
+from meshwright.api.determinism import set_environment
+from meshwright.api.documents import plain
 from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
 from meshwright.api.plan_reading import read_plan
+from meshwright.observe.compare.finished_run import refuse_other
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import count, duration, gib, many
+from meshwright.store import default_folders
+from meshwright.store.default_folders import point_latest
+from meshwright.store.durable import replace_file
+from meshwright.store.run_folder import one_line
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
@@ -119,7 +127,6 @@ def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = Non
     `plan`: a plan file, a plan or an answer about one, and KEY=VALUE changes; keywords are keys of a plan file, as
     run="runs/a". `steps`: that are timed. `told` of what it does. PlanError, IllegalLayout, DoesNotFit, RunError.
     """
-    from meshwright.api.determinism import set_environment
     from meshwright.observe.profile.local_run import profile as measure
 
     check_steps(steps)
@@ -140,9 +147,7 @@ def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     """What `measure` finds, written into the run folder of the plan; None where it finds nothing, on other ranks than
     the first."""
     plan.check()
-    from meshwright.observe.compare.finished_run import refuse_other
     from meshwright.observe.profile.perfetto import trace
-    from meshwright.store import default_folders
 
     if not default_folders.is_open(plan.run):
         refuse_other(Path(plan.run), plan)
@@ -158,12 +163,6 @@ def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
 def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
     """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
     fed back. RunError where the folder cannot be written."""
-    from meshwright import planfile
-    from meshwright.api.documents import plain
-    from meshwright.store.default_folders import point_latest
-    from meshwright.store.durable import replace_file
-    from meshwright.store.run_folder import one_line
-
     folder = Path(plan.run)
     with one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
+from meshwright.api.determinism import set_environment
 from meshwright.api.markup import curve, line, whole
 from meshwright.api.plan_reading import read_plan
+from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.units import count, duration
 from meshwright.spec.worlds import world_violation
+from meshwright.store.run_folder import RunFolder
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 from meshwright.training.watchers import Silent
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
     from meshwright.api.trained_model import TrainedModel
-    from meshwright.observe.compare.metric_records import Record
     from meshwright.parallel.health.heartbeat import Heartbeat
-    from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,8 +37,6 @@ class TrainAnswer(Answer):
     @property
     def plan(self) -> "Plan":
         """As the folder keeps it."""
-        from meshwright.store.run_folder import RunFolder
-
         return RunFolder.open(self.run).plan
 
     @property
@@ -56,8 +56,6 @@ class TrainAnswer(Answer):
 
     @cached_property
     def _records(self) -> "tuple[tuple[Record, ...], tuple[Record, ...]]":
-        from meshwright.observe.compare.metric_records import records
-
         return records(self.run / "metrics.jsonl")
 
     def rows(self) -> "list[Record]":
@@ -141,7 +139,6 @@ def run(
 ) -> TrainAnswer:
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
-    from meshwright.api.determinism import set_environment
     from meshwright.api.foresight import foresee
     from meshwright.training import loop
 

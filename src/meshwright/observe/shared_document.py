@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from meshwright.spec.errors import RunError
+from meshwright.store.run_folder import refuse_constant
 
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -156,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise RunError(f"{path} is larger than any file of a run: remove it")
-        found = json.loads(path.read_bytes(), parse_constant=_refuse)
+        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
@@ -175,7 +176,3 @@ def read(path: Path, source: str) -> SharedDocument | None:
     if document.source != source:
         raise RunError(f"{path} says source={document.source!r}, where {source!r} belongs: remove it")
     return document
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

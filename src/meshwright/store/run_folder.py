@@ -275,7 +275,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line, parse_constant=_refuse)
+        record = json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
@@ -283,7 +283,8 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return record
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """For json.loads: NaN and infinities are errors."""
     raise ValueError(f"{constant} is no JSON")
 
 

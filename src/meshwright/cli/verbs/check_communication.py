@@ -11,7 +11,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import UnsafeCommunication
 
 
-def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, json: bool) -> None:
+def check_communication(plan: Plan, *, device: str, load: float, whole: bool, json: bool) -> None:
     """Record all ranks, check them, print the answer. UnsafeCommunication where a rule is broken."""
     device = device or device_of(plan)
     with console(json=json).status("check") as status:
@@ -31,6 +31,6 @@ def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, 
         raise UnsafeCommunication(f"{found.sentence}; first: {first.rule}, {first.text.splitlines()[-1].strip()}")
 
 
-def document(found: "Checked", device: str) -> dict[str, Any]:
+def document(found: Checked, device: str) -> dict[str, Any]:
     """The answer for programs."""
     return {"source": "check", "device": device, **asdict(found)}

@@ -31,7 +31,7 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
         out.print(part)
 
 
-def encode(data: "Data", console: "Console") -> "Corpus":
+def encode(data: Data, console: Console) -> Corpus:
     """The corpus, with a progress bar on a terminal while text is encoded."""
     columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -43,7 +43,7 @@ def encode(data: "Data", console: "Console") -> "Corpus":
         return prepare(data, progress=advance)
 
 
-def _figures(found: "DataView") -> "Table":
+def _figures(found: DataView) -> Table:
     table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     for heading in ("documents", "text", "tokens", f"windows of {found.sequence}", "share"):
@@ -54,11 +54,11 @@ def _figures(found: "DataView") -> "Table":
     return table
 
 
-def _row(side: "StreamFigures") -> tuple[str, ...]:
+def _row(side: StreamFigures) -> tuple[str, ...]:
     return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
 
 
-def _legend(found: "DataView") -> "Text":
+def _legend(found: DataView) -> Text:
     tokenizer = f"tokenizer {found.tokenizer}: {found.vocab:,} ids, {found.bytes_per_token:.2f} bytes per token"
     lines = ["", f"{tokenizer}; {_marks(found)}", f"files {found.files:,}; fingerprint {found.fingerprint[:16]}"]
     if found.passed_over:
@@ -71,7 +71,7 @@ def _legend(found: "DataView") -> "Text":
     return Text("\n".join([*lines, ""]))
 
 
-def _marks(found: "DataView") -> str:
+def _marks(found: DataView) -> str:
     if found.bos is None:
         return "nothing marks the borders of documents"
     if found.bos == found.eos:
@@ -79,7 +79,7 @@ def _marks(found: "DataView") -> str:
     return f"documents are {found.bos} ... {found.eos}"
 
 
-def _sequence(found: "DataView") -> "Text":
+def _sequence(found: DataView) -> Text:
     text = Text()
     for place, token in enumerate(found.tokens):
         if place and token.document != found.tokens[place - 1].document:
@@ -88,7 +88,7 @@ def _sequence(found: "DataView") -> "Text":
     return text
 
 
-def _style(token: "Token", place: int) -> str:
+def _style(token: Token, place: int) -> str:
     """Bright and dim in turn, so that the borders of tokens show."""
     shade = " dim" if place % 2 else ""
     return _COLOURS[token.document % len(_COLOURS)] + shade + (" strike" if token.target is None else "")

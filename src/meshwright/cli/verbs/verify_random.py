@@ -38,12 +38,12 @@ def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
     _end([one], device=device, json=json, seed=None)
 
 
-def _line(verdict: "CaseVerdict") -> str:
+def _line(verdict: CaseVerdict) -> str:
     ranks = many(verdict.drawn.layout.world, "rank")
     return f"{verdict.index}  {ranks}  {text_of(verdict.drawn)}: {verdict.difference or 'equal'}"
 
 
-def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int | None) -> None:
+def _end(found: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
     """Shrink what differs, print the document or the commands; OutsideTolerance where anything differs."""
     failed = [one for one in found if one.difference]
     commands: dict[int, str] = {}
@@ -74,7 +74,7 @@ def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int |
         print(f"{many(len(found), 'case')} equal one device{again}")
 
 
-def _as_json(one: "CaseVerdict", commands: dict[int, str]) -> dict[str, Any]:
+def _as_json(one: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
     return {
         "index": one.index,
         "case": text_of(one.drawn),
