@@ -22,7 +22,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, run.log, checkpoints/, hf/. A
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, checkpoints/, hf/. A
     context manager."""
 
     path: Path
@@ -96,11 +96,6 @@ class RunFolder:
     def loss_plot(self) -> Path:
         """The picture of the loss."""
         return self.path / "loss.png"
-
-    @property
-    def log(self) -> Path:
-        """What was said during the run, for people."""
-        return self.path / "run.log"
 
     def known_tokenizer(self, saved: Path) -> Tokenizer:
         """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced:

@@ -39,11 +39,6 @@ class Finished:
     """Of each rank of a run on GPUs."""
 
     @property
-    def name(self) -> str:
-        """For people: the last words of the path."""
-        return self.path.resolve().name
-
-    @property
     def device(self) -> str:
         """cuda or cpu; empty = the run does not say."""
         return next((one.device for one in (self.ledger, self.profile) if one and one.device), "")

@@ -34,11 +34,6 @@ class Room:
     machines: int = 0
     """Over which the ranks are spread that share it; 0 = each rank has its own."""
 
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks are in it."""
-        return self.machines > 0
-
 
 def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] | None = None) -> dict[str, Any]:
     """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null.
@@ -81,7 +76,7 @@ def needed_bytes(found: DryRun, room: Room, of_places: Mapping[int, float] | Non
     """Of the fullest rank, or of all that share the room. A pipeline place of which no rank was run is taken for as
     full as the fullest, or in proportion to it as `of_places` (what the planner says of each) has it."""
     worst = found.worst
-    if not room.shared:
+    if not room.machines:
         return worst.peak_bytes + reserve_bytes(found.device)
     layout = found.plan.layout
     seen = {place_of(layout, one.rank)["pp"]: one.peak_bytes for one in found.ranks}
@@ -114,11 +109,11 @@ def judged(found: DryRun, room: Room, needed_bytes: int) -> str:
     """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
     if not room.usable_bytes:
         return ""
-    ranks = found.plan.layout.world // room.machines if room.shared else 1
+    ranks = found.plan.layout.world // room.machines if room.machines else 1
     together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
     whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
     return (
-        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.shared else 'are usable'}"
+        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.machines else 'are usable'}"
     )
 
 

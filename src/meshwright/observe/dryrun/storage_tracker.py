@@ -41,7 +41,6 @@ class StorageRecord:
 
     number: int
     size_bytes: int
-    born: int
     phase: int
     """Index in Watch.phases of where it was born."""
     operation: str
@@ -161,7 +160,6 @@ class StorageWatch(compat.DispatchMode):
         record = StorageRecord(
             number=len(self.records),
             size_bytes=size,
-            born=len(self._event_record),
             phase=len(self.phases) - 1,
             operation=compat.operation_name(operation),
             line=line,

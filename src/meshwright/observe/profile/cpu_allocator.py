@@ -28,11 +28,6 @@ class Witness:
 
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most at any time."""
-        return max((size for _, size in self.totals()), default=0)
-
     def totals(self) -> Iterator[tuple[int, int]]:
         """(ns, bytes allocated then), after every event."""
         return totals(self.events)
