@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data import Corpus, documents, prepare
+from meshwright.data import Corpus, prepare
 from meshwright.data.pool import cores
+from meshwright.data.sources import Source
 from meshwright.data.word_encoder import library
 from meshwright.spec import Data
 
@@ -38,7 +39,7 @@ def prepared(data: Data, processes: int | None) -> Corpus:
 
 def measure(data: Data, rounds: int) -> dict[str, object]:
     """Best MB/s of each contestant, the ratios, and whether all tokens are equal."""
-    texts = [document.text for document in documents(data)]
+    texts = [document.text for document in Source(data).documents()]
     size = sum(len(text.encode()) for text in texts)
     tokenizer = prepared(data, 1).tokenizer
     batch = library(tokenizer.json)
@@ -48,7 +49,7 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
 
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: prepared(data, None),
-        "ours_one_core_in_memory": lambda: tokenizer.encode_batch(texts),
+        "ours_one_core_in_memory": lambda: [tokenizer.encode(text) for text in texts],
         "encode_batch": lambda: ids(batch.encode_batch),
         "encode_batch_fast": lambda: ids(batch.encode_batch_fast),
     }

@@ -49,10 +49,10 @@ RECIPE = ("model=llama-tiny", "recipe.sequence=256", "recipe.global_batch=8", "r
 
 def make(folder: Path, size_bytes: int) -> int:
     """Write text files of `size_bytes` in all; gives the bytes written."""
-    from meshwright.data import documents
+    from meshwright.data.sources import Source
     from meshwright.spec import Data
 
-    text = "\n".join(document.text for document in documents(Data(path="stdlib"))).encode()
+    text = "\n".join(document.text for document in Source(Data(path="stdlib")).documents()).encode()
     written = number = 0
     while written < size_bytes:
         copies = [b"# copy %d\n%b" % (number + place, text) for place in range(max(1, FILE_BYTES // len(text)))]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.data import pieces
-from meshwright.data.sources import Source, documents
+from meshwright.data.sources import Source
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
 
 def texts(path: Path | str, **settings: object) -> list[tuple[str, str]]:
-    return [(Path(d.name).name, d.text) for d in documents(Data(path=str(path), **settings))]  # type: ignore[arg-type]
+    return [(Path(d.name).name, d.text) for d in Source(Data(path=str(path), **settings)).documents()]  # type: ignore[arg-type]
 
 
 def refusal(path: Path | str, **settings: object) -> str:
@@ -177,7 +177,7 @@ def test_a_limit_ends_at_a_line(tmp_path: Path) -> None:
 def test_a_long_file_is_one_document_read_in_pieces(tmp_path: Path) -> None:
     text = "word " * pieces.PIECE
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    (document,) = documents(Data(path=str(tmp_path)))
+    (document,) = Source(Data(path=str(tmp_path))).documents()
     found = list(document.pieces)
     assert len(found) > 4 and "".join(found) == text
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.corpus import TokenStream
-from meshwright.data.windows import IGNORED, Sampler, Sequences, windows_in_order
+from meshwright.data.windows import IGNORED, Sampler, Sequences
 from meshwright.spec.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
@@ -18,6 +18,10 @@ def stream(lengths: list[int]) -> TokenStream:
     total = sum(lengths)
     tokens = np.arange(total, dtype=np.uint32)
     return TokenStream(tokens=tokens, starts=starts, num_tokens=total, num_bytes=total, num_documents=len(lengths))
+
+
+def in_order(source: TokenStream, sequence: int, separator: bool) -> Sampler:
+    return Sampler(source, sequence=sequence, tokenizer_separator=separator, seed=0, shuffle=False)
 
 
 def targets(batches: list[Sequences]) -> list[int]:
@@ -59,7 +63,7 @@ def test_an_epoch_holds_every_target_once(lengths: list[int], sequence: int, see
 @given(lengths=LENGTHS, sequence=st.integers(1, 9), count=st.integers(1, 5), separator=st.booleans())
 def test_in_order_every_token_is_scored_once(lengths: list[int], sequence: int, count: int, separator: bool) -> None:
     source = stream(lengths)
-    batches = list(windows_in_order(source, sequence, separator, count))
+    batches = list(in_order(source, sequence, separator).windows_in_order(count))
     begins = {0} if separator else set(source.starts.tolist())
     assert targets(batches) == [token for token in range(source.num_tokens) if token not in begins | {0}]
     for batch in batches:
@@ -67,7 +71,7 @@ def test_in_order_every_token_is_scored_once(lengths: list[int], sequence: int, 
 
 
 def test_the_last_window_is_padded_with_a_document_of_its_own() -> None:
-    (batch,) = windows_in_order(stream([4, 3]), 5, True, 4)
+    (batch,) = in_order(stream([4, 3]), 5, True).windows_in_order(4)
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 0, 0]]
     assert batch.targets.tolist() == [[1, 2, 3, 4, 5], [6, IGNORED, IGNORED, IGNORED, IGNORED]]
     assert batch.documents.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]
@@ -128,4 +132,4 @@ def test_an_empty_stream_has_no_windows() -> None:
     empty = TokenStream(
         tokens=np.empty(0, np.uint16), starts=np.empty(0, np.int64), num_tokens=0, num_bytes=0, num_documents=0
     )
-    assert list(windows_in_order(empty, 8, True, 4)) == []
+    assert list(in_order(empty, 8, True).windows_in_order(4)) == []

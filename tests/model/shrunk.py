@@ -7,9 +7,24 @@ from torch import Tensor
 
 from meshwright.model import Transformer, build
 from meshwright.model.init import width_deviation
-from meshwright.observe.tiny_models import DENSE, KINDS, VOCAB, shrink
+from meshwright.observe.tiny_models import VOCAB, shrink
 
 __all__ = ["DENSE", "KINDS", "VOCAB", "model", "shrink"]
+
+KINDS = (
+    "gpt2-124m",
+    "llama-2-7b",
+    "llama-3.1-8b",
+    "mistral-7b-v0.1",
+    "qwen2.5-0.5b",
+    "qwen3-0.6b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+)
+"""One model of each kind: learned positions, MHA, GQA with scaled rotation, window, biases and a tied head, norms of
+queries and keys, experts, experts with those norms, latent attention with grouped experts."""
+DENSE = KINDS[:6]
 
 
 def model(name: str, *, seed: int = 0, louder: float = 8.0, **options: object) -> Transformer:

@@ -18,9 +18,9 @@ from meshwright.observe.profile.collective_times import CollectiveCall, WaitSpan
 from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gathered, measure
 from meshwright.observe.profile.perfetto import trace
 from meshwright.observe.profile.profile_document import measured
-from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedSpan, TimedStep, part_of
+from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedStep, part_of
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.shared_document import checked
+from meshwright.observe.shared_document import Ran, checked
 from meshwright.parallel import make_mesh
 from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -255,8 +255,8 @@ def test_a_step_by_hand() -> None:
 
     waits = (call(1, 2, "exchange", "tp"), call(9.5, 11, "bubble", "pp"))
     spans = (
-        TimedSpan(name="F", stage=0, micro_batch=0, start_s=0, end_s=4),
-        TimedSpan(name="BW", stage=0, micro_batch=0, start_s=6, end_s=9),
+        Ran(name="F", stage=0, micro_batch=0, start_s=0, end_s=4),
+        Ran(name="BW", stage=0, micro_batch=0, start_s=6, end_s=9),
     )
     step = TimedStep(start_s=0, end_s=12, spans=spans, calls=(call(0.5, 2, "", "tp"),), waits=waits)
     expected = dict.fromkeys(PARTS, 0.0) | {"compute": 6.0, "exchange": 1.0, "bubble": 1.5, "other": 3.5}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshwright.cli.main import main
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify import one_device, random_run
+from meshwright.observe.verify import feature_matrix, one_device, random_run
 from meshwright.observe.verify.case_text import Drawn, drawn_of, text_of
 from meshwright.observe.verify.feature_matrix import received, sent
-from meshwright.observe.verify.one_device import RankOutcome, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
 from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.random_run import (
     ALONE,
@@ -33,6 +33,7 @@ from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
+from meshwright.spec.layout import Layout
 from meshwright.training import batches
 
 SEED, NUMBER = 367, 8
@@ -210,18 +211,18 @@ def test_only_the_step_that_overflows_may_have_no_number() -> None:
 
 def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is run again, case by case."""
-    monkeypatch.setattr(random_run, "_outcomes", _fails_with_a_window)
+    monkeypatch.setattr(feature_matrix, "outcomes_of", _fails_with_a_window)
     cases = [drawn_of("dp_replicate=2"), drawn_of("dp_replicate=2 window=3"), drawn_of("tp=2 global_batch=2")]
     found = {one.index: one.difference for one in verdicts(cases)}
     assert found[0] is None and found[2] is None
     assert found[1] is not None and found[1].startswith("rank ") and found[1].endswith("ValueError: no windows today")
 
 
-def _fails_with_a_window(cases: list[Drawn], device: str) -> list[RankOutcome]:
-    if any(drawn.case.shape.window for drawn in cases):
+def _fails_with_a_window(cases: list[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
+    if any(case.shape.window for case, _ in cases):
         raise ValueError("no windows today")
     made: Made = {}
-    return [sent(outcome(drawn.case, drawn.layout, made=made)) for drawn in cases]
+    return [sent(outcome(case, layout, made=made)) for case, layout in cases]
 
 
 def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

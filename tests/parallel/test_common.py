@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import KINDS, shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import RECIPE, Case, case_batch, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.agree import gathered
@@ -24,6 +24,7 @@ from meshwright.spec.inventory import tp_parts
 from meshwright.training.batches import split
 from meshwright.training.optimizer import AdamW
 from meshwright.training.step import MicroPass, Weights, train_step
+from tests.model.shrunk import KINDS
 
 MANY: list[dict[str, Any]] = [
     {"tp": 4},

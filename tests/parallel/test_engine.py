@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import KINDS, shrink
+from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
+from tests.model.shrunk import KINDS
 
 CASES = {kind: Case(shape=shrink(kind)) for kind in KINDS}
 CASES |= {f"{kind} of 5 layers": Case(shape=replace(shrink(kind), layers=5)) for kind in KINDS}

@@ -49,7 +49,7 @@ def test_a_new_run_can_be_opened_while_it_goes_on(tmp_path: Path) -> None:
         assert other.plan == run.plan == plan(run.path) and other.lock is None
         assert Tokenizer.load(run.tokenizer).fingerprint == Tokenizer.bytes().fingerprint
         assert run.checkpoints.is_dir() and not run.metrics.exists() and not run.hf.exists()
-        assert {p.parent for p in (run.metrics, run.hf, run.tokenizer, run.log, run.loss_plot)} == {run.path}
+        assert {p.parent for p in (run.metrics, run.hf, run.tokenizer, run.loss_plot)} == {run.path}
 
 
 def test_a_second_run_of_this_process_is_refused_until_the_first_ends(

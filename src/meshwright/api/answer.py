@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any
 
+from meshwright.spec.errors import PlanError
+
 
 class Answer(ABC):
     """Its figures as one document, and as rows."""
@@ -21,8 +23,6 @@ class Answer(ABC):
         try:
             pandas = import_module("pandas")
         except ImportError:
-            from meshwright.spec.errors import PlanError
-
             raise PlanError(
                 "to_pandas needs pandas, which is not installed: pip install 'meshwright[pandas]', or take rows()"
             ) from None

@@ -34,6 +34,16 @@ class HasRun(Protocol):
         ...
 
 
+@runtime_checkable
+class HasPlan(Protocol):
+    """An answer that is of a plan."""
+
+    @property
+    def plan(self) -> Any:
+        """That plan."""
+        ...
+
+
 Place = str | Path | HasRun
 """Where a run is."""
 

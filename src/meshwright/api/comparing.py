@@ -4,19 +4,25 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
-
-if TYPE_CHECKING:
-    from meshwright.observe.compare.finished_run import Finished
-    from meshwright.observe.compare.judge import ComparedRow, Comparison
-    from meshwright.observe.compare.sources_of_columns import DryRunner
-    from meshwright.observe.shared_document import SharedDocument
-    from meshwright.spec import Plan
+from meshwright.api.documents import check_page
+from meshwright.api.markup import line, table, whole
+from meshwright.api.plan_request import planner_of
+from meshwright.observe.compare.disagreement import TITLES, explanation, shown
+from meshwright.observe.compare.finished_run import DRYRUN, Finished, open_run
+from meshwright.observe.compare.judge import ComparedRow, Comparison
+from meshwright.observe.compare.judge import compare as lay
+from meshwright.observe.compare.sources_of_columns import DryRunner, columns
+from meshwright.observe.compare.table import as_json, percent, verdict
+from meshwright.observe.shared_document import SharedDocument
+from meshwright.observe.shared_document import checked as checked_document
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
+from meshwright.store.durable import replace_file
 
 Told = Callable[[str], None]
 
@@ -26,10 +32,10 @@ class ComparisonAnswer(Answer):
     """The table of a run."""
 
     run: Path
-    found: "Comparison"
+    found: Comparison
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """As it was run."""
         return self.found.plan
 
@@ -39,28 +45,22 @@ class ComparisonAnswer(Answer):
         return not self.found.disagreeing if self.found.judged else None
 
     @property
-    def disagreeing(self) -> "tuple[ComparedRow, ...]":
+    def disagreeing(self) -> tuple[ComparedRow, ...]:
         """Rows beyond their tolerance."""
         return self.found.disagreeing
 
     @property
     def explanation(self) -> tuple[str, ...]:
         """Sentences about the first row that disagrees; empty where all agree."""
-        from meshwright.observe.compare.disagreement import explanation
-
         bad = self.found.disagreeing
         return tuple(explanation(self.found, bad[0])) if bad else ()
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright compare --json` prints."""
-        from meshwright.observe.compare.table import as_json
-
         return as_json(self.found, str(self.run))
 
     def check(self) -> None:
         """OutsideTolerance with the first row that disagrees; RunError where nothing could be compared."""
-        from meshwright.spec.errors import OutsideTolerance, RunError
-
         if not self.found.judged:
             wanting = _wanting(self.found)
             raise RunError(f"{self.run}: nothing could be compared, no figure is known twice: {wanting}")
@@ -74,21 +74,16 @@ class ComparisonAnswer(Answer):
         return [{name: row[name] for name in names} for row in self.to_dict()["rows"]]
 
     def __repr__(self) -> str:
-        from meshwright.observe.compare.table import verdict
-
         return f"{self.run}: {' '.join(' '.join(verdict(self.found)).split())}"
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import line, table, whole
-        from meshwright.observe.compare.disagreement import TITLES, shown
-
         found = self.found
         rows = [row for row in found.rows if row.rank in (None, found.rank) and any(row.values)]
         cells = [
             (
                 row.what + (" (calls)" if row.unit == "calls" else ""),
                 *(shown(value, row.unit) for value in row.values),
-                *(_percent(row.error(place)) for place in (0, 1)),
+                *(percent(row.error(place)) for place in (0, 1)),
                 "" if row.agrees() else "disagrees",
             )
             for row in rows
@@ -104,12 +99,6 @@ class ComparisonAnswer(Answer):
             table((str(self.run), *TITLES, "planned is off", "dry run is off", ""), cells),
             *(line(f"{column.title}: {column.about}") for column in found.columns),
         )
-
-
-def _percent(error: float | None) -> str:
-    if error is None:
-        return ""
-    return "=" if error == 0 else f"{error:+.1%}" if isfinite(error) else "new"
 
 
 @checked
@@ -128,11 +117,6 @@ def compare(
     planned column is of; the plan's own by default. `told` where the dry run cannot be kept. RunError, PlanError; that
     rows disagree is an answer (`agrees`, `check`).
     """
-    from meshwright.api.plan_request import planner_of
-    from meshwright.observe.compare.finished_run import open_run
-    from meshwright.observe.compare.judge import compare as lay
-    from meshwright.observe.compare.sources_of_columns import columns
-
     check_tolerance(tolerance)
     folder = folder_of(run)
     finished = open_run(folder)
@@ -145,18 +129,16 @@ def compare(
 def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, cluster: str | None = None) -> Path:
     """Write one HTML page of runs, for offline; gives its path. `out`: where, RUN/report.html of the first by
     default."""
-    from meshwright.api.plan_request import planner_of
-    from meshwright.observe.compare.finished_run import open_run
     from meshwright.observe.report.report_page import page
-    from meshwright.spec.errors import PlanError
-    from meshwright.store.durable import replace_file
 
     check_tolerance(tolerance)
     if not runs:
         raise PlanError("report needs a run folder at least")
     folders = [folder_of(run) for run in runs]
     target = Path(out) if out is not None else folders[0] / "report.html"
-    _writable(target)
+    if target.name == "report.html" and not target.parent.is_dir():
+        raise RunError(f"{target.parent} is no run folder: it does not exist; give the folder that run= named")
+    check_page(target, "report.html")
     found = [open_run(folder) for folder in folders]
     planners = [planner_of(run.plan_as_run, cluster) for run in found]
     replace_file(target, page(found, planners, tolerance).encode())
@@ -165,13 +147,11 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
 
 def check_tolerance(tolerance: float) -> None:
     """ArgumentError where it is none."""
-    from meshwright.spec.errors import ArgumentError
-
     if not 0 <= tolerance < float("inf"):
         raise ArgumentError(f"tolerance={tolerance} must be a number of 0 or more, as 0.1 for a tenth")
 
 
-def _wanting(found: "Comparison") -> str:
+def _wanting(found: Comparison) -> str:
     """What would make a second column."""
     planned, dry, measured = found.columns
     if measured.found is None:
@@ -179,34 +159,18 @@ def _wanting(found: "Comparison") -> str:
     return f"{dry.about}; compare without dry_run=False" if dry.found is None else planned.about
 
 
-def _dryer(run: "Finished", told: Told) -> "DryRunner":
+def _dryer(run: Finished, told: Told) -> DryRunner:
     """Runs the dry run, and keeps it in the folder for the next question and for the report."""
 
-    def dry(plan: "Plan", device: str) -> "SharedDocument":
-        from meshwright.observe.compare.finished_run import DRYRUN
+    def dry(plan: Plan, device: str) -> SharedDocument:
         from meshwright.observe.dryrun.dryrun_document import dry as as_document
         from meshwright.observe.dryrun.simulate import dry_run
-        from meshwright.observe.shared_document import checked
-        from meshwright.store.durable import replace_file
 
         text = json.dumps(as_document(dry_run(plan, device=device)), indent=1)
         try:
             replace_file(run.path / DRYRUN, (text + "\n").encode())
         except OSError as error:  # a folder that may only be read is compared all the same
             told(f"the dry run is not kept in {run.path}: {error.strerror}")
-        return checked(json.loads(text), "the dry run")
+        return checked_document(json.loads(text), "the dry run")
 
     return dry
-
-
-def _writable(out: Path) -> None:
-    from meshwright.spec.errors import ArgumentError, RunError
-
-    if out.is_dir():
-        raise ArgumentError(f"out={out} is a folder: name a file, as out={out / 'report.html'}")
-    if out.suffix not in (".html", ".htm"):
-        raise ArgumentError(f"out={out}: name a file that ends in .html, as out={out.with_suffix('.html')}")
-    if not out.parent.is_dir():
-        if out.name == "report.html":
-            raise RunError(f"{out.parent} is no run folder: it does not exist; give the folder that run= named")
-        raise ArgumentError(f"out={out}: there is no folder {out.parent}; make it first")

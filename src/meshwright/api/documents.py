@@ -1,9 +1,11 @@
-"""Answers as JSON: what a document can hold."""
+"""Answers as JSON and as pages: what a document can hold, and where a page can go."""
 
 import math
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from meshwright.spec.errors import ArgumentError
 
 
 def plain(value: Any) -> Any:
@@ -19,3 +21,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def check_page(out: Path, name: str) -> None:
+    """ArgumentError where no page can be written, said before anything is counted. `name`: of a page in a folder."""
+    if out.is_dir():
+        raise ArgumentError(f"out={out} is a folder: name a file, as out={out / name}")
+    if out.suffix not in (".html", ".htm"):
+        raise ArgumentError(f"out={out}: name a file that ends in .html, as out={out.with_suffix('.html')}")
+    if not out.parent.is_dir():
+        raise ArgumentError(f"out={out}: there is no folder {out.parent}; make it first")

@@ -2,29 +2,31 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import checked
-
-if TYPE_CHECKING:
-    from meshwright.observe.dryrun.dryrun_document import Room
-    from meshwright.observe.dryrun.simulate import DryRun
-    from meshwright.spec import Plan
+from meshwright.api.markup import LISTED, line, memory_bar, table, whole
+from meshwright.observe.dryrun.dryrun_document import Room, dry, needed_bytes, room_of, unfit
+from meshwright.observe.dryrun.simulate import DryRun
+from meshwright.observe.dryrun.simulate import dry_run as simulate
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.units import gib
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DryRunAnswer(Answer):
     """What the program of a plan would hold and send."""
 
-    found: "DryRun"
+    found: DryRun
     """Rank by rank, as it was run."""
-    room: "Room"
+    room: Room
     """What it is judged against."""
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """What was run."""
         return self.found.plan
 
@@ -56,8 +58,6 @@ class DryRunAnswer(Answer):
     @property
     def needed_bytes(self) -> int:
         """Of the room that it is judged against: tensors, and what comes to them."""
-        from meshwright.observe.dryrun.dryrun_document import needed_bytes
-
         return needed_bytes(self.found, self.room)
 
     @property
@@ -67,15 +67,10 @@ class DryRunAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright dryrun --json` prints."""
-        from meshwright.observe.dryrun.dryrun_document import dry
-
         return dry(self.found, self.room)
 
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
-        from meshwright.observe.dryrun.verdict import unfit
-        from meshwright.spec.errors import DoesNotFit
-
         if self.fits is False:
             raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))
 
@@ -92,8 +87,6 @@ class DryRunAnswer(Answer):
         return [{"rank": one["rank"], **sent} for one in self.to_dict()["ranks"] for sent in one["traffic"]]
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import gib
-
         verdict = {True: "fits", False: "does not fit", None: "not judged"}[self.fits]
         of = f" of {gib(self.room.usable_bytes)} of {self.room.of}" if self.room.usable_bytes else ""
         return (
@@ -102,9 +95,6 @@ class DryRunAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, memory_bar, table, whole
-        from meshwright.spec.units import gib
-
         needed, usable = self.needed_bytes, self.room.usable_bytes
         words = {True: "Fits", False: "Does not fit", None: "Not judged: the device's memory is not known"}
         of = f": needs {gib(needed)}, {gib(usable)} of {self.room.of} are usable" if usable else ""
@@ -139,18 +129,13 @@ def dry_run(
     mixture of experts, rows that a rank's experts get over an even share. `whole`: every micro-batch of a step. `told`
     of ranks done and of all. PlanError, IllegalLayout; that it does not fit is an answer (`fits`, `check`).
     """
-    from meshwright.observe.dryrun.dryrun_document import room_of
-    from meshwright.observe.dryrun.simulate import dry_run as simulate
-
     asked = read_plan(plan, keys, device=device, load=load)
     found = simulate(asked, ranks=ranks, device=device, load=load, whole=whole, told=told)
     return DryRunAnswer(found=found, room=room_of(found.plan, found.device))
 
 
-def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> "Plan":
+def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, load: float) -> Plan:
     """The plan of a dry run; a degree that is `auto` takes what the plan's cluster has."""
-    from meshwright.spec.errors import ArgumentError
-
     plan, _ = plan_reading.read_plan(words, keys, processes=None, notes=[])
     if device not in ("", "cpu", "cuda"):
         raise ArgumentError(f"device={device} is not known: take cpu or cuda")

@@ -1,35 +1,35 @@
 """What plan and dry run say of a run before its first step."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from meshwright.planner.step.prediction import Prediction
-    from meshwright.spec import Plan
-    from meshwright.training.watch import Foreseen, Summary
+from meshwright.observe.compare.finished_run import open_run
+from meshwright.observe.compare.judge import compare
+from meshwright.observe.compare.sources_of_columns import columns
+from meshwright.observe.compare.table import memory_line
+from meshwright.observe.dryrun.dryrun_document import dry, judged, needed_bytes, room_here, unfit
+from meshwright.observe.dryrun.simulate import device_of, dry_run
+from meshwright.observe.subprocesses import TooLong
+from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec import Plan
+from meshwright.spec.errors import DoesNotFit, MeshwrightError
+from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import count, duration, gib
+from meshwright.training.watch import Foreseen, Summary
 
 LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
 
 
-def foresee(plan: "Plan", target: "torch.device", *, anyway: bool = False, machines: int = 1) -> "Foreseen":
+def foresee(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
     """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
 
     DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
     """
-    from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_here
-    from meshwright.observe.dryrun.simulate import device_of, dry_run
-    from meshwright.observe.dryrun.verdict import judged, unfit
-    from meshwright.observe.subprocesses import TooLong
-    from meshwright.planner.step.predict import estimator
-    from meshwright.spec.errors import DoesNotFit
-    from meshwright.spec.places import pipeline_ranks
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import gib
-    from meshwright.training.watch import Foreseen
-
     predicted = estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
@@ -59,12 +59,8 @@ NAMED_FROM = 0.1
 """Share of the speed from which on a default is named as what costs it."""
 
 
-def _costs(found: "Prediction") -> list[str]:
+def _costs(found: Prediction) -> list[str]:
     """What the planner says that the mask between documents costs, where it knows the device."""
-    from dataclasses import replace
-
-    from meshwright.planner.step.predict import estimator
-
     plan = found.plan
     if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
         return []
@@ -78,15 +74,9 @@ def _costs(found: "Prediction") -> list[str]:
     ]
 
 
-def hindsight(run: Path, summary: "Summary") -> str:
+def hindsight(run: Path, summary: Summary) -> str:
     """The peak of a run that has ended, planned, dry run and measured, in one sentence; empty where it keeps no dry
     run."""
-    from meshwright.observe.compare.finished_run import open_run
-    from meshwright.observe.compare.judge import compare
-    from meshwright.observe.compare.sources_of_columns import columns
-    from meshwright.observe.compare.table import memory_line
-    from meshwright.spec.errors import MeshwrightError
-
     if not (run / "dryrun.json").is_file():
         return ""
     try:
@@ -96,10 +86,8 @@ def hindsight(run: Path, summary: "Summary") -> str:
         return f"no comparison with the plan: {error}"
 
 
-def _planned(found: "Prediction") -> str:
+def _planned(found: Prediction) -> str:
     """Memory, and time where the plan's device is known."""
-    from meshwright.spec.units import count, duration, gib
-
     reserve = found.worst.kinds["reserve"]
     memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
     if found.plan.layout.pp > 1:

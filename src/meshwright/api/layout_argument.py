@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshwright.spec import Layout, Plan
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.schedule import NAMES
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
 WORDS = ("recompute", "schedule", "sp")
@@ -14,21 +15,21 @@ SEARCHED = (*DEGREES[1:], *WORDS)
 Fixed = dict[str, tuple[Any, ...]]
 
 
-def fixed_layout(asked: "Plan", texts: Sequence[str]) -> Fixed:
+def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved), with what it
     says of them in brackets."""
     found: Fixed = {}
     for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
         for key, value in _parts(part, asked.layout):
             if found.setdefault(key, (value,)) != (value,):
-                _refuse(f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them")
+                raise ArgumentError(
+                    f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
+                )
     _agree(asked, found)
     return found
 
 
-def _parts(part: str, layout: "Layout") -> list[tuple[str, Any]]:
-    from meshwright.spec.schedule import NAMES
-
+def _parts(part: str, layout: Layout) -> list[tuple[str, Any]]:
     if not part:
         return []
     if part == "plan":
@@ -48,23 +49,21 @@ def _parts(part: str, layout: "Layout") -> list[tuple[str, Any]]:
 def _value(part: str, key: str, value: str) -> Any:
     from difflib import get_close_matches
 
-    from meshwright.spec.schedule import NAMES
-
     words = {"recompute": ("none", "selective", "full"), "schedule": NAMES, "sp": ("true", "false"),
              "zero": ("0", "1", "2", "3")}  # fmt: skip
     if key in words and value in words[key]:
         return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
     if key in words:
-        _refuse(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
+        raise ArgumentError(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
     if key in DEGREES:
         if value.isdecimal() and 0 < int(value) < 2**31:
             return int(value)
-        _refuse(f"layout={part!r}: {key} takes a whole number of 1 or more")
+        raise ArgumentError(f"layout={part!r}: {key} takes a whole number of 1 or more")
     near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)
-    _refuse(f"layout={part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
+    raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
 
 
-def _agree(asked: "Plan", found: Fixed) -> None:
+def _agree(asked: Plan, found: Fixed) -> None:
     """Raise where these values cannot all hold on these devices."""
     devices, cluster = asked.cluster.devices, asked.cluster
     dp = 1
@@ -72,25 +71,21 @@ def _agree(asked: "Plan", found: Fixed) -> None:
         dp *= found.get(axis, (1,))[0]
     whole = found.get("dp", (dp,))[0]
     if whole % dp:
-        _refuse(f"layout= has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it")
+        raise ArgumentError(f"layout= has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it")
     product = whole
     for axis in ("tp", "cp", "pp"):
         product *= found.get(axis, (1,))[0]
     if devices % product:
-        _refuse(
+        raise ArgumentError(
             f"layout= has degrees whose product {product} does not divide the {devices} devices of the cluster "
             f"({cluster.nodes} x {cluster.devices_per_node}): take degrees whose product does"
         )
     schedule = found.get("schedule", ("1f1b",))[0]
     if schedule != "1f1b" and found.get("pp", (2,))[0] == 1:
-        _refuse(f"layout= has schedule={schedule}, which is the order of a pipeline, and pp=1: leave one of them out")
+        raise ArgumentError(
+            f"layout= has schedule={schedule}, which is the order of a pipeline, and pp=1: leave one of them out"
+        )
 
 
 def _shown(value: Any) -> str:
     return str(value).lower()
-
-
-def _refuse(sentence: str) -> NoReturn:
-    from meshwright.spec.errors import ArgumentError
-
-    raise ArgumentError(sentence)

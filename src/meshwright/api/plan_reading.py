@@ -5,21 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshwright.spec import ModelShape, Plan
-
-
-@runtime_checkable
-class HasPlan(Protocol):
-    """An answer that is of a plan."""
-
-    @property
-    def plan(self) -> "Plan":
-        """That plan."""
-        ...
-
+from meshwright import planfile
+from meshwright.spec import ModelShape, Plan
+from meshwright.spec.errors import PlanError
 
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
@@ -27,25 +17,22 @@ Section = str | Sequence[str] | Mapping[str, Any] | None
 
 def read_plan(
     words: Sequence[Any], keys: Mapping[str, Any], *, processes: int | None = 1, notes: list[str] | None = None
-) -> "tuple[Plan, str]":
+) -> tuple[Plan, str]:
     """(plan, resume) of a plan file or a plan, and KEY=VALUE words in any order, with keywords put on top.
 
     A keyword is a key of a plan file: run="runs/a", recipe={"steps": 5}. `processes`: what a degree that is `auto`
     shares out; None = the devices of the plan's cluster. What was read under another tool's name is said in `notes`,
     or as a warning. PlanError, as on the command line.
     """
-    said = [word if isinstance(word, str) else str(word) for word in words if not _is_plan(word)]
-    path, overrides, resume = sort_words(said)
-    plans = [word for word in words if _is_plan(word)]
+    found = [(word, plan_of(word)) for word in words]
+    path, overrides, resume = sort_words([str(word) for word, plan in found if plan is None])
+    plans = [plan for _, plan in found if plan is not None]
     if len(plans) > 1 or (plans and path is not None):
-        from meshwright.spec.errors import PlanError
-
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
     base = base_words(plans[0]) if plans else []
     changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
-    from meshwright import planfile
 
-    def read(number: int) -> "Plan":
+    def read(number: int) -> Plan:
         return planfile.read(path, changes, shape_from_folder=shape_from_folder, notes=notes, processes=number)
 
     if processes is not None:
@@ -56,8 +43,6 @@ def read_plan(
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
-    from meshwright.spec.errors import PlanError
-
     files = [word for word in words if "=" not in word]
     pairs = [word for word in words if "=" in word]
     if len(files) > 1:
@@ -69,7 +54,7 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
 
 
-def shape_from_folder(folder: Path) -> "ModelShape":
+def shape_from_folder(folder: Path) -> ModelShape:
     """Of a Hugging Face directory."""
     from meshwright.model.hub import import_folder
 
@@ -100,28 +85,17 @@ def section_words(section: Any) -> list[str]:
     return [str(word) for word in section]
 
 
-def plan_of(word: Any) -> "Plan | None":
+def plan_of(word: Any) -> Plan | None:
     """The plan that a word is or is an answer about; None = it is neither."""
-    from meshwright.spec import Plan
-
-    if isinstance(word, Plan):
-        return word
-    return word.plan if not isinstance(word, str | Path) and isinstance(word, HasPlan) else None
+    found = word if isinstance(word, Plan) else getattr(word, "plan", None)
+    return found if isinstance(found, Plan) else None
 
 
-def base_words(word: Any) -> list[str]:
+def base_words(plan: Plan) -> list[str]:
     """The words that make a plan again: a section each, whole. A warm-up that follows from the number of steps still
     does."""
-    from meshwright import planfile
-
-    plan = plan_of(word)
-    assert plan is not None
     found = planfile.dump(plan)
     if plan.recipe == replace(plan.recipe, warmup_steps=-1):
         found["recipe"]["warmup_steps"] = -1
     write = partial(json.dumps, ensure_ascii=False)
     return [f"{key}={write(value) if isinstance(value, dict) else value}" for key, value in found.items()]
-
-
-def _is_plan(word: Any) -> bool:
-    return plan_of(word) is not None

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright import planfile
 from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
-
-if TYPE_CHECKING:
-    from meshwright.planner.step.predict import Estimator
-    from meshwright.spec import Cluster, Plan
+from meshwright.planner.machine.clusterfile import asked, is_file
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.spec import Cluster, Layout, Plan, presets
+from meshwright.spec.errors import ArgumentError, IllegalLayout
+from meshwright.spec.legal import layout_violations
 
 SEQUENCE = 8192
 """Of a recipe that names none: as today's models are trained, if they are made for it."""
@@ -21,12 +23,9 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
-def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> "Plan":
+def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
     plan file, or a plan."""
-    from meshwright import planfile
-    from meshwright.planner.machine.clusterfile import is_file
-
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
@@ -56,14 +55,13 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
 def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
     """What counts its layouts: a measured machine where `cluster` names a file, else data sheets."""
     from meshwright.planner.machine.clusterfile import asked, is_file
-    from meshwright.planner.step.predict import estimator
 
     if cluster is not None and is_file(cluster):
         return asked(cluster)[0].estimator(plan)
     return estimator(plan)
 
 
-def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
+def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
     """What counts a plan that has been run, on a device that is named now or as a cluster file measured it; None = the
     plan's own device. PlanError in one line where there is no such device or file."""
     if cluster is None:
@@ -71,17 +69,12 @@ def planner_of(plan: "Plan", cluster: str | None) -> "Estimator | None":
     return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
 
 
-def _cluster(name: str, nodes: int) -> "Cluster":
-    from meshwright.planner.machine.clusterfile import asked, is_file
-    from meshwright.spec import presets
-
+def _cluster(name: str, nodes: int) -> Cluster:
     return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
 
 
 def _words(recipe: Sequence[str]) -> list[str]:
     """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two."""
-    from meshwright.spec.errors import ArgumentError
-
     found = []
     for word in recipe:
         parts = word.split(",")
@@ -93,27 +86,18 @@ def _words(recipe: Sequence[str]) -> list[str]:
 
 
 def _nodes(nodes: int | None) -> None:
-    from meshwright.spec.errors import ArgumentError
-
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
 
 
 def _no_cluster(file: str) -> Exception:
-    from meshwright.spec import presets
-    from meshwright.spec.errors import ArgumentError
-
     says = f"cluster= is missing, and {file} names none with known figures" if file else "cluster= is missing"
     names = ", ".join(name for name in presets.device_names() if name != "local")
     return ArgumentError(f'{says}: name a device and how many of it a node has, as cluster="h100x8"; known: {names}')
 
 
-def _any_layout(found: "Plan") -> None:
+def _any_layout(found: Plan) -> None:
     """Raise what no layout can mend: a sequence beyond learned positions, a noise scale on many devices."""
-    from meshwright.spec import Layout
-    from meshwright.spec.errors import IllegalLayout
-    from meshwright.spec.legal import layout_violations
-
     every = found.recipe.noise_scale_every
     replace(found, layout=Layout(), recipe=replace(found.recipe, noise_scale_every=0)).check()
     devices = found.cluster.devices
@@ -143,10 +127,8 @@ def _batch(wanted: int, devices: int) -> int:
     return odd << max(0, round(log2(max(1, wanted) / odd)))
 
 
-def _known(found: "Plan") -> None:
+def _known(found: Plan) -> None:
     """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
-    from meshwright.spec.errors import ArgumentError
-
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
     needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]

@@ -3,36 +3,40 @@
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshwright.planner.step.prediction import Prediction
-    from meshwright.spec import Layout, Plan
+from meshwright import planfile
+from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
+from meshwright.planner.explain import layout_words
+from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.units import count, gib
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlannedLayout:
     """One layout, with what a step of it would cost."""
 
-    prediction: "Prediction"
+    prediction: Prediction
     tokens: float = 0.0
     """Budget of the run; 0 = none."""
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """What `train`, `dry_run` and `profile` take."""
         return self.prediction.plan
 
     @property
-    def layout(self) -> "Layout":
+    def layout(self) -> Layout:
         """Its degrees."""
         return self.plan.layout
 
     @property
     def words(self) -> str:
         """The layout as it is printed."""
-        from meshwright.planner.explain import layout_words
-
         return layout_words(self.layout)
 
     @property
@@ -79,27 +83,21 @@ class PlannedLayout:
     @property
     def usable_bytes(self) -> float:
         """What a program can have of a device; infinite where that is not known."""
-        from meshwright.planner.search.ranking import usable_bytes
-
         return usable_bytes(self.plan)
 
     @property
     def tight(self) -> bool:
         """Whether hardly any memory is left: the planner errs by several percent."""
-        from meshwright.planner.search.recommend import is_tight
-
         return is_tight(self.prediction)
 
     def save(self, file: str | Path) -> Path:
         """Write the plan as `train` reads it, with as many steps as the token budget gives."""
-        from meshwright import planfile
-
         best, recipe = self.plan, self.plan.recipe
         if self.tokens and not recipe.batch_ramp:
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
             follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
-                refuse(
+                raise ArgumentError(
                     f"tokens={self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
                     "global_batch"
                 )
@@ -116,9 +114,6 @@ class PlannedLayout:
         return {"layout": self.words, **{name: getattr(self, name) for name in names}, **asdict(self.layout)}
 
     def __repr__(self) -> str:
-        from meshwright.api.markup import step_length
-        from meshwright.spec.units import count, gib
-
         tight = ", tight" if self.tight else ""
         return (
             f"{self.words}: {step_length(self.step_seconds)} per step, "
@@ -127,16 +122,11 @@ class PlannedLayout:
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import whole
-
         return whole(layout_html(self))
 
 
 def layout_html(one: PlannedLayout) -> str:
     """Verdict, speed, memory and time."""
-    from meshwright.api.markup import line, memory_bar, step_length, time_bar
-    from meshwright.spec.units import count, gib
-
     room = one.usable_bytes if isfinite(one.usable_bytes) else 0.0
     fits = one.peak_bytes <= one.usable_bytes
     verdict = "Does not fit" if not fits else "Fits, hardly any memory free" if one.tight else "Fits"
@@ -159,9 +149,6 @@ def layout_html(one: PlannedLayout) -> str:
 
 def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
     """A row of a table of layouts."""
-    from meshwright.api.markup import step_length
-    from meshwright.spec.units import count, gib
-
     return (
         one.words,
         step_length(one.step_seconds),
@@ -170,10 +157,3 @@ def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
         gib(one.peak_bytes) + (" (tight)" if one.tight else ""),
         f"{one.bubble_fraction:.1%}",
     )
-
-
-def refuse(sentence: str) -> NoReturn:
-    """Raise ArgumentError."""
-    from meshwright.spec.errors import ArgumentError
-
-    raise ArgumentError(sentence)

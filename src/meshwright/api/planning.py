@@ -3,29 +3,35 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api.answer import Answer
-from meshwright.api.arguments import checked
-from meshwright.api.plan_reading import HasPlan, Section, section_words
-from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html, refuse
+from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
+from meshwright.api.markup import LISTED, line, table, whole
+from meshwright.api.plan_reading import Section, section_words
+from meshwright.api.plan_request import asked_estimator, asked_plan
+from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
+from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
+from meshwright.planner.plan_document import document, ranked
+from meshwright.planner.search.changes import enough_nodes
+from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.recommend import recommended
+from meshwright.planner.search.refused import answered
+from meshwright.planner.step.budget import Budget, budget
+from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
-
-if TYPE_CHECKING:
-    from meshwright.api.layout_argument import Fixed
-    from meshwright.planner.search.ranking import Found
-    from meshwright.planner.step.budget import Budget
-    from meshwright.planner.step.predict import Estimator
+from meshwright.spec.errors import ArgumentError, DoesNotFit
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanAnswer(Answer):
     """The layouts that fit, the recommended one first, and why."""
 
-    found: "Found"
+    found: Found
     """As the search gave it."""
-    estimator: "Estimator"
-    fixed: "Fixed"
+    estimator: Estimator
+    fixed: Fixed
     """What of the layout was given, and not searched."""
     tokens: float = 0.0
     price: float = 0.0
@@ -41,32 +47,26 @@ class PlanAnswer(Answer):
         return tuple(PlannedLayout(prediction=one, tokens=self.tokens) for one in self.found.best[1:])
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """Of the recommended layout."""
         return self.best.plan
 
     @cached_property
     def why(self) -> tuple[str, ...]:
         """Sentences: what each technique of the recommended layout is for."""
-        from meshwright.planner.explain import reasons
-
         return tuple(reasons(self.estimator, self.found.best[0]))
 
     @cached_property
     def outlook(self) -> tuple[str, ...]:
         """Sentences: a longer sequence, half the devices, the batch, the token budget."""
-        from meshwright.planner.explain import bill, half_machine, limit, scale_warnings
-
         best = self.found.best[0]
         said = [limit(self.estimator, best), *half_machine(self.estimator, best)]
         said += scale_warnings(self.estimator, best, self.tokens)
         return tuple(filter(None, [*said, bill(best, self.tokens, self.price) if self.tokens else ""]))
 
     @property
-    def budget(self) -> "Budget | None":
+    def budget(self) -> Budget | None:
         """What the token budget takes; None = none was given."""
-        from meshwright.planner.step.budget import budget
-
         best = self.found.best[0]
         if not self.tokens:
             return None
@@ -78,8 +78,6 @@ class PlanAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --json` prints."""
-        from meshwright.planner.plan_document import document, ranked
-
         bill = self.budget
         return {
             **document(self.found.best[0]),
@@ -100,8 +98,6 @@ class PlanAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, table, whole
-
         plan, cluster = self.plan, self.plan.cluster
         recipe = plan.recipe
         asked = (
@@ -139,17 +135,13 @@ def plan(
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
-    from meshwright.api.layout_argument import SEARCHED, fixed_layout
-    from meshwright.api.plan_request import asked_estimator, asked_plan
-    from meshwright.planner.search.ranking import LISTED, search
-    from meshwright.planner.search.recommend import recommended
-    from meshwright.planner.search.refused import answered
+    from meshwright.planner.search.ranking import LISTED
 
     asked = asked_plan(model, cluster, nodes, section_words(recipe))
     budget = _tokens(tokens)
     _check_price(price, budget)
     if listed is not None and listed < 1:
-        refuse(f"listed={listed} must be at least 1")
+        raise ArgumentError(f"listed={listed} must be at least 1")
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     fixed = fixed_layout(asked, section_words(layout))
@@ -164,13 +156,8 @@ def plan(
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
 
 
-def _does_not_fit(of: "Estimator", found: "Found", *, free: bool) -> Exception:
+def _does_not_fit(of: Estimator, found: Found, *, free: bool) -> Exception:
     """With the nearest layout, and its document."""
-    from meshwright.planner.explain import failure, unfit
-    from meshwright.planner.plan_document import document, ranked
-    from meshwright.planner.search.changes import enough_nodes
-    from meshwright.spec.errors import DoesNotFit
-
     one = found.nearest
     assert one is not None
     error = DoesNotFit(
@@ -190,12 +177,12 @@ def _tokens(given: str | float | None) -> float:
     except ValueError:
         number = -1.0
     if not 1 <= number < 1e18:
-        refuse(f"tokens={given} must be a number of 1 or more and below 10**18, as 15T or 300B")
+        raise ArgumentError(f"tokens={given} must be a number of 1 or more and below 10**18, as 15T or 300B")
     return number
 
 
 def _check_price(price: float, tokens: float) -> None:
     if not 0 <= price < float("inf"):
-        refuse(f"price={price} must be a number of 0 (none) or more")
+        raise ArgumentError(f"price={price} must be a number of 0 (none) or more")
     if price and not tokens:
-        refuse(f"price={price} is for the bill of a run: say how long it is, as tokens=15T")
+        raise ArgumentError(f"price={price} is for the bill of a run: say how long it is, as tokens=15T")

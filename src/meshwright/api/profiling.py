@@ -6,13 +6,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import planfile
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import checked
+from meshwright.api.determinism import set_environment
+from meshwright.api.documents import plain
+from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
 from meshwright.api.plan_reading import read_plan
+from meshwright.observe.compare.finished_run import refuse_other
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.units import count, duration, gib, many
+from meshwright.store import default_folders
+from meshwright.store.default_folders import point_latest
+from meshwright.store.durable import replace_file
+from meshwright.store.run_folder import one_line
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
-    from meshwright.spec import Plan
 
 Measure = Callable[["Plan"], "Profile | None"]
 
@@ -83,8 +94,6 @@ class ProfileAnswer(Answer):
         return [{"operation": one.name, "calls": one.calls, "seconds": one.seconds} for one in busiest]
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import count, duration, gib, many
-
         ranks = many(len(self.found.ranks), "rank")
         return (
             f"{self.plan.model.name} on {ranks}: {duration(self.step_seconds)} per step, "
@@ -93,9 +102,6 @@ class ProfileAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
-        from meshwright.spec.units import count, duration, gib, many
-
         lengths = self.found.step_seconds
         operations = [
             (one.name, str(one.calls), duration(one.seconds)) for one in self.found.busiest.operations[:LISTED]
@@ -123,7 +129,6 @@ def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = Non
     `plan`: a plan file, a plan or an answer about one, and KEY=VALUE changes; keywords are keys of a plan file, as
     run="runs/a". `steps`: that are timed. `told` of what it does. PlanError, IllegalLayout, DoesNotFit, RunError.
     """
-    from meshwright.api.determinism import set_environment
     from meshwright.observe.profile.local_run import profile as measure
 
     check_steps(steps)
@@ -136,8 +141,6 @@ def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = Non
 
 def check_steps(steps: int) -> None:
     """ArgumentError where there are none to time."""
-    from meshwright.spec.errors import ArgumentError
-
     if steps < 1:
         raise ArgumentError(f"steps={steps} must be at least 1")
 
@@ -146,9 +149,7 @@ def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     """What `measure` finds, written into the run folder of the plan; None where it finds nothing, on other ranks than
     the first."""
     plan.check()
-    from meshwright.observe.compare.finished_run import refuse_other
     from meshwright.observe.profile.perfetto import trace
-    from meshwright.store import default_folders
 
     if not default_folders.is_open(plan.run):
         refuse_other(Path(plan.run), plan)
@@ -164,21 +165,11 @@ def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
 def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
     """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
     fed back. RunError where the folder cannot be written."""
-    from meshwright import planfile
-    from meshwright.api.documents import plain
-    from meshwright.spec.errors import RunError
-    from meshwright.store.default_folders import point_latest
-    from meshwright.store.durable import replace_file
-
     folder = Path(plan.run)
-    try:
+    with one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.yaml").exists():
             planfile.write(plan, folder / "plan.yaml")
         point_latest(folder)
         for name, document in documents.items():
             replace_file(folder / name, (json.dumps(plain(document), allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: {error.strerror or error}; fix that, or choose another run="
-        ) from None

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 
 from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.markup import whole
 from meshwright.data import Sampler, Tokenizer, TokenStream, prepare
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
@@ -46,10 +48,6 @@ class Generated:
         return ",".join(map(str, self.ids)) if self.text is None else f"{self.prompt or ''}{self.text}"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        from meshwright.api.markup import whole
-
         new = str(self) if self.text is None else self.text
         return whole(f'<pre><span class="prompt">{escape(self.prompt or "")}</span>{escape(new)}</pre>')
 

@@ -1,7 +1,7 @@
 """`train`: a plan, trained in this process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import checked
+from meshwright.api.determinism import set_environment
+from meshwright.api.markup import curve, line, whole
 from meshwright.api.plan_reading import read_plan
+from meshwright.observe.compare.metric_records import Record, records
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.units import count, duration
+from meshwright.spec.worlds import world_violation
+from meshwright.store.run_folder import RunFolder
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 from meshwright.training.watchers import Silent
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
     from meshwright.api.trained_model import TrainedModel
-    from meshwright.observe.compare.metric_records import Record
     from meshwright.parallel.health.heartbeat import Heartbeat
-    from meshwright.spec import Plan
-    from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -32,8 +38,6 @@ class TrainAnswer(Answer):
     @property
     def plan(self) -> "Plan":
         """As the folder keeps it."""
-        from meshwright.store.run_folder import RunFolder
-
         return RunFolder.open(self.run).plan
 
     @property
@@ -53,8 +57,6 @@ class TrainAnswer(Answer):
 
     @cached_property
     def _records(self) -> "tuple[tuple[Record, ...], tuple[Record, ...]]":
-        from meshwright.observe.compare.metric_records import records
-
         return records(self.run / "metrics.jsonl")
 
     def rows(self) -> "list[Record]":
@@ -67,8 +69,6 @@ class TrainAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright train --json` prints."""
-        from dataclasses import asdict
-
         return {"run": str(self.run), **asdict(self.summary)}
 
     def load(self, dtype: str | None = "fp32") -> "TrainedModel":
@@ -84,8 +84,6 @@ class TrainAnswer(Answer):
         return compare(self.run, **options)
 
     def __repr__(self) -> str:
-        from meshwright.spec.units import duration
-
         score = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} bits per byte on held-out text"
         how = "" if self.done else f", {self.summary.stopped}"
         return (
@@ -94,8 +92,6 @@ class TrainAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        from meshwright.api.markup import curve, line, whole
-
         steps = [(one["step"], one["loss"]) for one in self.rows() if isfinite(one["loss"])]
         scores = [(one["step"], one["loss"]) for one in self.evaluation_rows() if isfinite(one["loss"])]
         return whole(
@@ -124,9 +120,6 @@ def train(
     One process: IllegalLayout names the torchrun command of a layout of several. PlanError, DataError, RunError,
     DoesNotFit.
     """
-    from meshwright.spec.errors import IllegalLayout
-    from meshwright.spec.worlds import world_violation
-
     asked, also = read_plan(plan, keys)
     violation = world_violation(asked, 1)
     if violation:
@@ -148,7 +141,6 @@ def run(
 ) -> TrainAnswer:
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
-    from meshwright.api.determinism import set_environment
     from meshwright.api.foresight import foresee
     from meshwright.training import loop
 
@@ -188,8 +180,6 @@ class Lines(Silent):
 
     def stepped(self, metrics: "StepMetrics") -> None:
         """Loss and speed."""
-        from meshwright.spec.units import count
-
         print(f"step {metrics.step}: loss {metrics.loss:.3f}, {count(metrics.tokens_per_second)} tokens/s")
 
     def evaluated(self, metrics: "EvalMetrics") -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from meshwright.cli.inputs.plan_words import Words
+from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.terminal import help
 from meshwright.cli.verbs.accuracy import accuracy
 from meshwright.cli.verbs.calibrate import calibrate

@@ -7,37 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.data.corpus import Corpus, TokenStream
-    from meshwright.data.order import permute
-    from meshwright.data.sources import Document, documents
-    from meshwright.data.token_cache import prepare
-    from meshwright.data.tokenizer import Tokenizer
-    from meshwright.data.windows import Sampler, Sequences, windows_in_order
-
-__all__ = [
-    "Corpus",
-    "Document",
-    "Sampler",
-    "Sequences",
-    "TokenStream",
-    "Tokenizer",
-    "documents",
-    "permute",
-    "prepare",
-    "windows_in_order",
-]
+    from meshwright.data.corpus import Corpus as Corpus
+    from meshwright.data.corpus import TokenStream as TokenStream
+    from meshwright.data.sources import Document as Document
+    from meshwright.data.token_cache import prepare as prepare
+    from meshwright.data.tokenizer import Tokenizer as Tokenizer
+    from meshwright.data.windows import Sampler as Sampler
+    from meshwright.data.windows import Sequences as Sequences
 
 _HOMES = {
     "prepare": "token_cache",
     "Corpus": "corpus",
     "TokenStream": "corpus",
-    "permute": "order",
     "Document": "sources",
-    "documents": "sources",
     "Tokenizer": "tokenizer",
     "Sampler": "windows",
     "Sequences": "windows",
-    "windows_in_order": "windows",
 }
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -60,15 +59,6 @@ class TokenStream:
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
         """Tokens [begin, end), leaving nothing of the file resident."""
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
-
-    def document(self, number: int) -> NDArray[np.unsignedinteger[Any]]:
-        """The tokens of one document, marks included."""
-        end = self.starts[number + 1] if number + 1 < self.num_documents else self.num_tokens
-        return self.tokens[self.starts[number] : end]
-
-    def documents(self) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
-        """Every document in order."""
-        return (self.document(number) for number in range(self.num_documents))
 
     def release(self) -> None:
         """Give back the resident pages of a long list of starts; they stay in the system's cache."""

@@ -14,13 +14,9 @@ from numpy.typing import NDArray
 _ROUNDS = 8
 
 
-def permute(index: int, size: int, *, seed: int, epoch: int) -> int:
-    """Place `index` of the shuffle of range(size) that belongs to (seed, epoch)."""
-    return int(permute_many(np.array([index]), size, seed=seed, epoch=epoch)[0])
-
-
-def permute_many(indices: NDArray[np.integer], size: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """`permute` of every index, [N] of int64; ValueError for one outside range(size)."""
+def permute(indices: NDArray[np.integer], size: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Places `indices` of the shuffle of range(size) that belongs to (seed, epoch), [N] of int64; ValueError for one
+    outside range(size)."""
     values = np.asarray(indices).astype(np.int64)
     if values.size and (values.min() < 0 or values.max() >= size):
         raise ValueError(f"indices must lie in range({size}), found {values.min()} to {values.max()}")

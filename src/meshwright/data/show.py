@@ -1,7 +1,6 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,10 +57,6 @@ class DataView:
     """Number of the sample shown: the first of the run's that holds a border, else 0."""
     packed: bool
     tokens: tuple[Token, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain dicts and lists."""
-        return asdict(self)
 
 
 def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:

@@ -73,7 +73,8 @@ class Source:
         return self._data.path
 
     def documents(self) -> Iterator[Document]:
-        """Every document that is not empty, at most `data.limit_bytes` in all (the last one cut at a line end)."""
+        """Every document that is not empty, in a fixed order and streamed: no file is in memory whole. At most
+        `data.limit_bytes` in all (the last one cut at a line end)."""
         found = self._all()
         return _limited(found, self._data.limit_bytes) if self._data.limit_bytes else found
 
@@ -100,11 +101,6 @@ class Source:
                 yield from _from_rows(rows.parquet(path, self._data.text_field))
             elif path.stat().st_size:
                 yield Document(name=os.fspath(path), pieces=pieces.read(path))
-
-
-def documents(data: Data) -> Iterator[Document]:
-    """The documents of `data.path` in a fixed order, streamed: no file is in memory whole."""
-    return Source(data).documents()
 
 
 def _from_rows(found: Iterator[tuple[str, str]]) -> Iterator[Document]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
@@ -123,47 +124,43 @@ def _sample(source: Source) -> Iterator[str]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class _Build:
     """One encoding of all text into a new cache folder."""
 
-    def __init__(
-        self,
-        data: Data,
-        source: Source,
-        tokenizer: Tokenizer,
-        counted: split.Survey,
-        processes: int | None,
-        progress: Progress | None,
-    ) -> None:
-        self._data, self._source, self._tokenizer = data, source, tokenizer
-        self._counted, self._progress = counted, progress
-        self._processes = 1 if counted.num_bytes <= _ALONE_BYTES else processes
+    data: Data
+    source: Source
+    tokenizer: Tokenizer
+    counted: split.Survey
+    processes: int | None
+    progress: Progress | None
 
     def into(self, folder: Path, fingerprint: str) -> None:
         """Make the folder whole, or leave nothing."""
         with _new_folder(folder) as new, contextlib.ExitStack() as open_files:
-            streams = [open_files.enter_context(_Writer(new / name, self._tokenizer)) for name in _STREAMS]
+            streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in _STREAMS]
             self._encode(streams)
             meta = {name: stream.counts() for name, stream in zip(_STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
-            origin = {"source": self._source.title, "tokenizer": self._tokenizer.fingerprint}
+            origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
             _write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta, **origin})
 
     def _encode(self, streams: list["_Writer"]) -> None:
-        reading, done, total = split.Reading(), 0, self._counted.num_bytes
-        chosen = split.choose(self._counted, self._data.validation)
+        reading, done, total = split.Reading(), 0, self.counted.num_bytes
+        chosen = split.choose(self.counted, self.data.validation)
         waiting: list[list[split.SplitPart]] = []
-        parts = split.parts(self._source.documents(), chosen, reading)
-        with Pool(self._tokenizer, self._processes) as pool:
+        parts = split.parts(self.source.documents(), chosen, reading)
+        processes = 1 if total <= _ALONE_BYTES else self.processes
+        with Pool(self.tokenizer, processes) as pool:
             for ids in pool.map(_remember(_batches(parts), waiting)):
                 for part, tokens in zip(waiting.pop(0), ids, strict=True):
                     streams[part.stream].write(part, tokens)
                     done += len(part.text.encode())
-                if self._progress is not None:
-                    self._progress(done, total)
-        if reading.survey().digest != self._counted.digest:
-            raise DataError(_changed(self._data))
+                if self.progress is not None:
+                    self.progress(done, total)
+        if reading.survey().digest != self.counted.digest:
+            raise DataError(_changed(self.data))
 
 
 def _batches(parts: Iterator[split.SplitPart]) -> Iterator[list[split.SplitPart]]:

@@ -152,10 +152,6 @@ class Tokenizer:
         """Ids of every piece as the bytes of `dtype`; flags[i] = 1 where piece i continues the document before it."""
         return self._encoder(texts, flags)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        """Ids of every text, each as `encode` gives them."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int] | NDArray[np.integer[Any]]) -> str:
         """Text of ids, marks spelled out; bytes that are no whole character become U+FFFD."""
         return str(self._library.decode([int(i) for i in ids], skip_special_tokens=False))
@@ -163,21 +159,6 @@ class Tokenizer:
     def spell(self, token: int) -> str:
         """One token as people read it."""
         return self.decode([token])
-
-    @cached_property
-    def byte_lengths(self) -> NDArray[np.int32]:
-        """Bytes of text each id stands for, [vocab]; 0 for special tokens and unused ids.
-
-        Exact for byte-level vocabularies; else the length of the decoded token.
-        """
-        lengths = np.zeros(self.vocab, dtype=np.int32)
-        level, alphabet = self._is_byte_level, set(word_encoder.byte_alphabet())
-        special = {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        for spelling, i in self._library.get_vocab(with_added_tokens=True).items():
-            if i not in special:
-                exact = level and alphabet.issuperset(spelling)
-                lengths[i] = len(spelling) if exact else len(self.decode([i]).encode())
-        return lengths
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder."""
@@ -195,10 +176,6 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         return json.dumps(config, indent=2) + "\n"
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        return (json.loads(self.json)["decoder"] or {}).get("type") == "ByteLevel"
 
     @cached_property
     def _with_special(self) -> tokenizers.Tokenizer:

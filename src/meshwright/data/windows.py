@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.corpus import TokenStream
-from meshwright.data.order import permute_many
+from meshwright.data.order import permute
 from meshwright.spec.errors import DataError
 
 IGNORED: Final = -100
@@ -77,7 +77,7 @@ class Sampler:
         if self._shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
-                places[here] = permute_many(places[here], len(self), seed=self._seed, epoch=int(epoch))
+                places[here] = permute(places[here], len(self), seed=self._seed, epoch=int(epoch))
         return places
 
     def _check_length(self) -> None:
@@ -89,25 +89,18 @@ class Sampler:
             )
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
-        """See the function of this name."""
-        return windows_in_order(self._stream, self._sequence, self._separator, count, limit=limit)
+        """All windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
 
-
-def windows_in_order(
-    stream: TokenStream, sequence: int, tokenizer_separator: bool, count: int, *, limit: int = 0
-) -> Iterator[Sequences]:
-    """All windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
-
-    The last, short window is padded with ignored targets. `limit` > 0 takes so many windows, spread evenly. Nothing
-    comes from a stream of fewer than two tokens.
-    """
-    total = max(0, -(-(stream.num_tokens - 1) // sequence))
-    chosen = np.arange(total, dtype=np.int64)
-    if 0 < limit < total:
-        chosen = np.arange(limit, dtype=np.int64) * total // limit
-    for first in range(0, len(chosen), count):
-        windows = chosen[first : first + count]
-        yield _gather(stream, windows * sequence, sequence, tokenizer_separator)
+        The last, short window is padded with ignored targets. `limit` > 0 takes so many windows, spread evenly. Nothing
+        comes from a stream of fewer than two tokens.
+        """
+        total = max(0, -(-(self._stream.num_tokens - 1) // self._sequence))
+        chosen = np.arange(total, dtype=np.int64)
+        if 0 < limit < total:
+            chosen = np.arange(limit, dtype=np.int64) * total // limit
+        for first in range(0, len(chosen), count):
+            windows = chosen[first : first + count]
+            yield _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
 
 
 def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:

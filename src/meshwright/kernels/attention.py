@@ -97,7 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     dtype, width = q.dtype, v.shape[-1]
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
-        form = varlen.Form(mask.documents, mask.borders, mask.window, scale, chosen == "blockwise")
+        form = varlen.AttentionForm(mask.documents, mask.borders, mask.window, scale, chosen == "blockwise")
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
     q, k, v, grouped = _as_taken(q, k, v, allowed)

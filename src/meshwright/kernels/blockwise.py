@@ -17,7 +17,7 @@ BLOCK = 64
 """Queries of a block: 64 x T weights of a few heads stay in the second-level cache."""
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Queries of some rows and the keys that one of them sees, the last of which is that of the last query."""
 
     rows: slice
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
         return after | (key <= query - window) if window else after
 
 
-def _weights(q: Tensor, k: Tensor, tile: Tile, window: int) -> Tensor:
+def _weights(q: Tensor, k: Tensor, tile: RowTile, window: int) -> Tensor:
     """Softmax weights (B K, G R, T') of the queries q (B K, G, R, E), which are scaled, of keys k (B K, T', E)."""
     scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2))
     view = scores.view(*q.shape[:3], -1)
@@ -72,7 +72,7 @@ def _heads(rows: slice, keys: int) -> slice:
     return slice(rows.start * keys, rows.stop * keys)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], *, window: int, scale: float) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], *, window: int, scale: float) -> Tensor:
     """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V); 16-bit inputs are widened inside and the result
     rounded once."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
@@ -87,7 +87,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], *, window: i
 
 
 def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], *, window: int, scale: float
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], *, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype

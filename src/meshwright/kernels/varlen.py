@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import blockwise
-from meshwright.kernels.blockwise import Tile
+from meshwright.kernels.blockwise import RowTile
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
 
@@ -26,7 +26,7 @@ STRETCH = 64
 """Queries of a window's stretch, at least: a shorter one multiplies fewer keys for nothing in more calls."""
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """What hides keys, and by which kernel."""
 
     documents: Tensor | None
@@ -49,7 +49,7 @@ def borders_of(documents: Tensor, most: int) -> Tensor:
     return found.to(torch.int32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, form: Form) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
     """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V)."""
     if torch.compiler.is_compiling():
         compiled: Tensor = varlen_attention(q, k, v, *form)[0]
@@ -60,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, form: Form) -> Tensor:
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: Form) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         out, lse = _forward(q, k, v, form)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.form = form
@@ -72,7 +72,7 @@ class _Varlen(torch.autograd.Function):
         return *_backward(gradient, q, k, v, out, lse, ctx.form), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
     """The result and its log-sum-exp as the kernel keeps it: (B, H, S), on a GPU (H, B S), none in blocks."""
     if kind(q) != "cpu":
         return _forward_by_borders(q, k, v, form)
@@ -83,7 +83,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v."""
     if kind(q) != "cpu":
@@ -94,7 +94,7 @@ def _backward(
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)
 
 
-def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
     out, lse = _empty_like(q, v), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for tile in _stretches(_rows(form.documents, q), form.window):
         queries, keys, values = _read(q, k, v, tile)
@@ -111,7 +111,7 @@ def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[
 
 
 def _backward_by_stretches(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = _width(q, v)
     of_q, of_k, of_v = q.new_empty(q.shape), _sums(k, form.window), _sums(v, form.window)
@@ -134,7 +134,7 @@ def _sums(x: Tensor, window: int) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device) if window else x.new_empty(x.shape)
 
 
-def _read(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+def _read(q: Tensor, k: Tensor, v: Tensor, tile: RowTile) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a tile."""
     width = _width(q, v)
     keys, values = (_part(x, tile.rows, tile.keys, width) for x in (k, v))
@@ -175,32 +175,32 @@ def _rows(documents: Tensor | None, q: Tensor) -> list[tuple[slice, int, int]]:
     return found
 
 
-def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator[Tile]:
+def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator[RowTile]:
     """Whole documents, or what a window sees of them."""
     for rows, begin, end in documents:
         square = min(end, begin + (window or end))
-        yield Tile(rows, slice(begin, square), slice(begin, square))
+        yield RowTile(rows, slice(begin, square), slice(begin, square))
         step = max(STRETCH, window // 4)
         for start in range(square, end, step):
             stop = min(start + step, end)
-            yield Tile(rows, slice(start, stop), slice(max(begin, start - window + 1), stop))
+            yield RowTile(rows, slice(start, stop), slice(max(begin, start - window + 1), stop))
 
 
-def _blocks(documents: list[tuple[slice, int, int]], window: int) -> Iterator[Tile]:
+def _blocks(documents: list[tuple[slice, int, int]], window: int) -> Iterator[RowTile]:
     for rows, begin, end in documents:
         for start in range(begin, end, blockwise.BLOCK):
             stop = min(start + blockwise.BLOCK, end)
-            yield Tile(rows, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
+            yield RowTile(rows, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
 
 
-def _bias(tile: Tile, window: int, like: Tensor) -> Tensor | None:
+def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
     """(queries, keys) of a stretch, -inf where hidden; None for a causal square."""
     if tile.is_causal(window):
         return None
     return like.new_zeros(()).where(~tile.hidden(window, like.device), float("-inf"))
 
 
-def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
     queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
     out, lse = compat.varlen_attention(
         queries, keys, values, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
@@ -209,7 +209,7 @@ def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Te
 
 
 def _backward_by_borders(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
     found = compat.varlen_attention_backward(
@@ -225,7 +225,7 @@ def _one_after_another(x: Tensor, width: int) -> Tensor:
     return _padded(x.flatten(0, 1), width)
 
 
-def _borders(form: Form, q: Tensor) -> Tensor:
+def _borders(form: AttentionForm, q: Tensor) -> Tensor:
     """Rows are documents where nothing else is said."""
     if form.borders is not None:
         return form.borders
@@ -239,7 +239,7 @@ def varlen_attention(
     in_blocks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As attend, one operator of compiled code. Also the log-sum-exp."""
-    out, lse = _forward(q, k, v, Form(documents, borders, window, scale, in_blocks))
+    out, lse = _forward(q, k, v, AttentionForm(documents, borders, window, scale, in_blocks))
     return out.contiguous(), lse
 
 
@@ -261,7 +261,7 @@ def varlen_attention_backward(
     borders: Tensor | None, window: int, scale: float, in_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    form = Form(documents, borders, window, scale, in_blocks)
+    form = AttentionForm(documents, borders, window, scale, in_blocks)
     of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, form)
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
 

@@ -5,19 +5,21 @@ The functions are those that `train` calls. They run here on tensors without val
 run and the measurement it is compared with are the same program.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel import Mesh
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import place_of
@@ -119,6 +121,17 @@ class TrainingProgram:
         blank = Sequences(tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents)
         batch = to_batch(blank, self.device, document_mask=self.documents, share=share)
         return split(batch, layout.micro_batch_of(recipe.global_batch))
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """A program on tensors without values runs inside. PlanError where a size or a choice depends on values."""
+    try:
+        yield
+    except compat.data_dependent() as error:
+        raise PlanError(
+            f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
+        ) from None
 
 
 def shortened(plan: Plan, rank: int) -> tuple[int, int]:

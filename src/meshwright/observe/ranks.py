@@ -66,7 +66,7 @@ def on_ranks(
     (`device` cuda), of which each rank then has its own."""
     with tempfile.TemporaryDirectory() as folder:
         place = _Place(world, str(Path(folder, "store")), limit_s, device)
-        started = [_start(function, arguments, rank, place) for rank in range(world)]
+        started = [start(_serve, function, arguments, rank, place) for rank in range(world)]
         try:
             return _collect({pipe: rank for rank, (_, pipe) in enumerate(started)}, limit_s)
         finally:
@@ -106,10 +106,11 @@ class _Place:
     device: str
 
 
-def _start(function: Any, arguments: Any, rank: int, place: _Place) -> tuple[Any, Connection]:
+def start(serve: Callable[..., None], function: Callable[..., Any], *given: Any) -> tuple[Any, Connection]:
+    """A new process that runs serve(pipe, function, *given), and this end of the pipe."""
     start_server()
     here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_serve, args=(there, function, arguments, rank, place), daemon=True)
+    process = SERVER.Process(target=serve, args=(there, function, *given), daemon=True)
     with main_unread(function):
         process.start()
     there.close()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from meshwright.spec.errors import RunError
+from meshwright.store.run_folder import refuse_constant
 
 Whole = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -61,14 +62,16 @@ class LargeTensor:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     line: str = ""
+    """What made it: `meshwright/model/mlp.py:40 forward`."""
     operation: str = ""
     module: str = ""
     phase: str = ""
+    """When it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A pass of a micro-batch, or another part of a step."""
+    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
 
     name: str
     stage: int = -1
@@ -154,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise RunError(f"{path} is larger than any file of a run: remove it")
-        found = json.loads(path.read_bytes(), parse_constant=_refuse)
+        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
@@ -173,7 +176,3 @@ def read(path: Path, source: str) -> SharedDocument | None:
     if document.source != source:
         raise RunError(f"{path} says source={document.source!r}, where {source!r} belongs: remove it")
     return document
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

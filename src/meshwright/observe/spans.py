@@ -34,6 +34,8 @@ class Span:
 PARTS = {"finish_gradients": "gradients", "gradient_norm": "norm"}
 Told = Callable[[Span | None], None]
 """A part begins; None: it has ended."""
+Inner = Callable[..., Any]
+"""A function that another stands for, see `replaced`."""
 
 
 @dataclass(slots=True)
@@ -62,69 +64,51 @@ def told(tell: Told) -> Iterator[None]:
             order.open = False
             tell(None)
 
-    def action(inner: Any) -> Any:
-        @wraps(inner)
-        def do(self: Passes, one: Action) -> None:
-            name = one.kind if self.train else "evaluate"
-            part(Span(name, one.stage, one.micro_batch), lambda: inner(self, one))
+    def action(inner: Inner, passes: Passes, one: Action) -> None:
+        name = one.kind if passes.train else "evaluate"
+        part(Span(name, one.stage, one.micro_batch), lambda: inner(passes, one))
 
-        return do
+    def forward(inner: Inner, *given: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return part(Span("evaluate"), lambda: inner(*given))
+        if not order.open:
+            order.forward += 1
+        return part(Span("F", 0, order.forward - 1), lambda: inner(*given))
 
-    def forward(inner: Any) -> Any:
-        @wraps(inner)
-        def call(self: MicroPass, *given: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return part(Span("evaluate"), lambda: inner(self, *given))
-            if not order.open:
-                order.forward += 1
-            return part(Span("F", 0, order.forward - 1), lambda: inner(self, *given))
+    def backward(inner: Inner, *given: Any, **named: Any) -> Any:
+        order.backward += 1
+        return part(Span("BW", 0, order.backward - 1), lambda: inner(*given, **named))
 
-        return call
+    def optimizer(inner: Inner, *given: Any, **named: Any) -> Any:
+        order.forward = order.backward = 0
+        return part(Span("optimizer"), lambda: inner(*given, **named))
 
-    def backward(inner: Any) -> Any:
-        @wraps(inner)
-        def run(self: Any, *given: Any, **named: Any) -> Any:
-            order.backward += 1
-            return part(Span("BW", 0, order.backward - 1), lambda: inner(self, *given, **named))
-
-        return run
-
-    def optimizer(inner: Any) -> Any:
-        @wraps(inner)
-        def step(self: Any, *given: Any, **named: Any) -> Any:
-            order.forward = order.backward = 0
-            return part(Span("optimizer"), lambda: inner(self, *given, **named))
-
-        return step
-
-    def engine(name: str) -> Callable[[Any], Any]:
-        def change(inner: Any) -> Any:
-            @wraps(inner)
-            def run(self: Any, *given: Any) -> Any:
-                return part(Span(PARTS[name]), lambda: inner(self, *given))
-
-            return run
-
-        return change
+    def engine(inner: Inner, *given: Any) -> Any:
+        return part(Span(PARTS[inner.__name__]), lambda: inner(*given))
 
     with ExitStack() as stack:
-        for owner, name, change in (
+        for owner, name, instead in (
             (Passes, "do", action),
             (MicroPass, "__call__", forward),
             (torch.Tensor, "backward", backward),
             (AdamW, "step", optimizer),
-            *((Engine, name, engine(name)) for name in PARTS),
+            *((Engine, name, engine) for name in PARTS),
         ):
-            stack.enter_context(replaced(owner, name, change))
+            stack.enter_context(replaced(owner, name, instead))
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """An attribute of a class or module, changed for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, change(before))
+def replaced(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """For a while `instead` is called for a function of a class or module, with that function before its arguments."""
+    inner = getattr(owner, name)
+
+    @wraps(inner)
+    def call(*given: Any, **named: Any) -> Any:
+        return instead(inner, *given, **named)
+
+    setattr(owner, name, call)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, inner)

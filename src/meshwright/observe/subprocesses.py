@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from meshwright.observe.ranks import SERVER, main_unread, start_server
+from meshwright.observe.ranks import start
 from meshwright.spec.errors import MeshwrightError
 
 
@@ -34,7 +34,7 @@ def apart(
         while waiting or running:
             while waiting and len(running) < workers:
                 number, task = waiting.pop()
-                here, process = _start(function, task)
+                process, here = start(_serve, function, task)
                 running[here] = number, process
             ready = wait(list(running), timeout=None if until is None else max(0.0, until - time.monotonic()))
             if not ready:
@@ -50,16 +50,6 @@ def apart(
             process.kill()
             process.join()
             pipe.close()
-
-
-def _start(function: Callable[..., Any], task: tuple[Any, ...]) -> tuple[Connection, Any]:
-    start_server()
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_serve, args=(there, function, task), daemon=True)
-    with main_unread(function):
-        process.start()
-    there.close()
-    return here, process
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:

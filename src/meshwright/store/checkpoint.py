@@ -27,33 +27,20 @@ from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
 from meshwright.store import commit as commits
-from meshwright.store.checkpoint_folder import Saved, best, latest, listing, sweep
-from meshwright.store.checkpoint_reader import Kind, Reader, names, quiet, raised_as_is, stream
+from meshwright.store.checkpoint_folder import Saved as Saved
+from meshwright.store.checkpoint_folder import best as best
+from meshwright.store.checkpoint_folder import latest as latest
+from meshwright.store.checkpoint_folder import listing as listing
+from meshwright.store.checkpoint_folder import sweep as sweep
+from meshwright.store.checkpoint_reader import Kind, Reader, quiet, raised_as_is
+from meshwright.store.checkpoint_reader import names as names
+from meshwright.store.checkpoint_reader import stream as stream
 from meshwright.store.checkpoint_writer import Assignment, CheckpointWriter
 from meshwright.store.commit import Commit, FileRecord
 from meshwright.store.durable import sync_folder, write_file
 from meshwright.store.random_state import PREFIX as RNG_PREFIX
-from meshwright.store.random_state import rng_state, set_rng_state
-
-__all__ = [
-    "Json",
-    "Saved",
-    "assigned",
-    "best",
-    "latest",
-    "listing",
-    "load",
-    "named",
-    "names",
-    "newest_whole",
-    "rng_state",
-    "save",
-    "set_rng_state",
-    "stream",
-    "sweep",
-    "values",
-    "verify",
-]
+from meshwright.store.random_state import rng_state as rng_state
+from meshwright.store.random_state import set_rng_state as set_rng_state
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 T = TypeVar("T")
@@ -98,14 +85,7 @@ def save(
         checkpoint_folder.publish(saving, target)
 
     try:
-        with raised_as_is(), quiet():
-            dcp.save(
-                dict(tensors),
-                storage_writer=CheckpointWriter(saving, begin, end),
-                planner=_Planner(check),
-                process_group=group,
-                no_dist=not _distributed(),
-            )
+        _write(tensors, CheckpointWriter(saving, begin, end), group, check)
     except BaseException as error:
         if _rank(group) == 0:
             checkpoint_folder.discard(saving)
@@ -188,14 +168,7 @@ def load(
     everyone = all_names(_not_random(tensors), group) if _distributed() else set(tensors)
     _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
-    with raised_as_is(), quiet():
-        dcp.load(
-            wanted,
-            storage_reader=reader,
-            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=not _distributed(),
-        )
+    reader.fill(wanted, group, alone=not _distributed())
     return _decode_state(checkpoint, commit)
 
 
@@ -212,15 +185,24 @@ def assigned(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = No
     Plans a save and writes nothing.
     """
     found = Assignment()
+    _write(tensors, found, group)
+    return found.names
+
+
+def _write(
+    tensors: Mapping[str, Tensor],
+    writer: CheckpointWriter,
+    group: dist.ProcessGroup | None,
+    check: Callable[[], None] | None = None,
+) -> None:
     with raised_as_is(), quiet():
         dcp.save(
             dict(tensors),
-            storage_writer=found,
-            planner=_Planner(None),
+            storage_writer=writer,
+            planner=_Planner(check),
             process_group=group,
             no_dist=not _distributed(),
         )
-    return found.names
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
@@ -53,6 +54,17 @@ class Reader(dcp.HuggingFaceStorageReader):
             if isinstance(entry, dcp.TensorStorageMetadata)
         }
 
+    def fill(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool) -> None:
+        """Read tensors in place, all ranks of `group` together, or this process `alone`."""
+        with raised_as_is(), quiet():
+            dcp.load(
+                dict(tensors),
+                storage_reader=self,
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=alone,
+            )
+
 
 def names(checkpoint: Path) -> dict[str, Kind]:
     """Name -> (whole shape, dtype) of every tensor; reads the head of each file only. CheckpointError."""
@@ -74,13 +86,7 @@ def stream(checkpoint: Path, names: Iterable[str], *, verified: bool = False) ->
     kinds = reader.kinds()
     for run in _runs(checkpoint, names, kinds):
         tensors = {name: torch.empty(kinds[name][0], dtype=kinds[name][1]) for name in run}
-        with raised_as_is(), quiet():
-            dcp.load(
-                dict(tensors),
-                storage_reader=reader,
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,
-            )
+        reader.fill(tensors, alone=True)
         for name in run:
             yield name, tensors.pop(name)
 

@@ -43,9 +43,8 @@ class Commit:
         return sum(file.size_bytes for file in self.files)
 
 
-def new_hash() -> Any:
-    """SHA-256: 1.1 GB/s a core where the processor has instructions for it (BLAKE2b 0.4), and it lets go of the GIL."""
-    return hashlib.sha256()
+new_hash = hashlib.sha256
+"""1.1 GB/s a core where the processor has instructions for it (BLAKE2b 0.4), and it lets go of the GIL."""
 
 
 def record(path: Path) -> FileRecord:
@@ -125,7 +124,7 @@ def _encode(commit: Commit) -> bytes:
         "score": commit.score,
         "files": {f.name: {"bytes": f.size_bytes, "sha256": f.sha256} for f in commit.files},
     }
-    return _text({**body, "sha256": _digest(_text(body))})
+    return _text({**body, "sha256": new_hash(_text(body)).hexdigest()})
 
 
 def _decode(folder: Path, raw: bytes) -> Commit:
@@ -161,9 +160,3 @@ def _makes_sense(commit: Commit) -> bool:
 
 def _text(body: dict[str, Any]) -> bytes:
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _digest(data: bytes) -> str:
-    digest = new_hash()
-    digest.update(data)
-    return str(digest.hexdigest())

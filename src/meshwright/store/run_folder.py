@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from meshwright import planfile
@@ -23,7 +22,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, run.log, checkpoints/, hf/. A
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, checkpoints/, hf/. A
     context manager."""
 
     path: Path
@@ -40,7 +39,7 @@ class RunFolder:
         """
         if path.exists() and not path.is_dir():
             raise RunError(f"run={path} is a file, not a folder: choose another run=")
-        with _one_line(path):
+        with one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "checkpoints").exists() and _is_others(path / "plan.yaml", plan):
                 raise RunError(
@@ -98,11 +97,6 @@ class RunFolder:
         """The picture of the loss."""
         return self.path / "loss.png"
 
-    @property
-    def log(self) -> Path:
-        """What was said during the run, for people."""
-        return self.path / "run.log"
-
     def known_tokenizer(self, saved: Path) -> Tokenizer:
         """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced:
         with any other the tokens of the model mean something else."""
@@ -129,16 +123,6 @@ class RunFolder:
         """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
         planfile.write(self.plan, self.path / "plan.yaml")
 
-    def keep_ledger(self, document: Mapping[str, Any]) -> None:
-        """Write ledger.json. RunError: disk full."""
-        with _one_line(self.ledger):
-            replace_file(self.ledger, (json.dumps(document, indent=1) + "\n").encode())
-
-    def keep_dry_run(self, document: Mapping[str, Any]) -> None:
-        """Write dryrun.json. RunError: disk full."""
-        with _one_line(self.dry_run):
-            replace_file(self.dry_run, (json.dumps(document, indent=1) + "\n").encode())
-
     def close(self) -> None:
         """Let others run in the folder."""
         if self.lock:
@@ -147,9 +131,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _prepare(self, tokenizer: Tokenizer | None, resume: bool) -> None:
@@ -188,6 +170,12 @@ class RunFolder:
             self.tokenizer.unlink(missing_ok=True)
 
 
+def keep(file: Path, document: Mapping[str, Any]) -> None:
+    """Write ledger.json or dryrun.json of a run. RunError: disk full."""
+    with one_line(file):
+        replace_file(file, (json.dumps(document, indent=1) + "\n").encode())
+
+
 class MetricsLog:
     """Appends records to metrics.jsonl: one JSON object a line, each handed to the system at once.
 
@@ -203,7 +191,7 @@ class MetricsLog:
         if self.silent:
             return
         line = json.dumps(_speakable(record), allow_nan=False) + "\n"
-        with _one_line(self.path):
+        with one_line(self.path):
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
             left = line.encode()
@@ -213,7 +201,7 @@ class MetricsLog:
     def sync(self) -> None:
         """Force all records to the disk: before a checkpoint, so that it never knows more steps than they do."""
         if self._file:
-            with _one_line(self.path):
+            with one_line(self.path):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -241,7 +229,7 @@ class MetricsLog:
             if last > step:
                 break
             kept.append(line + b"\n")
-        with _one_line(self.path):
+        with one_line(self.path):
             replace_file(self.path, b"".join(kept))
 
     @staticmethod
@@ -275,14 +263,14 @@ def _is_others(path: Path, plan: Plan) -> bool:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with _one_line(path):
+    with one_line(path):
         *lines, _torn = path.read_bytes().split(b"\n")
     yield from enumerate(lines, start=1)
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line, parse_constant=_refuse)
+        record = json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
@@ -290,7 +278,8 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return record
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """For json.loads: NaN and infinities are errors."""
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -311,7 +300,7 @@ def _heard(value: Any) -> Any:
 
 
 @contextmanager
-def _one_line(path: Path) -> Iterator[None]:
+def one_line(path: Path) -> Iterator[None]:
     """What the operating system refuses, as a sentence."""
     try:
         yield

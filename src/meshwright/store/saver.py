@@ -11,6 +11,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -72,11 +74,15 @@ class Saver:
         """
         started = time.perf_counter()
         self._join()
-        flight = _Flight(self.folder, step, values, score, self.keep_last, self.group, self.begun)
+        flight = _Flight(step, self.begun)
+        write = partial(
+            checkpoint.save, self.folder, step=step, values=values, score=score, keep_last=self.keep_last,
+            group=None if self.group is None else self.group.process_group, check=flight.check,
+        )  # fmt: skip
         if self.group is None or last:
-            flight.run(tensors)
+            flight.path = write(tensors=tensors)
         else:
-            flight.start(self._staging.copy(self._to_write(tensors, self.group)))
+            flight.start(partial(write, tensors=self._staging.copy(self._to_write(tensors, self.group))))
         self._flight = flight
         if self.group is None or last:
             self._join()
@@ -90,11 +96,6 @@ class Saver:
             return True
         self._join()
         return False
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._flight is not None and not self._flight.landed
 
     def wait(self) -> None:
         """Until nothing is under way; raises what went wrong."""
@@ -145,30 +146,20 @@ class Saver:
         self.saved(flight.step, flight.path)
 
 
+@dataclass(slots=True)
 class _Flight:
     """One save, here or in a thread."""
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        values: Mapping[str, checkpoint.Json],
-        score: float | None,
-        keep_last: int,
-        group: Group | None,
-        begun: Callable[[], None],
-    ) -> None:
-        self.begun = begun
-        self.folder, self.step, self.values, self.score, self.keep_last = folder, step, values, score, keep_last
-        self.group = None if group is None else group.process_group
-        self.ended = Event()
-        self.path: Path | None = None
-        self.error: BaseException | None = None
-        self._thread: Thread | None = None
+    step: int
+    begun: Callable[[], None]
+    ended: Event = field(default_factory=Event)
+    path: Path | None = None
+    error: BaseException | None = None
+    _thread: Thread | None = None
 
-    def start(self, tensors: Mapping[str, Tensor]) -> None:
+    def start(self, save: Callable[[], Path]) -> None:
         # A daemon: whoever stops waiting for it wants the process to end.
-        self._thread = Thread(target=self._run_and_keep, args=(tensors,), name="checkpoint", daemon=True)
+        self._thread = Thread(target=self._run_and_keep, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -181,25 +172,14 @@ class _Flight:
             self._thread.join(limit_s)
         return self.landed
 
-    def run(self, tensors: Mapping[str, Tensor]) -> None:
-        self.path = checkpoint.save(
-            self.folder,
-            step=self.step,
-            tensors=tensors,
-            values=self.values,
-            score=self.score,
-            keep_last=self.keep_last,
-            group=self.group,
-            check=self._check,
-        )
-
-    def _run_and_keep(self, tensors: Mapping[str, Tensor]) -> None:
+    def _run_and_keep(self, save: Callable[[], Path]) -> None:
         try:
-            self.run(tensors)
+            self.path = save()
         except BaseException as error:
             self.error = error
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Before each tensor that is written."""
         self.begun()
         if self.ended.is_set():
             raise CheckpointError(f"the checkpoint of step {self.step} was interrupted; earlier ones are kept")

@@ -18,7 +18,7 @@ from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
-from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
 from meshwright.training.batches import Feed, PackedText, Share, held_out, split
@@ -89,7 +89,7 @@ class Trainer:
         feed = Feed(PackedText(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
-            self.folder.keep_dry_run(self.foreseen.dry_run)
+            keep(self.folder.dry_run, self.foreseen.dry_run)
         self._tell("started", self._info())
         self.state.engine.train()
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
@@ -302,7 +302,7 @@ class Trainer:
             loss_plot(records, self.folder.loss_plot)
         ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_first and ledger:
-            self.folder.keep_ledger(ledger)
+            keep(self.folder.ledger, ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:

@@ -19,7 +19,7 @@ from meshwright.cli.verbs.doctor import lines
 from meshwright.kernels import experts as expert_kernels
 from meshwright.kernels import fast
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
-from meshwright.observe.doctor.examine import Examination, _gathered, examine
+from meshwright.observe.doctor.examine import Examination, examine
 from meshwright.observe.doctor.findings import Finding, examined, failure, merged, ok, verdict, warning
 from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
@@ -290,12 +290,13 @@ def test_collectives_on_real_processes() -> None:
 
 
 def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
-    def hangs(world: int, function: Any, case: Any, layouts: Any, *given: Any, **named: Any) -> list[Any]:
-        assert len(layouts) == 1, "each schedule is tried in fresh processes"
-        if layouts[0].schedule == "zb-h1":
+    def hangs(world: int, function: Any, cases: Any, *given: Any, **named: Any) -> list[Any]:
+        assert len(cases) == 1, "each schedule is tried in fresh processes"
+        [(case, layout)] = cases
+        if layout.schedule == "zb-h1":
             raise RankError(f"ranks [0, 1] of 2 did not answer within {named['limit_s']:.0f} s")
-        rank = training._outcomes(case, [Layout(compile="off")], "cpu")
-        if layouts[0].schedule == "zb-v":
+        rank = function([(case, Layout(compile="off"))], "cpu")
+        if layout.schedule == "zb-v":
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
@@ -348,7 +349,7 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
         if world.index == bad:
             patch.setattr(owner, name, fails)
         found = examined(check, run)
-    return merged(_gathered(world, [found]), [0, 0])[0]
+    return merged(network.of_all(world, [found]), [0, 0])[0]
 
 
 @pytest.mark.parametrize(

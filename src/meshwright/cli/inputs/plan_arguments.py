@@ -1,4 +1,4 @@
-"""Model, cluster and recipe on the command line, for `plan` and `explore`."""
+"""A plan on the command line: as a file with changes, or as model, cluster and recipe."""
 
 from typing import Annotated
 
@@ -28,4 +28,8 @@ AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cl
 AskedRecipe = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PLAN.yaml|KEY=VALUE", help="A plan file, and changes to it.", show_default=False),
 ]

@@ -2,13 +2,13 @@
 
 import errno
 
+from meshwright.spec.errors import MeshwrightError
+
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 
 
 def explain(error: BaseException) -> tuple[str, int]:
     """(one line, exit code) for whatever ended a verb; what nobody foresaw is 1 and points to --debug."""
-    from meshwright.spec.errors import MeshwrightError
-
     if isinstance(error, MeshwrightError):
         return _one_line(str(error)), error.exit_code
     if isinstance(error, KeyboardInterrupt):

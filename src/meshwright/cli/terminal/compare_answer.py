@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshwright.cli.terminal.screen_text import coloured, width, wrapped
+from meshwright.cli.terminal.screen_text import coloured, marked, width, wrapped
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
 from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.table import missing, notes, peaks, percent
@@ -56,9 +56,7 @@ def _verdict(found: Comparison, run: str) -> Iterator[str]:
     good = len(judged) - len(bad)
     word, colour = ("DIFFERS", "red") if bad else ("AGREES", "green")
     told = f"{good} of {many(len(judged), 'row')} {'agrees' if good == 1 else 'agree'} ({bounds})  {run}"
-    first, *rest = wrapped(told, columns, f"{word}  ")
-    yield first.replace(word, coloured(word, colour), 1)
-    yield from rest
+    yield from marked(wrapped(told, columns, f"{word}  "), word, colour)
     for sentence in filter(None, (found.columns[0].elsewhere, *(explanation(found, bad[0]) if bad else ()))):
         yield from wrapped(sentence, columns, "  ")
     small = sum(row.small for row in judged)

@@ -2,8 +2,7 @@
 
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -13,7 +12,7 @@ from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 from meshwright.training.watchers import Silent
 
 REFRESH_S = 0.2
@@ -22,45 +21,33 @@ SHARE = 0.01
 """Drawing may take this share of the run's time; where a drawing is slow it happens less often."""
 
 
-class Display(Watcher, Protocol):
-    """A watcher that may hold the terminal from `with` to its end, whatever happens between."""
+class Display(Silent):
+    """A watcher that may hold the terminal from `with` to its end, whatever happens between. This one shows nothing:
+    for programs, who read the summary."""
 
     def encoding(self, done_bytes: int, all_bytes: int) -> None:
         """Called again and again while text becomes tokens, before the run starts."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def close(self) -> None:
+        """Give the terminal back."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def choose(console: Console) -> Display:
     """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines."""
     if console.quiet:
-        return QuietDisplay()
+        return Display()
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LiveDisplay(console)
     return PlainDisplay(console.file)
 
 
-class QuietDisplay(Silent):
-    """Shows nothing: for programs, who read the summary."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def encoding(self, done_bytes: int, all_bytes: int) -> None:
-        """While text becomes tokens."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """One line of fixed columns per logged step, for files, pipes and batch systems."""
 
     def __init__(self, log: IO[str]) -> None:
@@ -69,12 +56,8 @@ class PlainDisplay:
         self._tenth = -1
         self._encoded = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write what is left."""
         self._log.flush()
 
     def encoding(self, done_bytes: int, all_bytes: int) -> None:
@@ -132,7 +115,7 @@ class PlainDisplay:
         print(line, file=self._log, flush=True)
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel that stays in place: loss curve, figures, time left. Drawn from the run's own thread, between steps."""
 
     def __init__(self, console: Console) -> None:
@@ -141,12 +124,8 @@ class LiveDisplay:
         self._bar: Progress | None = None
         self._next_s = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave what is drawn, with the cursor below it."""
         for open_one in (self._live, self._bar):
             if open_one is not None:
                 open_one.stop()
@@ -167,7 +146,7 @@ class LiveDisplay:
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained on what, and open the panel."""
-        self.__exit__(None, None, None)
+        self.close()
         for label, sentence in fields.opening(info):
             self._console.print(f"[dim]{label:<6}[/dim] ", end="")
             self._console.print(sentence, markup=False, highlight=False)
@@ -195,7 +174,7 @@ class LiveDisplay:
     def ended(self, summary: Summary) -> None:
         """Leave the last state on the screen, and the closing line below it."""
         self._draw()
-        self.__exit__(None, None, None)
+        self.close()
         self._console.print(fields.closing(summary, self._panel.info.device), markup=False, highlight=False)
 
     def _draw(self) -> None:

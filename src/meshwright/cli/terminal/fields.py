@@ -75,11 +75,6 @@ def _steps(info: RunInfo) -> str:
     return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else many(info.steps, "step")
 
 
-def speed(metrics: StepMetrics) -> str:
-    """Tokens a second."""
-    return f"{count(metrics.tokens_per_second)} tokens/s"
-
-
 def memory(metrics: StepMetrics, device: str) -> str:
     """What tensors take of a GPU, and what the allocator holds for them; on a CPU all that the process takes, with
     Python and torch."""

@@ -138,7 +138,7 @@ class Panel:
             ("loss", f"{metrics.loss:.4f}", "bold"),
             ("smoothed", f"{self._smooth.value:.4f}", CURVE),
             ("grad norm", f"{metrics.grad_norm:.3f}", ""),
-            ("speed", fields.speed(metrics), "bold"),
+            ("speed", f"{count(metrics.tokens_per_second)} tokens/s", "bold"),
             ("lr", f"{metrics.lr:.2e}", ""),
             ("data wait", fields.data_wait(metrics), ""),
             ("tokens", count(metrics.tokens), ""),

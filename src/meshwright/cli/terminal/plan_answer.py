@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.cli.terminal.screen_text import bar, coloured, dot, width, wrapped
+from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
 from meshwright.planner.search.ranking import Found, usable_bytes
 from meshwright.planner.search.recommend import FREE, is_tight, merged
@@ -11,7 +11,7 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import GIB, count, short_gib, step_time
+from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 
 ALTERNATIVES = 4
 """Rows that are shown besides the recommended layout."""
@@ -99,9 +99,8 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     word, colour = ("TIGHT", "yellow") if is_tight(best) else ("FITS", "green")
     if not fits:
         word, colour = "DOES NOT FIT", "red"
-    first, *rest = wrapped(explain.words_of(best.plan) + (f" ({note})" if note else ""), columns, f"  {word}  ")
-    yield first.replace(word, coloured(word, colour), 1)
-    yield from rest
+    words = explain.words_of(best.plan) + (f" ({note})" if note else "")
+    yield from marked(wrapped(words, columns, f"  {word}  "), word, colour)
     rate = best.tokens_per_s_per_device
     speed = f"{rate:,.0f}" if 10 <= rate < 1e5 else count(rate)
     device = "GPU" if best.plan.cluster.device.is_gpu else "device"
@@ -125,11 +124,9 @@ def _of(part: float, whole: float) -> str:
 
 def _number(size: float, whole: float) -> str:
     """In the unit of the whole."""
-    return f"{size / GIB:,.1f}" if whole >= 9.995 * GIB else f"{size / GIB:.2f}" if whole >= GIB / 10 else _mib(size)
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f}"
+    if whole < GIB / 10:
+        return f"{size / MIB:.1f}"
+    return f"{size / GIB:,.1f}" if whole >= 9.995 * GIB else f"{size / GIB:.2f}"
 
 
 def _unit(whole: float) -> str:
@@ -146,9 +143,7 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
         lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} "
         mark = "!" if is_tight(one) else " "
         note = f" (vp={_runs(vps)} as fast)" if vps else ""
-        first, *rest = wrapped(explain.words_of(one.plan) + note, columns, f"{lead}{mark}  {idle}")
-        yield first.replace(f"{lead}!", f"{lead}{coloured('!', 'yellow')}", 1)
-        yield from rest
+        yield from marked(wrapped(explain.words_of(one.plan) + note, columns, f"{lead}{mark}  {idle}"), "!", "yellow")
     if any(is_tight(one) for one, _ in rows):
         room = short_gib(usable_bytes(rows[0][0].plan))
         yield from _marked(f"leaves less than {FREE:.0%} of the {room} free; the planner errs by several percent.")
@@ -156,9 +151,7 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
 
 def _marked(sentence: str) -> Iterator[str]:
     """A caution."""
-    first, *rest = wrapped(sentence, width(), "  ! ")
-    yield first.replace("!", coloured("!", "yellow"), 1)
-    yield from rest
+    yield from marked(wrapped(sentence, width(), "  ! "), "!", "yellow")
 
 
 def _why(of: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:

@@ -21,6 +21,13 @@ def coloured(text: str, colour: str) -> str:
     return text if plain else f"\x1b[1;{COLOURS[colour]}m{text}\x1b[0m"
 
 
+def marked(lines: Iterable[str], word: str, colour: str) -> Iterator[str]:
+    """Lines of which the first has a word in its colour."""
+    first, *rest = lines
+    yield first.replace(word, coloured(word, colour), 1)
+    yield from rest
+
+
 def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str | None = None) -> Iterator[str]:
     """Lines of at most so many columns, broken between words alone: one word that is longer keeps its line to itself.
     `first` leads the first line, `rest` (blanks of its length by default) the others. A sequence: its items are not

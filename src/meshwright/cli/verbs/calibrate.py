@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import duration
+
 if TYPE_CHECKING:
     from meshwright.planner.machine.clusterfile import ClusterFile
 
@@ -31,7 +34,6 @@ def calibrate(
     """Measure this machine in about a minute: products, memory, attention, exchanges, real steps of small plans; write
     a cluster file for `meshwright plan MODEL --cluster FILE.toml`. Measure while nothing else runs."""
     from meshwright.cli.process.launch import processes
-    from meshwright.spec.errors import PlanError
 
     if processes() > 1:
         raise PlanError("calibrate starts its processes itself: run it without torchrun")
@@ -71,7 +73,6 @@ def _learned(cluster: Path, runs: list[Path]) -> "ClusterFile":
     """Says of each run what was predicted for a step before and after."""
     from meshwright.observe.calibrate.feedback import learned
     from meshwright.planner.machine.clusterfile import load
-    from meshwright.spec.units import duration
 
     before = load(cluster)
     found, seen = learned(before, runs)

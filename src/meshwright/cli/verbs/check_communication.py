@@ -1,23 +1,21 @@
 """`meshwright dryrun --check`: whether the communication of a plan can deadlock, over the traces of all its ranks."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshwright.observe.check.rules import Checked
-    from meshwright.spec import Plan
+from meshwright.cli.terminal.output import console, print_json
+from meshwright.observe.check import recording
+from meshwright.observe.check.rules import Checked, check
+from meshwright.observe.dryrun.simulate import device_of
+from meshwright.spec import Plan
+from meshwright.spec.errors import UnsafeCommunication
 
 
-def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, json: bool) -> None:
+def check_communication(plan: Plan, *, device: str, load: float, whole: bool, json: bool) -> None:
     """Record all ranks, check them, print the answer. UnsafeCommunication where a rule is broken."""
-    from meshwright.cli.terminal.output import console, print_json
-    from meshwright.observe.check.recording import record_world
-    from meshwright.observe.check.rules import check
-    from meshwright.observe.dryrun.simulate import device_of
-    from meshwright.spec.errors import UnsafeCommunication
-
     device = device or device_of(plan)
     with console(json=json).status("check") as status:
-        world = record_world(
+        world = recording.record_world(
             plan, device=device, load=load, whole=whole,
             progress=lambda done, of: status.update(f"check: {done} of {of} ranks"),
         )  # fmt: skip
@@ -33,14 +31,6 @@ def check_communication(plan: "Plan", *, device: str, load: float, whole: bool, 
         raise UnsafeCommunication(f"{found.sentence}; first: {first.rule}, {first.text.splitlines()[-1].strip()}")
 
 
-def document(found: "Checked", device: str) -> dict[str, Any]:
+def document(found: Checked, device: str) -> dict[str, Any]:
     """The answer for programs."""
-    return {
-        "source": "check",
-        "device": device,
-        "ranks": found.ranks,
-        "operations": found.operations,
-        "groups": found.groups,
-        "programs": found.programs,
-        "violations": [{"rule": one.rule, "text": one.text} for one in found.violations],
-    }
+    return {"source": "check", "device": device, **asdict(found)}

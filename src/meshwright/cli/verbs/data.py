@@ -1,18 +1,19 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshwright import planfile
+from meshwright.api.plan_reading import shape_from_folder
+from meshwright.cli.terminal.output import console, print_json
+from meshwright.data import Corpus, prepare
+from meshwright.data.show import DataView, StreamFigures, Token, view
+from meshwright.spec import Data
 from meshwright.spec.units import MIB, count
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from meshwright.data import Corpus
-    from meshwright.data.show import DataView, StreamFigures, Token
-    from meshwright.spec import Data
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _NAMES_SHOWN = 3
@@ -20,11 +21,6 @@ _NAMES_SHOWN = 3
 
 def show(plan: Path | None, overrides: list[str], json: bool) -> None:
     """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
-    from meshwright import planfile
-    from meshwright.api.plan_reading import shape_from_folder
-    from meshwright.cli.terminal.output import console, print_json
-    from meshwright.data.show import view
-
     settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)))
     if json:
@@ -35,12 +31,8 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
         out.print(part)
 
 
-def encode(data: "Data", console: "Console") -> "Corpus":
+def encode(data: Data, console: Console) -> Corpus:
     """The corpus, with a progress bar on a terminal while text is encoded."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from meshwright.data import prepare
-
     columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=None, visible=False)
@@ -51,10 +43,7 @@ def encode(data: "Data", console: "Console") -> "Corpus":
         return prepare(data, progress=advance)
 
 
-def _figures(found: "DataView") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
+def _figures(found: DataView) -> Table:
     table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     for heading in ("documents", "text", "tokens", f"windows of {found.sequence}", "share"):
@@ -65,13 +54,11 @@ def _figures(found: "DataView") -> "Table":
     return table
 
 
-def _row(side: "StreamFigures") -> tuple[str, ...]:
+def _row(side: StreamFigures) -> tuple[str, ...]:
     return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
 
 
-def _legend(found: "DataView") -> "Text":
-    from rich.text import Text
-
+def _legend(found: DataView) -> Text:
     tokenizer = f"tokenizer {found.tokenizer}: {found.vocab:,} ids, {found.bytes_per_token:.2f} bytes per token"
     lines = ["", f"{tokenizer}; {_marks(found)}", f"files {found.files:,}; fingerprint {found.fingerprint[:16]}"]
     if found.passed_over:
@@ -84,7 +71,7 @@ def _legend(found: "DataView") -> "Text":
     return Text("\n".join([*lines, ""]))
 
 
-def _marks(found: "DataView") -> str:
+def _marks(found: DataView) -> str:
     if found.bos is None:
         return "nothing marks the borders of documents"
     if found.bos == found.eos:
@@ -92,9 +79,7 @@ def _marks(found: "DataView") -> str:
     return f"documents are {found.bos} ... {found.eos}"
 
 
-def _sequence(found: "DataView") -> "Text":
-    from rich.text import Text
-
+def _sequence(found: DataView) -> Text:
     text = Text()
     for place, token in enumerate(found.tokens):
         if place and token.document != found.tokens[place - 1].document:
@@ -103,7 +88,7 @@ def _sequence(found: "DataView") -> "Text":
     return text
 
 
-def _style(token: "Token", place: int) -> str:
+def _style(token: Token, place: int) -> str:
     """Bright and dim in turn, so that the borders of tokens show."""
     shade = " dim" if place % 2 else ""
     return _COLOURS[token.document % len(_COLOURS)] + shade + (" strike" if token.target is None else "")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.spec.units import duration, many
+
 if TYPE_CHECKING:
     from meshwright.observe.doctor.examine import Examination
 
@@ -52,8 +54,6 @@ def _progress(name: str) -> None:
 
 def lines(found: "Examination") -> list[str]:
     """For people: the verdict, what is wrong with its advice, then every check."""
-    from meshwright.spec.units import duration, many
-
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     bad = [one for one in found.findings if one.state in ("failure", "warning")]

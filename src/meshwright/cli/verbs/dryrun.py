@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.spec.ledger import KINDS
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import gib, many
 
 if TYPE_CHECKING:
     from meshwright.observe.dryrun.dryrun_document import Room
@@ -64,10 +67,7 @@ def dryrun(
 
 def lines(found: "DryRun", room: "Room") -> Iterator[str]:
     """For people."""
-    from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes
-    from meshwright.observe.dryrun.verdict import judged, needed
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import gib, many
+    from meshwright.observe.dryrun.dryrun_document import fits, judged, needed, needed_bytes
 
     plan, worst = found.plan, found.worst
     yield (
@@ -98,8 +98,6 @@ def lines(found: "DryRun", room: "Room") -> Iterator[str]:
 def _table(found: "DryRun") -> Iterator[str]:
     """A column for each rank; beyond eight, and what the terminal has room for, the lightest are left out."""
     from meshwright.cli.terminal.screen_text import width
-    from meshwright.spec.ledger import KINDS
-    from meshwright.spec.units import gib
 
     ranks = sorted(
         sorted(found.ranks, key=lambda seen: -seen.peak_bytes)[: min(8, (width() - 20) // 12)],
@@ -117,11 +115,10 @@ def _largest(seen: "Seen") -> Iterator[str]:
     from collections import Counter
 
     from meshwright.observe.dryrun.rank_run import generic
-    from meshwright.spec.units import gib
 
     yield "Largest tensors then:"
     alike = Counter(
-        (one.size_bytes, one.kind, one.dtype, one.shape, one.line, generic(one.module) or one.operation)
+        (one.bytes, one.kind, one.dtype, one.shape, one.line, generic(one.module) or one.operation)
         for one in seen.largest[:SHOWN]
     )
     for (size, kind, dtype, shape, line, made), count in alike.items():

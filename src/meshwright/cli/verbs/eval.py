@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.spec.errors import PlanError
+
 
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
@@ -16,8 +18,6 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Score a model on held-out text: nats per token, perplexity, bits per byte."""
-    from meshwright.spec.errors import PlanError
-
     if sequences < 0:
         raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
     from meshwright.api.trained_model import load

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.spec.errors import PlanError
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints.")],
@@ -31,7 +33,6 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     """
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
-    from meshwright.spec.errors import PlanError
     from meshwright.store.model_weights import locate, weights
     from meshwright.training.precision import DTYPES
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.spec.errors import PlanError
+
 if TYPE_CHECKING:
     from meshwright.api.trained_model import Generated, TrainedModel
 
@@ -74,8 +76,6 @@ def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Gene
 
 
 def _ids(text: str) -> list[int]:
-    from meshwright.spec.errors import PlanError
-
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
@@ -89,8 +89,6 @@ def _check(
     prompt: str | None, ids: Sequence[int] | None, greedy: bool, temperature: float | None, max_new_tokens: int
 ) -> None:
     """What can be refused before torch is loaded."""
-    from meshwright.spec.errors import PlanError
-
     if (prompt is None) == (ids is None):
         raise PlanError("give a prompt: either --prompt TEXT or --prompt-ids 1,2,3")
     if greedy and temperature:

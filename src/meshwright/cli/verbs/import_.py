@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.spec import Data, Plan, Recipe, num_parameters
+from meshwright.spec.errors import HubError, RunError
+from meshwright.spec.units import count
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.data import Tokenizer
     from meshwright.model.hub import HubFolder
-    from meshwright.spec import Plan
 
 
 def import_(
@@ -21,8 +24,6 @@ def import_(
 ) -> None:
     """Make a run folder from a Hugging Face directory: plan, tokenizer, and a checkpoint of step 0."""
     from meshwright.cli.terminal.output import print_json
-    from meshwright.spec import num_parameters
-    from meshwright.spec.units import count
 
     target = run or Path("runs") / folder.resolve().name
     plan = import_hf(folder, target)
@@ -41,7 +42,6 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     """
     from meshwright.data import Tokenizer
     from meshwright.model.hub import import_folder
-    from meshwright.spec.errors import HubError, RunError
 
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise RunError(f"{run} is not empty: choose another run folder")
@@ -57,7 +57,6 @@ def import_hf(folder: Path, run: Path) -> "Plan":
 
 
 def _plan(found: "HubFolder", run: Path) -> "Plan":
-    from meshwright.spec import Data, Plan, Recipe
     from meshwright.training.precision import DTYPES
 
     precision = next(name for name, dtype in DTYPES.items() if dtype == found.dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,9 @@ from meshwright.cli.inputs.plan_arguments import (
     AskedNodes,
     AskedRecipe,
 )
+from meshwright.spec import Plan
+from meshwright.spec.errors import DoesNotFit, PlanError
 
-if TYPE_CHECKING:
-    from meshwright.spec import Plan
 MOST_SHOWN = 1000
 """Alternatives that --top may ask for."""
 
@@ -58,7 +58,6 @@ def plan(
     from meshwright.cli.terminal.plan_answer import unfit as nearest_in_words
     from meshwright.cli.terminal.screen_text import show
     from meshwright.planner.search.ranking import LISTED
-    from meshwright.spec.errors import DoesNotFit, PlanError
 
     if save is not None:
         _check_place(save, model)
@@ -90,8 +89,6 @@ def plan(
 
 def _check_place(save: Path, model: str) -> None:
     """PlanError where the plan cannot be saved, or somebody's own file would be lost: said before the search."""
-    from meshwright.spec.errors import PlanError
-
     if save == Path(model):
         raise PlanError(f"--save {save} is the plan that was read: name another file")
     if not save.absolute().parent.is_dir():

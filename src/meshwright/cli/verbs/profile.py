@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.cli.process.launch import joined, nodes, processes, rank
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import MIB, count, gib, many
+from meshwright.spec.worlds import world_violation
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from meshwright.observe.profile.measure import Profile
-    from meshwright.spec import Plan
 
 SHOWN, COLUMNS, WIDEST = 8, 5, 56
 """Operations that are listed, ranks beside each other, characters of an operation's name."""
@@ -36,9 +41,6 @@ def profile(
     from meshwright.api import profiling
     from meshwright.api.determinism import set_environment
     from meshwright.api.plan_reading import read_plan
-    from meshwright.cli.process.launch import nodes, processes
-    from meshwright.spec.errors import IllegalLayout
-    from meshwright.spec.worlds import world_violation
 
     # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -69,8 +71,6 @@ def profile(
 
 def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
     """On the first rank the profile, on others None."""
-    from meshwright.cli.process.launch import joined, processes, rank
-
     if processes() == 1:
         from meshwright.observe.profile.local_run import profile as alone
 
@@ -85,9 +85,6 @@ def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
 
 def shown(found: "Profile") -> "Iterator[str | Table]":
     """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
-    from meshwright.spec.schedule import phase_words
-    from meshwright.spec.units import count, gib, many
-
     plan, world = found.plan, found.plan.layout.world
     speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} a device"
     used = found.utilization(causal=True)
@@ -113,8 +110,6 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
 
 def _first_steps(found: "Profile") -> str:
     """The most that each of the first steps held."""
-    from meshwright.spec.units import gib
-
     steps: dict[int, int] = {}
     for moment in found.worst.memory:
         steps[moment.step] = max(steps.get(moment.step, 0), moment.allocated_bytes)
@@ -124,7 +119,6 @@ def _first_steps(found: "Profile") -> str:
 def _ranks(found: "Profile") -> "Table":
     """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place."""
     from meshwright.observe.profile.step_record import PARTS
-    from meshwright.spec.units import gib
 
     some = found.ranks
     if len(some) > COLUMNS:
@@ -143,8 +137,6 @@ def _ranks(found: "Profile") -> "Table":
 
 
 def _traffic(found: "Profile") -> "Table":
-    from meshwright.spec.units import MIB
-
     table = _table("axis", "collective", "calls", "MiB sent")
     for (axis, what), (calls, sent) in sorted(found.worst.traffic.items()):
         table.add_row(axis, what, str(calls), f"{sent / MIB:.2f}")

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.process.invocation import command
+from meshwright.cli.terminal.streaming import printable
+from meshwright.spec import Plan
+from meshwright.spec.units import MIB, duration, many
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.api.trained_model import TrainedModel
     from meshwright.data import Corpus
-    from meshwright.spec import Plan
     from meshwright.training.watch import Summary
 
 PLAN = Path(__file__).with_name("quickstart.yaml")
@@ -118,8 +120,6 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
 def first_words(corpus: "Corpus") -> str:
     """A prompt that belongs to the data: the first definition of the held-out text where that is source code, else its
     first words; of the training text where nothing is held out."""
-    from meshwright.cli.terminal.streaming import printable
-
     stream = corpus.validation if corpus.validation.num_tokens else corpus.train
     marks = {corpus.tokenizer.bos, corpus.tokenizer.eos}
     ids = [token for token in stream.read(0, min(READ_TOKENS, stream.num_tokens)).tolist() if token not in marks]
@@ -141,8 +141,6 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
     from rich.syntax import Syntax
     from rich.text import Text
 
-    from meshwright.cli.terminal.streaming import printable
-
     lines = printable(text).rstrip().splitlines()[:most_lines]
     body = "\n".join(lines)
     colours = Syntax(body, "python", theme="ansi_dark", background_color="default", word_wrap=True)
@@ -157,7 +155,6 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
 def farewell(people: "Console", plan: "Plan", outcome: QuickstartResult, seconds: float) -> None:
     """The result, one line of memory, and three commands to go on with."""
     from meshwright.api.foresight import hindsight
-    from meshwright.spec.units import duration, many
 
     result = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""
     said = f"Trained {many(outcome.summary.step, 'step')} in {duration(seconds)}{': ' if result else ''}{result}."
@@ -184,7 +181,6 @@ def _longer(plan: "Plan", steps: int) -> str:
 
 def _opening(plan: "Plan") -> str:
     from meshwright.data.sources import Source
-    from meshwright.spec.units import MIB
 
     source = Source(plan.data)
     size = sum(path.stat().st_size for path in source.files)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_words import Words
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.cli.process.invocation import command, launched
+from meshwright.cli.process.launch import joined, nodes, processes, rank
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.worlds import world_violation
 
 if TYPE_CHECKING:
     from meshwright.training.watch import Watcher
@@ -48,9 +52,6 @@ def train(
     """
     from meshwright.api import training_run
     from meshwright.api.plan_reading import read_plan
-    from meshwright.cli.process.launch import joined, nodes, processes, rank
-    from meshwright.spec.errors import IllegalLayout, PlanError
-    from meshwright.spec.worlds import world_violation
 
     notes: list[str] = []
     plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
@@ -65,7 +66,6 @@ def train(
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
     from meshwright.api.foresight import hindsight
     from meshwright.cli.process.failure import INTERRUPTED
-    from meshwright.cli.process.invocation import command
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.terminal.output import console, print_json
 
@@ -90,9 +90,6 @@ def train(
 
 def again(words: Sequence[str], run: str) -> str:
     """The same command on as many processes, going on from the newest checkpoint of the run in this folder."""
-    from meshwright.cli.process.invocation import command, launched
-    from meshwright.cli.process.launch import nodes, processes
-
     given = [word for word in words if not word.startswith(("resume=", "run="))]
     words = ["train", *given, f"run={run}", "resume=auto"]
     if processes() == 1:

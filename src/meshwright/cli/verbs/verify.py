@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.units import many
+
 if TYPE_CHECKING:
     from meshwright.observe.verify.feature_matrix import Trial
 
@@ -30,8 +33,6 @@ def verify(
     from meshwright.cli.verbs.verify_random import verify_case, verify_random
     from meshwright.observe.verify.feature_matrix import FEATURES, run, trials
     from meshwright.observe.verify.support_page import support_page
-    from meshwright.spec.errors import OutsideTolerance, PlanError
-    from meshwright.spec.units import many
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - FEATURES.keys()
@@ -82,8 +83,6 @@ def verify(
 def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
     """A layout that has features which no layout of the matrix has together, or not on so few processes."""
     from meshwright.observe.verify.feature_matrix import FEATURES, LARGEST_WORLD, Trial, trial
-    from meshwright.spec.errors import PlanError
-    from meshwright.spec.units import many
 
     names = [name for name in FEATURES if name in wanted]
     found = trial(names)
@@ -103,7 +102,6 @@ def _devices(device: str) -> int:
     import torch
 
     from meshwright.observe.verify.feature_matrix import LARGEST_WORLD
-    from meshwright.spec.errors import PlanError
 
     if device not in ("cpu", "cuda"):
         raise PlanError(f"--device {device} is not known: take cpu or cuda")

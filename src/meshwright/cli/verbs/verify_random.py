@@ -1,25 +1,26 @@
 """`meshwright verify --random` and `--case`: random cases beside one device, and one case again."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshwright.observe.verify.random_run import CaseVerdict
+from meshwright.cli.terminal.output import print_json
+from meshwright.observe.verify import random_run
+from meshwright.observe.verify.case_text import drawn_of, text_of
+from meshwright.observe.verify.random_case import random_case
+from meshwright.observe.verify.random_run import CaseVerdict
+from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.units import many
 
 
 def verify_random(number: int, seed: int, *, processes: int, device: str, json: bool) -> None:
     """Cases 0 .. number - 1 of a seed, a line each; those that differ once more, as small as they could be made."""
-    from meshwright.observe.verify.random_case import random_case
-    from meshwright.observe.verify.random_run import verdicts
-    from meshwright.spec.errors import PlanError
-
     if number < 1:
         raise PlanError(f"--random {number}: at least 1 case")
     if processes < 1:
         raise PlanError(f"--processes {processes}: at least 1 process")
     cases = [random_case(seed, index, processes) for index in range(number)]
     found = []
-    for verdict in verdicts(cases, device):
+    for verdict in random_run.verdicts(cases, device):
         found.append(verdict)
         if not json:
             print(_line(verdict), flush=True)
@@ -28,40 +29,26 @@ def verify_random(number: int, seed: int, *, processes: int, device: str, json: 
 
 def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
     """One case, with exactly the tokens that it names."""
-    from meshwright.observe.verify.case_text import drawn_of
-    from meshwright.observe.verify.random_run import verdict
-    from meshwright.spec.errors import PlanError
-
     drawn = drawn_of(text)
     if drawn.layout.world > processes:
         raise PlanError(f"--case: the layout has {drawn.layout.world} processes, and at most {processes} are allowed")
-    one = verdict(drawn, device)
+    one = random_run.verdict(drawn, device)
     if not json:
         print(_line(one), flush=True)
     _end([one], device=device, json=json, seed=None)
 
 
-def _line(verdict: "CaseVerdict") -> str:
-    from meshwright.observe.verify.case_text import text_of
-
-    world = verdict.drawn.layout.world
-    return f"{verdict.index}  {world} {'rank' if world == 1 else 'ranks'}  {text_of(verdict.drawn)}: " + (
-        verdict.difference or "equal"
-    )
+def _line(verdict: CaseVerdict) -> str:
+    ranks = many(verdict.drawn.layout.world, "rank")
+    return f"{verdict.index}  {ranks}  {text_of(verdict.drawn)}: {verdict.difference or 'equal'}"
 
 
-def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int | None) -> None:
+def _end(found: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
     """Shrink what differs, print the document or the commands; OutsideTolerance where anything differs."""
-    from meshwright.cli.terminal.output import print_json
-    from meshwright.observe.verify.case_text import text_of
-    from meshwright.observe.verify.random_run import smallest
-    from meshwright.spec.errors import OutsideTolerance
-    from meshwright.spec.units import many
-
     failed = [one for one in found if one.difference]
     commands: dict[int, str] = {}
     for one in failed:
-        small = smallest(one, device) if seed is not None else one
+        small = random_run.smallest(one, device) if seed is not None else one
         commands[one.index] = f"meshwright verify --case '{text_of(small.drawn)}'"
         if not json and seed is not None:
             print(f"case {one.index}, made small: {small.difference}\n    {commands[one.index]}", flush=True)
@@ -87,9 +74,7 @@ def _end(found: "Sequence[CaseVerdict]", *, device: str, json: bool, seed: int |
         print(f"{many(len(found), 'case')} equal one device{again}")
 
 
-def _as_json(one: "CaseVerdict", commands: dict[int, str]) -> dict[str, Any]:
-    from meshwright.observe.verify.case_text import text_of
-
+def _as_json(one: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
     return {
         "index": one.index,
         "case": text_of(one.drawn),

@@ -178,10 +178,15 @@ def _link_bytes_per_s(found: Mapping[int, Measured]) -> float:
 def _title(kind: str) -> str:
     if kind == "cuda":
         return torch.cuda.get_device_name(0)
+    return f"{processor()}, {threads_of(1)}{CORES}"
+
+
+def processor() -> str:
+    """Its name."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.processor() or platform.machine()}, {threads_of(1)}{CORES}"
+    return model or platform.processor() or platform.machine()
 
 
 def _memory_bytes(kind: str) -> int:

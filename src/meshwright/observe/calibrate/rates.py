@@ -69,18 +69,19 @@ def seconds_of(cases: dict[Any, Case], effort: Effort, device: torch.device) -> 
 
 
 def _window(run: Case, window_s: float, device: torch.device) -> float:
-    _settle(device)
+    settle(device)
     count, start, now = 0, time.perf_counter(), 0.0
     while not count or now < window_s:
         for _ in range(1 if device.type == "cpu" else 10):
             run()
             count += 1
-        _settle(device)
+        settle(device)
         now = time.perf_counter() - start
     return now / count
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
@@ -80,8 +81,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         start = time.perf_counter()
         result = train_step(engine, optimizer, passes, rate=1e-4, clip=1.0, balance_loss=recipe.balance_loss)
         result.loss.item()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(device)
         taken.append(time.perf_counter() - start)
         if _enough(taken[1:], timing, device):
             return statistics.median(taken[1:])

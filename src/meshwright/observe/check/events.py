@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
-"""All ranks of a group take part."""
 MESSAGES = ("send", "receive")
 """Two ranks of a group take part."""
 

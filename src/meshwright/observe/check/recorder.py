@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,7 +36,8 @@ from meshwright.observe.check.events import (
     Trace,
     WaitEvent,
 )
-from meshwright.observe.spans import Span, replaced, told
+from meshwright.observe.dryrun.op_cache import Call, plain_call
+from meshwright.observe.spans import Inner, Span, replaced, told
 from meshwright.parallel import Mesh
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec.errors import PlanError
@@ -44,7 +45,6 @@ from meshwright.spec.errors import PlanError
 PACKAGE = "meshwright."
 PASSED_OVER = ("meshwright.observe", "meshwright.compat", "meshwright.parallel.group")
 DEEPEST = 60
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class TraceRecorder(compat.BareMode):
@@ -52,7 +52,7 @@ class TraceRecorder(compat.BareMode):
 
     def __init__(self, call: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.call = call or _call
+        self.call = call or plain_call
         self.operations: list[CommunicationOperation] = []
         self.events: list[Event] = []
         self.part, self.action = "", ""
@@ -101,29 +101,23 @@ class TraceRecorder(compat.BareMode):
             stage = f" of stage {span.stage}, micro-batch {span.micro_batch}" if span.stage >= 0 else ""
             self.action = span.name + stage
 
-    def _begins(self, inner: Any) -> Any:
-        @wraps(inner)
-        def begin(traffic: Traffic, axis: str, collective: str) -> None:
-            self._axis = axis
-            inner(traffic, axis, collective)
+    def _begins(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
+        self._axis = axis
+        inner(traffic, axis, collective)
 
-        return begin
-
-    def _method(self, read: Callable[..., GroupCall], inner: Any) -> Any:
-        @wraps(inner)
-        def method(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
-            call = read(*given, **named)
-            if call.kind == "unknown":
-                raise PlanError(f"the trace checker does not know the collective {inner.__name__}")
-            self._heard += 1
-            number = self._start(group, call)
-            work = inner(group, *given, **named)
-            if work is None:  # what it computes next already comes after
-                self.ended(number)
-                return None
-            return _Started(self, number, work)
-
-        return method
+    def _method(
+        self, read: Callable[..., GroupCall], inner: Inner, group: dist.ProcessGroup, *given: Any, **named: Any
+    ) -> Any:
+        call = read(*given, **named)
+        if call.kind == "unknown":
+            raise PlanError(f"the trace checker does not know the collective {inner.__name__}")
+        self._heard += 1
+        number = self._start(group, call)
+        work = inner(group, *given, **named)
+        if work is None:  # what it computes next already comes after
+            self.ended(number)
+            return None
+        return _Started(self, number, work)
 
     def _start(self, group: dist.ProcessGroup, call: GroupCall) -> int:
         if not self._groups:
@@ -145,18 +139,14 @@ class TraceRecorder(compat.BareMode):
             self._batch.append(number)
         return number
 
-    def _batched(self, inner: Any) -> Any:
-        @wraps(inner)
-        def batch(*given: Any, **named: Any) -> Any:
-            self._batch = []
-            try:
-                return inner(*given, **named)
-            finally:
-                numbers, self._batch, self._axis = tuple(self._batch), None, ""
-                if numbers:
-                    self.events.append(Start(numbers))
-
-        return batch
+    def _batched(self, inner: Inner, *given: Any, **named: Any) -> Any:
+        self._batch = []
+        try:
+            return inner(*given, **named)
+        finally:
+            numbers, self._batch, self._axis = tuple(self._batch), None, ""
+            if numbers:
+                self.events.append(Start(numbers))
 
     def ended(self, number: int) -> None:
         """Kernels from here on run after an operation."""
@@ -179,14 +169,10 @@ class TraceRecorder(compat.BareMode):
         for number in dict.fromkeys(one[0] for one in self._open.pop(key, ())):
             self.events.append(Touch(number, "freed", self._where()))
 
-    def _resizing(self, inner: Any) -> Any:
-        @wraps(inner)
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            if self._open and size < storage.nbytes():
-                self._freed(compat.storage_key(storage))
-            return inner(storage, size)
-
-        return resize_
+    def _resizing(self, inner: Inner, storage: torch.UntypedStorage, size: int) -> Any:
+        if self._open and size < storage.nbytes():
+            self._freed(compat.storage_key(storage))
+        return inner(storage, size)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         launch = self._launches.get(operation)
@@ -313,7 +299,3 @@ def _line() -> str:
             return f"{name.replace('.', '/')}.py:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return ""
-
-
-def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*args, **kwargs)

@@ -22,8 +22,8 @@ from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import TraceRecorder
-from meshwright.observe.dryrun.op_cache import OpCache
-from meshwright.observe.program import TrainingProgram
+from meshwright.observe.dryrun.op_cache import cached_calls
+from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
@@ -130,8 +130,7 @@ def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, ful
     traces: dict[str, Trace] = {}
     found: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
     with compat.fake_tensors() as fake, acting_as(device):
-        maker = compat.fake_maker(fake)
-        call = OpCache(maker).call if maker is not None else None
+        call = cached_calls(fake)
         for rank in ranks:
             with compat.fake_world(rank, plan.layout.world):
                 one = _record(plan, rank, load, TraceRecorder(call), full)
@@ -155,19 +154,14 @@ def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: b
     program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), told=part, routing=load, documents=documents
     )  # fmt: skip
-    try:
-        with recorder.listening():
-            program.build()
-            counts = _counts(plan) if full else [fewest(plan)]
-            for number, count in enumerate(counts, start=1):
-                program.step(number, count)
-            if full:
-                program.rest()
-                program.step(len(counts) + 1, fewest(plan))
-    except compat.data_dependent() as error:
-        raise PlanError(
-            f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
-        ) from None
+    with without_values(), recorder.listening():
+        program.build()
+        counts = _counts(plan) if full else [fewest(plan)]
+        for number, count in enumerate(counts, start=1):
+            program.step(number, count)
+        if full:
+            program.rest()
+            program.step(len(counts) + 1, fewest(plan))
     return RankTrace(rank, recorder.trace(), recorder.communicators(mesh))
 
 

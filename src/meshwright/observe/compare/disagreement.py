@@ -1,6 +1,6 @@
 """Why a row disagrees: which modules and operations made what is more, or less, than another column says."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.sources_of_columns import Column
@@ -57,9 +57,7 @@ def _sources(found: Comparison, row: ComparedRow, difference: float) -> Iterator
 def _memory(found: Comparison, row: ComparedRow, seen: RankRecord, difference: float) -> Iterator[str]:
     kinds = [one for one in found.rows if one.section == "memory" and one.rank == row.rank and one.what != "peak"]
     if row.what == "peak":
-        apart = [(one.what, *_gap(one)) for one in kinds if _gap(one)[0]]
-        for what, gap, against in sorted(apart, key=lambda item: -abs(item[1]))[:NAMED]:
-            yield f"Of it {what}: {shown(abs(gap), 'bytes')} {'more' if gap > 0 else 'less'} than {against}."
+        yield from _of_it(kinds)
     measured = found.columns[2].rank(row.rank or 0)
     also = f", the measured one at {phase_words(measured.when)}" if measured and measured.when else ""
     yield f"The dry run's peak is at {phase_words(seen.when)}{also}."
@@ -91,6 +89,13 @@ def _apart(dry: RankRecord, measured: RankRecord) -> Iterator[str]:
         yield f"Dry run and measurement differ in {'; '.join(told)}."
 
 
+def _of_it(rows: Iterable[ComparedRow]) -> Iterator[str]:
+    """The parts of a figure that differ most."""
+    apart = [(row, *_gap(row)) for row in rows if _gap(row)[0]]
+    for row, gap, against in sorted(apart, key=lambda item: -abs(item[1]))[:NAMED]:
+        yield f"Of it {row.what}: {shown(abs(gap), row.unit)} {'more' if gap > 0 else 'less'} than {against}."
+
+
 def _gap(row: ComparedRow) -> tuple[float, str]:
     """How much more the reference holds of a kind than the first column that knows."""
     at = row.reference
@@ -120,9 +125,7 @@ def _none_sent(column: Column, row: ComparedRow) -> bool:
 
 
 def _parts(found: Comparison) -> Iterator[str]:
-    parts = [row for row in found.rows if row.section == "time" and row.what != "step" and _gap(row)[0]]
-    for row in sorted(parts, key=lambda row: -abs(_gap(row)[0]))[:NAMED]:
-        gap, against = _gap(row)
-        yield f"Of it {row.what}: {shown(abs(gap), 'seconds')} {'more' if gap > 0 else 'less'} than {against}."
-    if not parts:
+    told = list(_of_it(row for row in found.rows if row.section == "time" and row.what != "step"))
+    yield from told
+    if not told:
         yield f"No parts to tell by: {found.columns[2].timeless or found.columns[0].timeless}."

@@ -61,21 +61,18 @@ def examine(
     world = world or Group("world")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    names = network.gathered_names(world, socket.gethostname())
+    names = network.of_all(world, socket.gethostname())
     nodes = network.node_numbers(names)
-    own: list[Finding] = []
     every: Checks = [
         *_machine(folder, gpu),
         *_kernels(device),
         ("checkpoint", partial(training.round_trip, device, folder, world)),
     ]
-    for name, check in every:
-        (say if world.index == 0 else _silent)(name)
-        own.append(examined(name, check))
-    found = merged(_gathered(world, own), nodes)
+    own = _all(every, say if world.index == 0 else _silent)
+    found = merged(network.of_all(world, own), nodes)
     found += _world(world, device, nodes, own, say) if world.size > 1 else _local(device, quick, say)
     return Examination(
-        findings=tuple(found), ranks=world.size, node_names=tuple(dict.fromkeys(names.values())),
+        findings=tuple(found), ranks=world.size, node_names=tuple(dict.fromkeys(names)),
         seconds=time.perf_counter() - began,
     )  # fmt: skip
 
@@ -121,6 +118,10 @@ def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
             ("axes", partial(training.axes, kind, most)),
             ("step", partial(training.step_speed, device)),
         ]
+    return _all(checks, say)
+
+
+def _all(checks: Checks, say: Say) -> list[Finding]:
     found = []
     for name, check in checks:
         say(name)
@@ -149,22 +150,13 @@ def _world(world: Group, device: torch.device, nodes: Sequence[int], own: Sequen
     """What ranks of a launch are to each other."""
     tell = say if world.index == 0 else _silent
     tell("collectives")
-    right = merged(_gathered(world, [examined("collectives", lambda: network.collectives(world, device))]), nodes)
+    right = merged(network.of_all(world, [examined("collectives", lambda: network.collectives(world, device))]), nodes)
     tell("links")
     between = examined("links", lambda: network.judged_links(network.measured_links(world, device), nodes))
     rate = next((float(one.figures.get("flop_per_s", 0.0)) for one in own if one.check == "products"), 0.0)
-    rates = network.gathered_rates(world, rate, device)
+    rates = network.of_all(world, rate)
     return [*right, between, examined("equal ranks", lambda: network.judged_ranks(rates, nodes))]
 
 
 def _silent(text: str) -> None:
     pass
-
-
-def _gathered(world: Group, own: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings of every rank, on every rank."""
-    if world.size == 1:
-        return [list(own)]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, list(own), group=world.process_group)
-    return found

@@ -15,6 +15,7 @@ from meshwright.kernels import Kernels, fast
 from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
+from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.training.device import known_device
 
@@ -153,17 +154,12 @@ def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     taken = []
     for _ in range(rounds + 1):
-        _wait(device)
+        settle(device)
         began = time.perf_counter()
         torch.mm(a, b)
-        _wait(device)
+        settle(device)
         taken.append(time.perf_counter() - began)
     return 2.0 * size**3 / statistics.median(taken[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _normal(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:

@@ -6,14 +6,15 @@ that many places on, so that each rank has two links a round, and n ranks need l
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
+from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, named_ranks, ok, skipped, warning
+from meshwright.parallel.agree import gathered
 from meshwright.parallel.group import Group
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def everywhere(world: Group, do: Callable[[], T]) -> T:
     except Exception as error:
         text = error.strerror if isinstance(error, OSError) else None  # without the name of a folder
         said = text or f"{type(error).__name__}: {error}"
-    failed = {rank: why for rank, why in gathered_names(world, said).items() if why}
+    failed = {rank: why for rank, why in enumerate(of_all(world, said)) if why}
     if failed:
         first = next(iter(failed))
         raise RankFailure(f"{named_ranks(list(failed), [0] * world.size)}: {failed[first]}")
@@ -114,8 +115,7 @@ def _exchange_s(
     began = time.perf_counter()
     for work in world.exchange([(message, target)], [(arriving, source)]):
         work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
     return time.perf_counter() - began
 
 
@@ -177,29 +177,12 @@ def judged_ranks(flop_per_s: Sequence[float], nodes: Sequence[int]) -> Finding:
     return ok("equal ranks", f"slowest {min(flop_per_s) / median:.0%} of the median of {len(flop_per_s)} ranks")
 
 
-def gathered_rates(world: Group, rate: float, device: torch.device) -> list[float]:
-    """What each rank measured, on every rank."""
-    return [float(x) for x in world.all_gather(torch.tensor([rate], dtype=torch.float64, device=device)).tolist()]
-
-
-def node_numbers(names: Mapping[int, str]) -> list[int]:
+def node_numbers(names: Sequence[str]) -> list[int]:
     """Rank -> number of its node, in the order of the first rank of each."""
-    order = list(dict.fromkeys(names[rank] for rank in sorted(names)))
-    return [order.index(names[rank]) for rank in sorted(names)]
+    order = list(dict.fromkeys(names))
+    return [order.index(name) for name in names]
 
 
-def agreed(world: Group, word: str) -> str:
-    """What the first rank says, on every rank."""
-    told = [word]
-    if world.size > 1:
-        dist.broadcast_object_list(told, src=world.ranks[0], group=world.process_group)
-    return told[0]
-
-
-def gathered_names(world: Group, name: str) -> dict[int, str]:
-    """Rank -> the name of its machine."""
-    if world.size == 1:
-        return {0: name}
-    found: list[str] = [""] * world.size
-    dist.all_gather_object(found, name, group=world.process_group)
-    return dict(enumerate(found))
+def of_all(world: Group, mine: T) -> list[T]:
+    """What each rank says, on every rank."""
+    return gathered(mine, world.process_group) if world.size > 1 else [mine]

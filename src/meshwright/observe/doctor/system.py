@@ -1,7 +1,6 @@
 """The machine a rank runs on: versions, cores, memory, shared memory, open files, disk, other programs."""
 
 import os
-import platform
 import resource
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.observe.calibrate.campaign import processor
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.units import GIB, MIB, gib, many
 from meshwright.training.available_memory import machine_memory
@@ -46,7 +46,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
     """Cores that this process may use, and whether a quota gives it less time than they have."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.read_text().split() if cgroup.is_file() else ["max"]
-    said = f"{count} cores ({_processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
+    said = f"{count} cores ({processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
     if quota[0].isdigit():
         given = int(quota[0]) / int(quota[1])
         if given < 0.9 * count:
@@ -127,10 +127,3 @@ def other_programs(load: float | None = None, cores: int | None = None) -> Findi
     if load > BUSY * cores:
         return warning("other programs", said, "end other programs, or expect lower speeds than an idle machine has")
     return ok("other programs", said, load=load)
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return model or platform.processor() or platform.machine()

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from meshwright.observe.calibrate.timed_steps import Timing, step_s
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.observe.doctor.network import RankFailure, agreed, everywhere, gathered_names
+from meshwright.observe.doctor.network import RankFailure, everywhere, of_all
 from meshwright.observe.ranks import RankError, on_ranks
-from meshwright.observe.verify.feature_matrix import DENSE, Trial, trial
-from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
+from meshwright.observe.verify.feature_matrix import DENSE, Trial, outcomes_of, received, trial
+from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -63,13 +64,13 @@ def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, 
     for some in [[found] for found in chosen] if cold else [chosen]:
         try:
             limit_s = COLD_S * (1 if cold else len(some))
-            ranks = run(2, _outcomes, case, [found.layout for found in some], kind, limit_s=limit_s, device=kind)
+            ranks = run(2, outcomes_of, [(case, found.layout) for found in some], kind, limit_s=limit_s, device=kind)
         except RankError as error:
             hangs = "did not answer" in str(error)
             wrong |= {one.title: f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last(error) for one in some}
             continue
         for place, one in enumerate(some):
-            difference = first_difference(alone, [_with_tensors(rank[place]) for rank in ranks], BANDS["fp32"])
+            difference = first_difference(alone, [received(rank[place]) for rank in ranks], BANDS["fp32"])
             if difference:
                 wrong[one.title] = difference
     if wrong:
@@ -82,17 +83,6 @@ def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, 
             wrong=wrong,
         )
     return ok(check, f"{', '.join(one.title for one in chosen)} equal one device", tried=len(chosen))
-
-
-def _outcomes(case: Case, layouts: Sequence[Layout], kind: str) -> list[RankOutcome]:
-    """On a rank. Arrays instead of tensors, which travel between processes as open files."""
-    made: dict[Any, Any] = {}
-    found = [outcome(case, layout, device=kind, made=made) for layout in layouts]
-    return [replace(one, tensors={n: (box, x.numpy()) for n, (box, x) in one.tensors.items()}) for one in found]
-
-
-def _with_tensors(one: RankOutcome) -> RankOutcome:
-    return replace(one, tensors={n: (box, torch.from_numpy(x)) for n, (box, x) in one.tensors.items()})
 
 
 def _last(error: BaseException) -> str:
@@ -127,7 +117,7 @@ def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
 
     saving, before, values, expected = everywhere(world, begin)
     made = everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
-    place = Path(agreed(world, made))
+    place = Path(of_all(world, made)[0])
 
     def save() -> Path:
         return checkpoint.save(
@@ -140,8 +130,8 @@ def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
         return loaded
 
     try:
-        seen = gathered_names(world, everywhere(world, lambda: str(place.is_dir())))
-        if blind := [one for one, sees in seen.items() if sees != "True"]:
+        seen = of_all(world, everywhere(world, place.is_dir))
+        if blind := [one for one, sees in enumerate(seen) if not sees]:
             where = "keep runs in a folder that all nodes share"
             return failure("checkpoint", f"rank {blind[0]} does not see the folder that rank 0 made", where)
         saved = everywhere(world, save)
@@ -166,8 +156,6 @@ def _drawn(device: torch.device) -> torch.Tensor:
 
 def step_speed(device: torch.device, seconds_of_step: float = 0.0) -> Finding:
     """A real step of a small model, with its share of the device's peak where that is known."""
-    from meshwright.observe.calibrate.timed_steps import Timing, step_s
-
     gpu = device.type == "cuda"
     shape, sequence, batch = (SMALL, 2048, 8) if gpu else (SMALLER, 256, 4)
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16" if gpu else "fp32")

@@ -1,7 +1,7 @@
-"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and what fits."""
+"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and whether it fits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.ranking import usable_bytes
 from meshwright.spec.places import pipeline_ranks, place_of
 from meshwright.spec.plan import Plan, as_document
+from meshwright.spec.schedule import phase_words
+from meshwright.spec.units import gib
 from meshwright.training.available_memory import PROCESS_BYTES, machine_memory
 from meshwright.training.fits import capacity_bytes, shared_bytes
 
@@ -31,11 +33,6 @@ class Room:
     """Of which that is left; 0 = the same."""
     machines: int = 0
     """Over which the ranks are spread that share it; 0 = each rank has its own."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks are in it."""
-        return self.machines > 0
 
 
 def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] | None = None) -> dict[str, Any]:
@@ -64,22 +61,22 @@ def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] 
         "needed_bytes": needed_bytes(found, room, of_places),
         "staging_bytes": worst.staging_bytes,
         "reserve_bytes": reserve_bytes(found.device),
-        "fits": fits(found, room, of_places) if room.usable_bytes else None,
+        "fits": fits(found, room, of_places),
         "ranks": [_rank(found, one) for one in found.ranks],
         "notes": list(found.notes),
     }
 
 
-def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool:
-    """Whether the plan does, with what comes to its tensors."""
-    return needed_bytes(found, room, of_places) <= room.usable_bytes
+def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool | None:
+    """Whether the plan does, with what comes to its tensors; None where it is not known what there is."""
+    return needed_bytes(found, room, of_places) <= room.usable_bytes if room.usable_bytes else None
 
 
 def needed_bytes(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> int:
     """Of the fullest rank, or of all that share the room. A pipeline place of which no rank was run is taken for as
     full as the fullest, or in proportion to it as `of_places` (what the planner says of each) has it."""
     worst = found.worst
-    if not room.shared:
+    if not room.machines:
         return worst.peak_bytes + reserve_bytes(found.device)
     layout = found.plan.layout
     seen = {place_of(layout, one.rank)["pp"]: one.peak_bytes for one in found.ranks}
@@ -95,6 +92,35 @@ def reserve_bytes(device: str) -> int:
     """What a program takes of a GPU through torch's allocator beside its tensors (workspaces of matrix products), as
     the planner counts it; a CPU's libraries have their own."""
     return int(MESHWRIGHT.reserve_bytes) if device == "cuda" else 0
+
+
+def unfit(found: DryRun, room: Room, needed_bytes: int) -> str:
+    """One line: how much is missing, of what."""
+    worst = found.worst
+    kind = max(worst.kinds, key=worst.kinds.__getitem__)
+    return (
+        f"the dry run of rank {worst.rank} needs {needed(found)} ({phase_words(worst.when)}; most of it "
+        f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
+        "fit"
+    )
+
+
+def judged(found: DryRun, room: Room, needed_bytes: int) -> str:
+    """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
+    if not room.usable_bytes:
+        return ""
+    ranks = found.plan.layout.world // room.machines if room.machines else 1
+    together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
+    whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
+    return (
+        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.machines else 'are usable'}"
+    )
+
+
+def needed(found: DryRun) -> str:
+    """The peak of its tensors, and what comes to it."""
+    reserve = reserve_bytes(found.device)
+    return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
 
 
 def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
@@ -149,11 +175,7 @@ def _part(part: ProgramPart) -> dict[str, Any]:
 
 def largest(one: Seen) -> list[dict[str, Any]]:
     """Rows of the largest tensors."""
-    return [
-        {"bytes": large.size_bytes, "kind": large.kind, "shape": list(large.shape), "dtype": large.dtype,
-         "line": large.line, "operation": large.operation, "module": large.module, "phase": large.phase}
-        for large in one.largest
-    ]  # fmt: skip
+    return [{**asdict(large), "shape": list(large.shape)} for large in one.largest]
 
 
 def kinds(held: dict[str, int]) -> list[dict[str, Any]]:

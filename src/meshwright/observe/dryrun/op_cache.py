@@ -23,6 +23,10 @@ CHANGING = frozenset(("set_", "resize_", "resize_as_", "_resize_output_", "lift"
 """Operations that do more than their sizes tell."""
 
 
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(operation, its arguments, those by name) -> what it gives."""
+
+
 class NotSo(Exception):
     """What came out before cannot be made again of these arguments."""
 
@@ -208,6 +212,17 @@ class OpCache:
             raise NotSo
         found = CachedView(shared[0], needed, int(out.storage_offset()), like) if shared else like
         return found if compat.alike(found.make(self.maker, tensors), out) else None
+
+
+def plain_call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """operation(*args, **kwargs)."""
+    return operation(*args, **kwargs)
+
+
+def cached_calls(mode: Any) -> Call | None:
+    """What stands for calling an operation under a mode of fake tensors; None where this torch has another way."""
+    maker = compat.fake_maker(mode)
+    return OpCache(maker).call if maker is not None else None
 
 
 def _is_plain(operation: Any) -> bool:

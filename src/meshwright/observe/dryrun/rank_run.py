@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.nn import Module
@@ -14,28 +13,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.observe.program import TrainingProgram
-from meshwright.observe.spans import Span, replaced, told
+from meshwright.observe.shared_document import LargeTensor
+from meshwright.observe.spans import Inner, Span, replaced, told
 from meshwright.parallel.data import local
 from meshwright.parallel.traffic import Counts
 from meshwright.spec.ledger import KINDS
 
 LISTED = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AliveTensor:
-    """One of the largest tensors alive at the peak."""
-
-    size_bytes: int
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    line: str
-    """What made it: `meshwright/model/mlp.py:40 forward`."""
-    operation: str
-    module: str
-    phase: str
-    """When it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +43,7 @@ class Seen:
     """Bytes at the peak."""
     where: dict[str, int]
     """Bytes of activations at the peak by module and operation."""
-    largest: tuple[AliveTensor, ...]
+    largest: tuple[LargeTensor, ...]
     sent: tuple[Counts, ...]
     """Of each step."""
     parts: tuple[ProgramPart, ...]
@@ -82,19 +66,15 @@ class Watched:
         """Build, steps of so many micro-batches, evaluation, state."""
         program, watch = self.program, self.watch
         program.told = self._part
-        resized = watch.resized
 
-        def noticed(inner: Any) -> object:
-            def resize_(storage: torch.UntypedStorage, size: int) -> object:
-                found = inner(storage, size)
-                resized(storage)
-                return found
-
-            return resize_
+        def resize_(inner: Inner, storage: torch.UntypedStorage, size: int) -> object:
+            found = inner(storage, size)
+            watch.resized(storage)
+            return found
 
         with ExitStack() as stack:
             stack.enter_context(watch)
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", noticed))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
             stack.enter_context(told(self._pass))
             program.build()
             label_states(watch, program.state)
@@ -160,6 +140,11 @@ class Watched:
                 found[at] = {kind: held for kind, held in kinds.items() if held}
             if at == peak_at:
                 at_peak = {one: held for one, held in alive.items() if held}
+
+        def peaks(starts: Sequence[tuple[str, int]], highest: Sequence[int]) -> tuple[ProgramPart, ...]:
+            told = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
+            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at]) for name, at in told)
+
         largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
         names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
         return Seen(
@@ -171,16 +156,8 @@ class Watched:
             staging_bytes=self.program.staging_bytes,
             largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
-            parts=tuple(
-                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
-                for (name, _), at in zip(self.parts, of_parts, strict=True)
-                if at >= 0
-            ),
-            passes=tuple(
-                ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at])
-                for (name, _), at in zip(phases, of_phases, strict=True)
-                if at >= 0
-            ),
+            parts=peaks(self.parts, of_parts),
+            passes=peaks(phases, of_phases),
         )
 
     def _where(self, alive: dict[int, int]) -> dict[str, int]:
@@ -192,9 +169,9 @@ class Watched:
                 found[key] = found.get(key, 0) + size
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _large(self, record: StorageRecord, size: int) -> AliveTensor:
-        return AliveTensor(
-            size_bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
+    def _large(self, record: StorageRecord, size: int) -> LargeTensor:
+        return LargeTensor(
+            bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
             operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
         )  # fmt: skip
 

@@ -13,12 +13,12 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.target import acting_as
-from meshwright.observe.dryrun.op_cache import OpCache
+from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Seen, Watched
 from meshwright.observe.dryrun.staged_copy import assigned_of
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.dryrun.workspaces import workspace_bytes
-from meshwright.observe.program import TrainingProgram, at_whole, shortened
+from meshwright.observe.program import TrainingProgram, at_whole, shortened, without_values
 from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
@@ -132,15 +132,9 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) 
             documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
             assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
-        try:
-            maker = compat.fake_maker(fake)
-            call = OpCache(maker).call if maker is not None else None
-            within = workspace_bytes if device == "cuda" else None
-            return Watched(program, FakeWatch(ROUNDING_BYTES[device], call, within)).run(counts)
-        except compat.data_dependent() as error:
-            raise PlanError(
-                f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
-            ) from None
+        within = workspace_bytes if device == "cuda" else None
+        with without_values():
+            return Watched(program, FakeWatch(ROUNDING_BYTES[device], cached_calls(fake), within)).run(counts)
 
 
 def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:

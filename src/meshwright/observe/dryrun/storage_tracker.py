@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import compat
+from meshwright.observe.dryrun.op_cache import Call, plain_call
 from meshwright.spec.purpose import Purpose, purpose
 from meshwright.store.tensor_piece import Piece
 
@@ -40,7 +41,6 @@ class StorageRecord:
 
     number: int
     size_bytes: int
-    born: int
     phase: int
     """Index in Watch.phases of where it was born."""
     operation: str
@@ -68,8 +68,6 @@ class ProgramPhase:
     """First event."""
 
 
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(operation, its arguments, those by name) -> what it gives."""
 Within = Callable[[Any, tuple[Any, ...]], int]
 """(operation, its arguments) -> bytes."""
 
@@ -81,7 +79,7 @@ class StorageWatch(compat.DispatchMode):
     def __init__(self, round_bytes: int = 1, call: Call | None = None, within: Within | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.round_bytes = round_bytes
-        self.call = call or _call
+        self.call = call or plain_call
         self.within = within
         self.records: list[StorageRecord] = []
         self.phases: list[ProgramPhase] = [ProgramPhase("start", 0)]
@@ -162,7 +160,6 @@ class StorageWatch(compat.DispatchMode):
         record = StorageRecord(
             number=len(self.records),
             size_bytes=size,
-            born=len(self._event_record),
             phase=len(self.phases) - 1,
             operation=compat.operation_name(operation),
             line=line,
@@ -209,10 +206,6 @@ class FakeWatch(compat.BareMode, StorageWatch):
     """The same for a dry run, of which nothing is compiled."""
 
     __torch_dispatch__ = StorageWatch.look
-
-
-def _call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*args, **kwargs)
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:

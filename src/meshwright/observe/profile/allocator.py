@@ -9,7 +9,7 @@ resident, libraries and all) or the allocator (GPU) holds.
 from dataclasses import dataclass
 from time import time_ns
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,29 +52,6 @@ class AllocatorAccount:
     """The most of a GPU's, as in a Stretch; without statistics of them by its history: the second as of the end."""
     events: int = 0
     """Of the allocator, from which the curve was made; 0 = of a GPU only a point for each part is known."""
-
-
-class AllocatorReader(Protocol):
-    """Entered before anything is built."""
-
-    def __enter__(self) -> "AllocatorReader": ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, name: str) -> None:
-        """A part of the program begins, and the one before it has ended."""
-        ...
-
-    def testimony(self) -> AllocatorAccount:
-        """After it was left."""
-        ...
-
-
-def testifier_of(device: torch.device) -> AllocatorReader:
-    """The one that a kind of device has."""
-    return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
 
 
 class HostWitness:
@@ -182,6 +159,11 @@ class DeviceWitness:
             inactive_split_bytes=max(split, default=told.inactive_split_bytes if told else None),
             events=len(events),
         )
+
+
+def testifier_of(device: torch.device) -> HostWitness | DeviceWitness:
+    """The one that a kind of device has, to be entered before anything is built."""
+    return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
 
 
 def thinned(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,45 +13,21 @@ ROUNDS = 16
 """Questions a rank asks the first one; the quickest answer counts."""
 
 
-class Clock(Protocol):
-    """Keeps moments of the work that a rank has started."""
-
-    def mark(self) -> Mark:
-        """Now: where the work that was started so far ends."""
-        ...
-
-    def seconds(self, mark: Mark) -> float:
-        """A moment, after `settle`."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until all marks can be read."""
-        ...
-
-    @property
-    def computes_here(self) -> bool:
-        """Whether what is started now is in line with what computes."""
-        ...
-
-    @property
-    def residual_s(self) -> float:
-        """How wrong its seconds can be as those of the host's clock, after `settle`."""
-        ...
-
-
 class HostClock:
     """Of a CPU, whose work is done when a call returns."""
 
     computes_here = True
+    """Whether what is started now is in line with what computes."""
     residual_s = 0.0
+    """How wrong its seconds can be as those of the host's clock, after `settle`."""
 
     def mark(self) -> int:
         """Nanoseconds."""
         return time.perf_counter_ns()
 
-    def seconds(self, mark: int) -> float:
+    def seconds(self, mark: Mark) -> float:
         """Since some moment of this machine."""
-        return mark / 1e9
+        return float(mark) / 1e9
 
     def settle(self) -> None:
         """Nothing to wait for."""
@@ -79,7 +55,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: Mark) -> float:
         """On the host's clock."""
         return self._first.at_s + self._rate * float(self._first.event.elapsed_time(mark)) / 1e3
 
@@ -109,6 +85,10 @@ class _Anchor:
     event: torch.cuda.Event
     at_s: float
     residual_s: float
+
+
+Clock = HostClock | DeviceClock
+"""Keeps moments of the work that a rank has started: `mark` is one, of which `seconds` tells after `settle`."""
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -7,7 +7,6 @@ All go through functions of torch.distributed (or their stand-ins in compat), fu
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright import compat
 from meshwright.observe.profile.clock import Clock, Mark
-from meshwright.observe.spans import replaced
+from meshwright.observe.spans import Inner, replaced
 from meshwright.parallel.traffic import Traffic
 
 BLOCKING = (
@@ -73,38 +72,26 @@ class CollectiveCalls:
                 stack.enter_context(replaced(torch.cuda.Stream, "wait_event", self._awaited))
             yield
 
-    def _begin(self, inner: Any) -> Any:
-        @wraps(inner)
-        def begin(traffic: Traffic, axis: str, collective: str) -> None:
-            self._told.append((axis, collective, 0))
-            inner(traffic, axis, collective)
+    def _begin(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
+        self._told.append((axis, collective, 0))
+        inner(traffic, axis, collective)
 
-        return begin
+    def _add(self, inner: Inner, traffic: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
+        if self._told:
+            self._told[-1] = axis, collective, sent_bytes
+        inner(traffic, axis, collective, sent_bytes)
 
-    def _add(self, inner: Any) -> Any:
-        @wraps(inner)
-        def add(traffic: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
-            if self._told:
-                self._told[-1] = axis, collective, sent_bytes
-            inner(traffic, axis, collective, sent_bytes)
-
-        return add
-
-    def _called(self, inner: Any) -> Any:
-        @wraps(inner)
-        def call(*given: Any, **named: Any) -> Any:
-            one = self._new()
-            work = inner(*given, **named)
-            if not self.clock.computes_here:  # on a stream of its own, which others will wait for
-                one.ended = self.clock.mark()
-                self._on_stream[torch.cuda.current_stream()] = one
-                return work
-            if work is None:
-                self._waited(one, one.begun)
-                return None
-            return [_Work(one, self, w) for w in work] if isinstance(work, list) else _Work(one, self, work)
-
-        return call
+    def _called(self, inner: Inner, *given: Any, **named: Any) -> Any:
+        one = self._new()
+        work = inner(*given, **named)
+        if not self.clock.computes_here:  # on a stream of its own, which others will wait for
+            one.ended = self.clock.mark()
+            self._on_stream[torch.cuda.current_stream()] = one
+            return work
+        if work is None:
+            self._waited(one, one.begun)
+            return None
+        return [_Work(one, self, w) for w in work] if isinstance(work, list) else _Work(one, self, work)
 
     def _new(self) -> CollectiveCall:
         """As traffic was just told; what FSDP sums over replicas it tells only afterwards."""
@@ -119,28 +106,20 @@ class CollectiveCalls:
         call.ended = self.clock.mark()
         self.waited(WaitSpan(call, start, call.ended))
 
-    def _recorded(self, inner: Any) -> Any:
-        @wraps(inner)
-        def record_event(stream: Any, *given: Any) -> Any:
-            event = inner(stream, *given)
-            if stream in self._on_stream:
-                self._of_event[event] = self._on_stream[stream]
-            return event
+    def _recorded(self, inner: Inner, stream: Any, *given: Any) -> Any:
+        event = inner(stream, *given)
+        if stream in self._on_stream:
+            self._of_event[event] = self._on_stream[stream]
+        return event
 
-        return record_event
-
-    def _awaited(self, inner: Any) -> Any:
-        @wraps(inner)
-        def wait_event(stream: Any, event: Any) -> None:
-            call = self._of_event.get(event) if self.clock.computes_here else None
-            if call is None or stream != torch.cuda.current_stream():
-                inner(stream, event)
-                return
-            start = self.clock.mark()
+    def _awaited(self, inner: Inner, stream: Any, event: Any) -> None:
+        call = self._of_event.get(event) if self.clock.computes_here else None
+        if call is None or stream != torch.cuda.current_stream():
             inner(stream, event)
-            self.waited(WaitSpan(call, start, self.clock.mark()))
-
-        return wait_event
+            return
+        start = self.clock.mark()
+        inner(stream, event)
+        self.waited(WaitSpan(call, start, self.clock.mark()))
 
 
 class _Work:

@@ -7,16 +7,15 @@ back. What is not found yet makes the figure too high, never too low.
 
 import time
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright import compat
-from meshwright.observe.spans import replaced
+from meshwright.observe.spans import Inner, replaced
 
 PAUSE_S = 0.001
 Event = tuple[int, int, int]
@@ -29,11 +28,6 @@ class Witness:
 
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most at any time."""
-        return max((size for _, size in self.totals()), default=0)
-
     def totals(self) -> Iterator[tuple[int, int]]:
         """(ns, bytes allocated then), after every event."""
         return totals(self.events)
@@ -44,16 +38,12 @@ def patient() -> Iterator[None]:
     """Inside, whoever waits for a collective gives Gloo's threads a moment to let go of what was sent, so that it is
     this thread that lets go of it last, and the profiler hears of it."""
 
-    def change(inner: Callable[..., bool]) -> Callable[..., bool]:
-        @wraps(inner)
-        def wait(work: dist.Work, *given: object) -> bool:
-            done = inner(work, *given)
-            time.sleep(PAUSE_S)
-            return done
+    def wait(inner: Inner, *given: object) -> bool:
+        done: bool = inner(*given)
+        time.sleep(PAUSE_S)
+        return done
 
-        return wait
-
-    with replaced(dist.Work, "wait", change):
+    with replaced(dist.Work, "wait", wait):
         yield
 
 

@@ -1,6 +1,6 @@
 """Memory by kind over time: what the watch and the allocator say of each part of a program, side by side."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from meshwright.observe.dryrun.rank_run import Seen
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
@@ -8,21 +8,15 @@ from meshwright.observe.profile.allocator import AllocatorAccount, Stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelinePeak:
-    """A part of the program in which something is taken or given back, when it held most."""
+class TimelinePeak(Stretch):
+    """A part of the program in which something is taken or given back, when it held most: `build`, `F 0 3`,
+    `gradients`, `update 1` ..., as Watch.phases. Where the allocator was not told of each part, `allocated_bytes` are
+    the watch's."""
 
     step: int
     """0 = before the first one."""
-    name: str
-    """`build`, `F 0 3`, `gradients`, `update 1` ...: as Watch.phases."""
-    allocated_bytes: int
-    """By the allocator; where that was not told part by part, by the watch."""
-    reserved_bytes: int
     kinds: dict[str, int]
     """By the watch."""
-    active_bytes: int | None = None
-    inactive_split_bytes: int | None = None
-    """As in a Stretch."""
 
 
 def moments(seen: Seen, watch: StorageWatch, testimony: AllocatorAccount) -> tuple[TimelinePeak, ...]:
@@ -36,21 +30,12 @@ def moments(seen: Seen, watch: StorageWatch, testimony: AllocatorAccount) -> tup
         step = int(number) if word == "step" else step
         if starts[index] == starts[index + 1]:
             continue
-        part, stretch = next(parts, None), told[index]
+        part = next(parts, None)
         if part is None:
             break  # what was given back since the watch was read
         assert part.name == phase.name
-        found.append(
-            TimelinePeak(
-                step=step,
-                name=part.name,
-                allocated_bytes=stretch.allocated_bytes if stretch else part.peak_bytes,
-                reserved_bytes=stretch.reserved_bytes if stretch else 0,
-                kinds=part.kinds,
-                active_bytes=stretch.active_bytes if stretch else None,
-                inactive_split_bytes=stretch.inactive_split_bytes if stretch else None,
-            )
-        )
+        held = told[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
+        found.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(held)))
     return tuple(found)
 
 

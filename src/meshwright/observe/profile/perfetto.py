@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.observe.profile.measure import Profile, RankProfile
-from meshwright.observe.profile.step_record import TimedCall, TimedSpan, TimedStep
+from meshwright.observe.profile.step_record import TimedCall, TimedStep
+from meshwright.observe.shared_document import Ran
 
 SCHEDULE, WAITING, AXES = 0, 1, 2
 Event = dict[str, Any]
@@ -43,12 +44,12 @@ def _rank(one: RankProfile, zero: float) -> Iterator[Event]:
         yield from _memory(one, step, zero)
 
 
-def title(span: TimedSpan) -> str:
+def title(span: Ran) -> str:
     """`F 0 3`: pass, stage, micro-batch; or the name of a part without them."""
     return f"{span.name} {span.stage} {span.micro_batch}" if span.stage >= 0 else span.name
 
 
-def _arguments(span: TimedSpan) -> dict[str, int]:
+def _arguments(span: Ran) -> dict[str, int]:
     return {"stage": span.stage, "micro_batch": span.micro_batch} if span.stage >= 0 else {}
 
 
@@ -57,7 +58,7 @@ def _named(rank: int, what: str, track: int, name: str) -> Event:
 
 
 def _slice(
-    rank: int, track: int, name: str, what: TimedStep | TimedSpan | TimedCall, zero: float, arguments: dict[str, Any]
+    rank: int, track: int, name: str, what: TimedStep | Ran | TimedCall, zero: float, arguments: dict[str, Any]
 ) -> Event:
     return {
         "ph": "X", "pid": rank, "tid": track, "name": name, "args": arguments,

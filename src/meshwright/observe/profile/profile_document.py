@@ -80,13 +80,7 @@ def _rank(one: RankProfile, chosen: int, started_s: float) -> dict[str, Any]:
         "kernels": asdict(one.kernels) if one.kernels else None,
         "operations": [asdict(operation) for operation in one.operations],
         "spans": [
-            {
-                "name": span.name,
-                "stage": span.stage,
-                "micro_batch": span.micro_batch,
-                "start_s": span.start_s - started_s,
-                "end_s": span.end_s - started_s,
-            }
+            {**asdict(span), "start_s": span.start_s - started_s, "end_s": span.end_s - started_s}
             for span in step.spans
         ],
         "clock_offset_s": one.clock.first.seconds,

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.observe.profile.clock import Clock, Mark
 from meshwright.observe.profile.collective_times import CollectiveCall, CollectiveCalls, WaitSpan
+from meshwright.observe.shared_document import Ran
 from meshwright.observe.spans import Span, told
 
 PARTS = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
@@ -27,17 +28,6 @@ OF_SPAN = {**dict.fromkeys(PASSES, "compute"), "gradients": "gradients", "norm":
 """Where the time of a span belongs that nothing waited in."""
 EXCHANGES = ("tp", "cp", "ep")
 REDUCED = ("replicate", "expert_data")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedSpan:
-    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
-
-    name: str
-    stage: int = -1
-    micro_batch: int = -1
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +48,7 @@ class TimedStep:
 
     start_s: float
     end_s: float
-    spans: tuple[TimedSpan, ...]
+    spans: tuple[Ran, ...]
     calls: tuple[TimedCall, ...]
     waits: tuple[TimedCall, ...]
 
@@ -95,7 +85,7 @@ class TimedStep:
         }
 
 
-def _inside(spans: Iterable[TimedSpan], waits: Iterable[TimedCall]) -> Iterator[tuple[TimedSpan, TimedCall]]:
+def _inside(spans: Iterable[Ran], waits: Iterable[TimedCall]) -> Iterator[tuple[Ran, TimedCall]]:
     """The waits that lie in a span, with it; both come in order and neither overlaps itself."""
     rest = iter(sorted(spans, key=lambda span: span.start_s))
     span = next(rest, None)
@@ -179,7 +169,7 @@ class StepRecorder:
             start_s=at(self.start),
             end_s=at(self.end),
             spans=tuple(
-                TimedSpan(name=one.name, stage=one.stage, micro_batch=one.micro_batch, start_s=at(start), end_s=at(end))
+                Ran(name=one.name, stage=one.stage, micro_batch=one.micro_batch, start_s=at(start), end_s=at(end))
                 for one, start, end in self.spans
             ),
             calls=tuple(told_of(c, c.begun, c.ended if c.ended is not None else self.end) for c in self.calls),

@@ -175,21 +175,25 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
         some = [found for found in chosen if found.layout.world == world]
         for start in range(0, len(some), BATCH):
             part = some[start : start + BATCH]
-            ranks = [
-                list(map(received, rank))
-                for rank in on_ranks(world, _outcomes, part, device, limit_s=LIMIT_S, device=device)
-            ]
-            for index, found in enumerate(part):
+            together = on_ranks_of(world, [(found.case, found.layout) for found in part], device, LIMIT_S)
+            for found, ranks in zip(part, together, strict=True):
                 if found.case not in expected:
                     expected[found.case] = outcome(found.case, Layout(compile="off"), device=device)
-                here = [rank[index] for rank in ranks]
-                yield found, expected[found.case], here
+                yield found, expected[found.case], ranks
 
 
-def _outcomes(chosen: Sequence[Trial], device: str) -> list[RankOutcome]:
-    """On one rank: all trials of one world size, over the same process groups."""
+def on_ranks_of(
+    world: int, cases: Sequence[tuple[Case, Layout]], device: str, limit_s: float
+) -> list[list[RankOutcome]]:
+    """For each case what its ranks found, in processes of their own. RankError."""
+    ranks = on_ranks(world, outcomes_of, cases, device, limit_s=limit_s, device=device)
+    return [[received(rank[place]) for rank in ranks] for place in range(len(cases))]
+
+
+def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
+    """On one rank: all cases of one world size, over the same process groups."""
     made: Made = {}
-    return [sent(outcome(found.case, found.layout, device=device, made=made)) for found in chosen]
+    return [sent(outcome(case, layout, device=device, made=made)) for case, layout in cases]
 
 
 def sent(found: RankOutcome) -> RankOutcome:

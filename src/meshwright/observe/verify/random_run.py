@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from time import monotonic
 
-from meshwright.observe.ranks import RankError, on_ranks
+from meshwright.observe.ranks import RankError
 from meshwright.observe.verify.case_text import Drawn
-from meshwright.observe.verify.feature_matrix import BATCH, received, sent
+from meshwright.observe.verify.feature_matrix import BATCH, on_ranks_of
 from meshwright.observe.verify.one_device import (
     BANDS,
     GROWTH_STEPS,
@@ -26,7 +26,6 @@ from meshwright.observe.verify.one_device import (
     outcome,
 )
 from meshwright.observe.verify.shrinking import shrunk
-from meshwright.parallel.mesh import Made
 from meshwright.spec.layout import Layout
 
 NEAR_TIE = 1e-5
@@ -125,15 +124,7 @@ def _alone_or(drawn: Drawn, alone: RankOutcome, device: str) -> str | None:
 
 def _run(world: int, cases: Sequence[Drawn], device: str) -> list[list[RankOutcome]]:
     """For each case what its ranks found."""
-    limit_s = LIMIT_S * len(cases)
-    ranks = on_ranks(world, _outcomes, cases, device, limit_s=limit_s, device=device)
-    return [[received(rank[place]) for rank in ranks] for place in range(len(cases))]
-
-
-def _outcomes(cases: Sequence[Drawn], device: str) -> list[RankOutcome]:
-    """On one rank: all cases, over the same process groups."""
-    made: Made = {}
-    return [sent(outcome(drawn.case, drawn.layout, device=device, made=made)) for drawn in cases]
+    return on_ranks_of(world, [(drawn.case, drawn.layout) for drawn in cases], device, LIMIT_S * len(cases))
 
 
 def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> str | None:
