@@ -101,8 +101,6 @@ def logits(of: "Local") -> Logits:
 def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
     """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
     that is not added inside the product (fp32 on one tp rank)."""
-    if not of.stack.own:
-        return logits * (of.width + 4), 0.0
     if of.width == 4:
         return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
     return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
@@ -150,16 +148,11 @@ def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[KeptBytes, ...]:
 
 
 def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
-    word, core = of.tokens * of.width, of.stack.selective == "core"
-    if of.shape.mla:
-        yield from _latent_kept(of, widths)
-    else:
-        yield from _heads_kept(of, widths)
+    word = of.tokens * of.width
+    yield from _latent_kept(of, widths) if of.shape.mla else _heads_kept(of, widths)
     packed = word * widths.queries * of.stack.core_kept / 2
     if packed:
         yield KeptBytes("packed", packed, 0.0)
-    rotated = of.tokens * (widths.queries + widths.keys_values / 2) * of.stack.rope_kept * of.width / 2
-    yield KeptBytes("rotation", rotated, rotated if core else 0.0)
     if of.stack.attention == "flash":
         sums = 4 * of.tokens * of.shape.heads / of.tp
         yield KeptBytes("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)

@@ -81,7 +81,6 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {
-            "update_bytes": of.stack.update_bytes,
             "bucket_bytes": of.stack.update_bucket_bytes if recipe.precision != "fp32" else 0.0,
             "reserve_bytes": of.stack.reserve_bytes,
             "slack": of.stack.slack,

@@ -11,14 +11,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import MicroBatchCost, ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
-from meshwright.planner.memory.rank_memory import (
-    RankMemory,
-    TransientBytes,
-    first_backward,
-    rank_memory,
-    whole_apart,
-    whole_together,
-)
+from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
@@ -186,7 +179,8 @@ class Estimator(SharedCosts):
         exact: bool,
     ) -> RankMemory:
         return rank_memory(
-            layout, self.stack, m, stages, state, rank, self._whole(layout, state),
+            layout, self.stack, m, stages, state, rank,
+            gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
             border_bytes=of.between_bytes,
             update_bytes=self._update_bytes(count),
             exact=exact,
@@ -210,19 +204,16 @@ class Estimator(SharedCosts):
 
     def _update_bytes(self, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
-        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
-        return count.own * self.stack.update_bytes + widened
+        return min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
 
-    def _whole(self, layout: Layout, state: States) -> TransientBytes:
-        """What data parallelism gathers, and reduces from."""
-        apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
-        if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
-            return TransientBytes()
-        tied = self.shape.tied
+    def _gathered(self, layout: Layout, state: States) -> float:
+        """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two
+        blocks beside them, since the next is gathered early; one's gradients and the buffer they are reduced from."""
+        if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
+            return 0.0
         block = self._unit(layout, state, (self.shape.layers - 1,))
-        if not apart:
-            return whole_together(block, self._unit(layout, state, (), first=True, last=True))
-        return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+        ends = self._unit(layout, state, (), first=True, last=True)
+        return 2 * block.parameters + 2 * block.gradients + ends.parameters
 
     def _units(self, layout: Layout, state: States) -> GatherUnits:
         """Of this package's engine: what is gathered, made and reduced together."""
