@@ -57,16 +57,6 @@ def places(sequence: int, size: int, index: int, zigzag: bool) -> Places:
     return Places((index * length, (chunks - 1 - index) * length) if zigzag else (index * length,), length)
 
 
-def local_positions(sequence: int, size: int, index: int, zigzag: bool, device: torch.device | None = None) -> Tensor:
-    """Positions (S / c,) that rank `index` of `size` holds, ascending."""
-    return places(sequence, size, index, zigzag).positions(0, sequence // size, device)
-
-
-def take(x: Tensor, group: Group, zigzag: bool) -> Tensor:
-    """This rank's positions of x (B, S, ...) -> (B, S / c, ...)."""
-    return take_at(x, places(x.shape[1], group.size, group.index, zigzag), 1) if group.size > 1 else x
-
-
 def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
     """These places of a whole sequence that lies along `dim`."""
     return torch.cat([x.narrow(dim, start, at.length) for start in at.starts], dim)

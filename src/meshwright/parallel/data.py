@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.mesh import Mesh, device_mesh
-from meshwright.parallel.rank_boxes import Box
 from meshwright.parallel.sharding import tell
-from meshwright.spec.boxes import shard, sharded_dim
+from meshwright.spec.boxes import Box, shard, sharded_dim
 
 FIRST, LAST = ("embed", "positions"), ("norm", "head")
 """What lies outside of the blocks."""
@@ -143,18 +142,18 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-def reduce_next(modules: list[FSDPModule]) -> None:
+def set_reducing(modules: list[FSDPModule], reduces: bool) -> None:
     """Have the next backward pass of a model reduce the gradients that its modules have gathered, its own included, and
-    shard the parameters again."""
+    shard the parameters again; or do neither."""
     for module in modules:
-        module.set_requires_gradient_sync(True)
-        module.set_requires_all_reduce(True)
-        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(reduces)
+        module.set_requires_all_reduce(reduces)
+        module.set_reshard_after_backward(reduces)
 
 
 def reduce_now(modules: list[FSDPModule]) -> None:
     """The same at once, outside of any backward pass; of the modules of one model the root comes first."""
-    reduce_next(modules)
+    set_reducing(modules, True)
     compat.fsdp_post_backward(modules)
 
 

@@ -29,16 +29,6 @@ Attend = Callable[..., Tensor]
 """As kernels.attention.attend."""
 
 
-def ring_attend(group: Group) -> Attend:
-    """Attention of this rank's queries over all ranks' keys, passed round; a collective, forward and backward."""
-    return _attend(group, "ring")
-
-
-def gather_attend(group: Group) -> Attend:
-    """The same with all keys gathered before; a collective, forward and backward."""
-    return _attend(group, "all-gather")
-
-
 class _Packed:
     """Keys (B, K, T, E) and values (B, K, T, V) of one rank in one buffer, so that a hop is one message."""
 
@@ -268,7 +258,9 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 context_attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _attend(group: Group, route: str) -> Attend:
+def context_attend(group: Group, route: str) -> Attend:
+    """Attention of this rank's queries over all ranks' keys, by one of ROUTES; a collective, forward and backward."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         if dropout:
             raise IllegalLayout(

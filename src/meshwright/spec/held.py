@@ -25,7 +25,6 @@ from typing import Literal
 from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
-from meshwright.spec.ledger import Entry, Ledger
 from meshwright.spec.places import expert_ranks, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
@@ -188,21 +187,16 @@ def memory(
     *,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
-) -> Ledger:
-    """Bytes by kind (ledger.STATES) and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
+) -> dict[Phase, dict[str, int]]:
+    """Bytes by phase ("step" and "update") and kind (ledger.STATES), for one rank. Kinds with nothing are left out.
 
     `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
     """
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width, found = replace(WIDTHS[precision], gradient=gradient), held(shape, layout, rank)
-    return Ledger(
-        tuple(
-            Entry(kind="memory", what=kind, rank=rank, phase=phase, quantity=size, unit="bytes")
-            for phase in PHASES
-            for kind, size in _sizes(found, layout, phase, width).items()
-            if size
-        )
-    )
+    return {
+        phase: {kind: size for kind, size in _sizes(found, layout, phase, width).items() if size} for phase in PHASES
+    }
 
 
 def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
