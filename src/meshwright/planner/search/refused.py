@@ -6,10 +6,11 @@ from itertools import islice, product
 from typing import Any
 
 from meshwright.planner.search.ranking import Found, usable_bytes
-from meshwright.planner.search.regions import Fixed, divisors
+from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
 

@@ -39,15 +39,9 @@ POSITION_BYTES = 8
 class Estimator(SharedCosts):
     """Predicts layouts."""
 
-    def _layers(self, layout: Layout, rank: int) -> StageContents:
-        """What a pipeline rank has."""
-        split, own = self.split(layout), own_stages(layout, rank)
-        layers = tuple(layer for stage in own for layer in split[stage])
-        return StageContents(layers, 0 in own, len(split) - 1 in own)
-
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
         """Seconds of data parallelism of a pipeline rank."""
-        held = self._layers(layout, rank)
+        held = StageContents.of(own_stages(layout, rank), self.split(layout))
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
         routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
