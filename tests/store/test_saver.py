@@ -370,5 +370,5 @@ def test_a_state_on_a_gpu_comes_through_pinned_memory() -> None:
 def test_the_place_for_it_is_the_layout(texts: Path, tmp_path: Path) -> None:
     """`auto` waits on a CPU and does not on a GPU."""
     plan = running.plan(texts, tmp_path / "run", **OPTIONS)
-    assert plan.layout.saving == "auto" and not loop.saves_behind(plan, torch.device("cpu"))
-    assert loop.saves_behind(plan, torch.device("cuda")) and loop.saves_behind(behind(plan), torch.device("cpu"))
+    assert plan.layout.saving == "auto" and not plan.layout.saves_behind("cpu")
+    assert plan.layout.saves_behind("cuda") and behind(plan).layout.saves_behind("cpu")

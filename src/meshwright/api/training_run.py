@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.plan_reading import read_plan
-from meshwright.training.watchers import Silent
+from meshwright.training.watch import Watcher
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.observe.compare.metric_records import Record
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.spec import Plan
-    from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+    from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -164,7 +164,7 @@ def run(
     return TrainAnswer(run=chosen.run, summary=summary)
 
 
-class Chosen(Silent):
+class Chosen(Watcher):
     """The run folder, once it is chosen."""
 
     def __init__(self, run: Path) -> None:
@@ -175,7 +175,7 @@ class Chosen(Silent):
         self.run = Path(info.plan.run)
 
 
-class Lines(Silent):
+class Lines(Watcher):
     """A line for what is known before the first step, for each step that is logged, and for each evaluation."""
 
     def started(self, info: "RunInfo") -> None:

@@ -44,6 +44,12 @@ def _ungrouped(x: Tensor, batch: int) -> Tensor:
     return out
 
 
+def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32: queries (B K, G, S, E) scaled, keys and values (B K, S, E)."""
+    keys = k.shape[2]
+    return _grouped(q.float(), keys) * scale, _grouped(k.float(), keys)[:, 0], _grouped(v.float(), keys)[:, 0]
+
+
 class _Blockwise(torch.autograd.Function):
     """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V); allowed (B or 1, 1, S, S) bool or None = causal."""
 
@@ -51,12 +57,8 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v, allowed)
         ctx.scale = scale
-        keys, batch = k.shape[2], q.shape[0]
-        queries, k, v = (
-            _grouped(q.float(), keys) * scale,
-            _grouped(k.float(), keys)[:, 0],
-            _grouped(v.float(), keys)[:, 0],
-        )
+        batch = q.shape[0]
+        queries, k, v = _prepared(q, k, v, scale)
         out = queries.new_empty(*queries.shape[:3], v.shape[-1])
         for start in range(0, q.shape[1], BLOCK):
             block = queries[:, :, start : start + BLOCK]
@@ -69,11 +71,7 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, allowed = ctx.saved_tensors
         keys, batch, dtype = k.shape[2], q.shape[0], q.dtype
-        queries, k, v = (
-            _grouped(q.float(), keys) * ctx.scale,
-            _grouped(k.float(), keys)[:, 0],
-            _grouped(v.float(), keys)[:, 0],
-        )
+        queries, k, v = _prepared(q, k, v, ctx.scale)
         gradients = _grouped(gradient.float(), keys)
         q_gradient, k_gradient, v_gradient = torch.empty_like(queries), torch.zeros_like(k), torch.zeros_like(v)
         for start in range(0, q.shape[1], BLOCK):

@@ -42,6 +42,11 @@ class ElementWidths:
     master: int
     moments: int = 8
 
+    @property
+    def saved(self) -> int:
+        """Of a checkpoint: all but the gradient."""
+        return self.parameter + self.master + self.moments
+
 
 WIDTHS = {
     "fp32": ElementWidths(parameter=4, gradient=4, master=0),
@@ -51,6 +56,8 @@ WIDTHS = {
 """By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
 `gradient_bytes` wide."""
 COUNTER_BYTES = 4
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
 LATE = ("pp", "tp")
 """Axes along which gradients are summed after data parallelism, in this order."""
 
@@ -202,8 +209,7 @@ def memory(
 def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
     """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
     all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
-    width = WIDTHS[precision]
-    bytes_each = width.parameter + width.master + width.moments
+    bytes_each = WIDTHS[precision].saved
     ranks, total = layout.world // layout.pp, 0.0
     for one in held(shape, layout, rank):
         copies = ranks * one.box.numel / one.parameter.numel / one.ranks

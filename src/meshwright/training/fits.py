@@ -15,15 +15,12 @@ import torch
 
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.held import WIDTHS, memory, written_bytes
+from meshwright.spec.held import TOKEN_BYTES, WIDTHS, memory, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
 from meshwright.training.available_memory import machine_memory
-
-TOKEN_BYTES = 16
-"""A token and its target, int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

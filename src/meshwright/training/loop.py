@@ -69,7 +69,7 @@ def run(
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     recipe = plan.recipe
     device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
-    saving = saving_group(mesh) if saves_behind(plan, target) else None
+    saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     _check_length(plan, corpus)
@@ -122,11 +122,6 @@ def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _lines(f"{name}.{key}" if name else key, item)
     else:
         yield name, value
-
-
-def saves_behind(plan: Plan, target: torch.device) -> bool:
-    """Whether a thread writes the checkpoints."""
-    return plan.layout.saves_behind(target.type)
 
 
 @contextmanager

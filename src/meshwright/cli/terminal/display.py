@@ -14,7 +14,6 @@ from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration
 from meshwright.training.smooth import Smoothed
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
-from meshwright.training.watchers import Silent
 
 REFRESH_S = 0.2
 """Shortest time between two drawings."""
@@ -45,7 +44,7 @@ def choose(console: Console) -> Display:
     return PlainDisplay(console.file)
 
 
-class QuietDisplay(Silent):
+class QuietDisplay(Watcher):
     """Shows nothing: for programs, who read the summary."""
 
     def __enter__(self) -> Self:

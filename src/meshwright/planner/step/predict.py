@@ -23,14 +23,12 @@ from meshwright.planner.time.timeline import (
     step_time,
     update_seconds,
 )
-from meshwright.spec.held import written_bytes
+from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
 
-TOKEN_BYTES = 16
-"""A token and its target, int64."""
 POSITION_BYTES = 8
 """A position alone, int64, or with the number of its document, int32 each."""
 
