@@ -10,8 +10,9 @@ import pytest
 from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
 from meshwright.planner.search.bounds import families
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.schedule import NAMES, V_PLACED, refusal

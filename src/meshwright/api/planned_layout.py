@@ -79,7 +79,7 @@ class PlannedLayout:
     @property
     def usable_bytes(self) -> float:
         """What a program can have of a device; infinite where that is not known."""
-        from meshwright.planner.search.ranking import usable_bytes
+        from meshwright.planner.step.prediction import usable_bytes
 
         return usable_bytes(self.plan)
 

@@ -28,7 +28,11 @@ class FirstRank:
                 found = do()
             except MeshwrightError as error:
                 failure = error
-        self._raise_together(failure)
+        if self.world.size > 1:
+            failure = told_by(0, failure, self.world.process_group)
+        if failure is not None:
+            failure.said_elsewhere = not self.here
+            raise failure
         return found
 
     def before_others(self, do: Callable[[], T]) -> T:
@@ -42,14 +46,6 @@ class FirstRank:
         if self.world.size > 1:
             found = told_by(0, found, self.world.process_group)
         return found  # type: ignore[return-value]  # broadcast: no None is left
-
-    def _raise_together(self, failure: MeshwrightError | None) -> None:
-        if self.world.size > 1:
-            failure = told_by(0, failure, self.world.process_group)
-            if failure is not None and not self.here:
-                failure.said_elsewhere = True
-        if failure is not None:
-            raise failure
 
 
 def same_everywhere(world: Group, what: str, mine: str) -> None:

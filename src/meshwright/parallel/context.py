@@ -92,6 +92,16 @@ class ContextMask(Mask):
     highest: tuple[int, ...] = ()
     bounds: Tensor | None = None
 
+    @staticmethod
+    def of(
+        group: Group, queries: Places, zigzag: bool, device: torch.device | None, first: Tensor | None,
+        bounds: Tensor | None,
+    ) -> "ContextMask":  # fmt: skip
+        """For these queries of a rank of `group`."""
+        sequence = len(queries.starts) * queries.length * group.size
+        lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
+        return ContextMask(None, queries, sequence, zigzag, device, first, lowest, highest, bounds)
+
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
         return places(self.sequence, size, index, self.zigzag)
@@ -161,17 +171,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
         mine = places(sequence, group.size, group.index, zigzag)
         first = _first_seen(group, mine, zigzag, window if window < sequence else 0, documents)
         bounds = None if first is None else torch.stack((first.amin(0), first.amax(0))).cpu()  # one wait for a device
-        lowest, highest = ([], []) if bounds is None else bounds.tolist()
-        return ContextMask(
-            queries=mine,
-            sequence=sequence,
-            zigzag=zigzag,
-            device=device,
-            first=None if first is None else first.to(device),
-            lowest=tuple(lowest),
-            highest=tuple(highest),
-            bounds=bounds,
-        )
+        return ContextMask.of(group, mine, zigzag, device, None if first is None else first.to(device), bounds)
 
     return make
 

@@ -15,7 +15,7 @@ as wide from its first micro-batch to the optimizer. torch's mixed precision alo
 dtype of the shards, and add micro-batches up in that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -77,7 +77,10 @@ def _shard(
 ) -> None:
     """Share modules that are gathered together over the ranks of a group; `ranks` are those and their replicas."""
     if unit:
-        placement = _placement(mesh[group].size)
+
+        def placement(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dim(parameter.shape, mesh[group].size))
+
         fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
         tell(unit[0], mesh["replicate"], mesh[group])
 
@@ -168,8 +171,3 @@ def local_box(parameter: Tensor, box: Box) -> Box:
         return box
     mesh = parameter.device_mesh
     return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-
-
-def _placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Along which dim fully_shard cuts each parameter."""
-    return lambda parameter: Shard(sharded_dim(parameter.shape, ranks))

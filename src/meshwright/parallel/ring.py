@@ -235,13 +235,9 @@ def _shared(
     q: Tensor, first: Tensor | None, bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str
 ) -> _Shared:
     """What an operator was given, put together again."""
-    found, sequence = numbered(group), q.shape[1] * numbered(group).size
-    lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
-    queries = places(sequence, found.size, found.index, zigzag)
-    mask = ContextMask(
-        queries=queries, sequence=sequence, zigzag=zigzag, device=q.device,
-        first=first, lowest=lowest, highest=highest, bounds=bounds,
-    )  # fmt: skip
+    found = numbered(group)
+    queries = places(q.shape[1] * found.size, found.size, found.index, zigzag)
+    mask = ContextMask.of(found, queries, zigzag, q.device, first, bounds)
     return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
 
 

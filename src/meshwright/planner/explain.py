@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.recommend import FREE, is_tight
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__, planfile
-from meshwright.data import Corpus, Sampler
+from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
@@ -30,7 +30,7 @@ from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import Progress, TrainState, seed_everything
-from meshwright.training.trainer import Trainer
+from meshwright.training.trainer import Trainer, sampler_of
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
 ECHO_S = 1.0
@@ -72,7 +72,7 @@ def run(
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    _check_length(plan, corpus)
+    sampler_of(plan, corpus, corpus.train, shuffle=True)  # refuses a short text before a run folder is made
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
         _folder(plan, corpus, resume, first) as folder,
@@ -153,17 +153,6 @@ def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
             f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
             f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
         )
-
-
-def _check_length(plan: Plan, corpus: Corpus) -> None:
-    """DataError where the text is shorter than a sequence; asked before a run folder is made."""
-    Sampler(
-        corpus.train,
-        sequence=plan.recipe.sequence,
-        tokenizer_separator=corpus.tokenizer.separator,
-        seed=plan.recipe.seed,
-        shuffle=True,
-    )
 
 
 def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:

@@ -165,13 +165,8 @@ def tensor_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for parameter in parameters(shape):
         found[parameter.name] = parameter.shape
         if parameter.group == "router" and shape.moe is not None and shape.moe.correction_bias:
-            found[correction_of(parameter.name)] = (shape.moe.experts,)
+            found[parameter.name.removesuffix("weight") + "correction_bias"] = (shape.moe.experts,)
     return found
-
-
-def correction_of(router: str) -> str:
-    """Name of the correction bias beside a router's weight."""
-    return router.removesuffix("weight") + "correction_bias"
 
 
 def _parts(name: str) -> tuple[str, str, str]:

@@ -13,9 +13,9 @@ from typing import Any
 from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
 from meshwright.planner.explorer.time_tables import SEQUENCES, time_tables
 from meshwright.planner.search.landscape import landscape
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.search.recommend import FREE
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan

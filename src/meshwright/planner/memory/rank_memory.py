@@ -1,18 +1,18 @@
 """Peak memory of a pipeline rank: what it always holds, and the worst moment of the schedule it runs."""
 
 from dataclasses import dataclass
-from functools import cache
+from operator import add
 
 from meshwright.planner.cost.local_shape import SPLIT
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, enough
+from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, moments
 from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import V_PLACED, schedule
+from meshwright.spec.schedule import V_PLACED
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
@@ -33,32 +33,11 @@ class RankMemory:
         return sum(self.kinds.values())
 
 
-@cache
-def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another."""
-    if ranks == 1:
-        return ((1,),)
-    actions = schedule(name, ranks, micro_batches, virtual)[rank]
-    places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
-    alive = [0] * len(places)
-    found: set[tuple[int, ...]] = set()
-    more = False
-    for action in actions:
-        if action.kind == "F":
-            alive[places[action.stage]] += 1
-            more = True
-        elif action.kind in ("W", "BW"):
-            if more:
-                found.add(tuple(alive))
-            alive[places[action.stage]] -= 1
-            more = False
-    return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
-
-
-def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """`in_flight` for a step of so many micro-batches."""
-    few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
-    return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
+def in_flight(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches alive in each stage of a rank, until the gradients of weights are made too, at moments of a step
+    among which every fullest one is."""
+    found = moments(layout, micro_batches, rank)
+    return tuple({tuple(map(add, one.alive, one.queued)) for one in found})
 
 
 def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
@@ -119,7 +98,7 @@ def rank_memory(
         when = "backward pass"
         alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
         if exact:
-            alive = moments(layout, micro_batches, rank)
+            alive = in_flight(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan

@@ -5,9 +5,10 @@ from dataclasses import fields, replace
 from itertools import islice, product
 from typing import Any
 
-from meshwright.planner.search.ranking import Found, usable_bytes
+from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legal import divisors

@@ -79,7 +79,7 @@ class Estimator(SharedCosts):
         passes_s = self._passes_s(layout, m, shown, send_s, exact)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, passes_s, edges,
+        return step_time(layout, self.stack, m, shown, shared_s, update_s, shared, passes_s, edges,
                          self.speeds.ranks_per_core)  # fmt: skip
 
     def least_s(self, layout: Layout) -> float:
@@ -114,7 +114,16 @@ class Estimator(SharedCosts):
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
-            one = self._memory(layout, m, stages, state, rank, of, count, exact)
+            one = rank_memory(
+                layout, self.stack, m, stages, state, rank,
+                gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
+                border_bytes=of.between_bytes,
+                update_bytes=self._update_bytes(count),
+                exact=exact,
+                logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
+                units=self._units(layout, state) if self.stack.own else None,
+                found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
+            )  # fmt: skip
             found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
 
@@ -158,28 +167,6 @@ class Estimator(SharedCosts):
         if not shown:
             return stages
         return [c.plus(MicroBatchCost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
-
-    def _memory(
-        self,
-        layout: Layout,
-        m: int,
-        stages: list[MicroBatchCost],
-        state: States,
-        rank: int,
-        of: Local,
-        count: ElementCounts,
-        exact: bool,
-    ) -> RankMemory:
-        return rank_memory(
-            layout, self.stack, m, stages, state, rank,
-            gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
-            border_bytes=of.between_bytes,
-            update_bytes=self._update_bytes(count),
-            exact=exact,
-            logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
-            units=self._units(layout, state) if self.stack.own else None,
-            found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
-        )  # fmt: skip
 
     def _standing(
         self, layout: Layout, m: int, stages: list[MicroBatchCost], rank: int, exact: bool
