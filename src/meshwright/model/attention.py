@@ -27,7 +27,7 @@ class Sight:
     sin: Tensor | None = None
 
 
-class Core(nn.Module):
+class AttentionBase(nn.Module):
     """What both kinds end with: attention of queries over keys and values, and the product with its result."""
 
     o: Linear
@@ -47,7 +47,7 @@ class Core(nn.Module):
         return self.seams.dense.leave(self.o(out.flatten(2)))
 
 
-class Attention(Core):
+class Attention(AttentionBase):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
@@ -74,7 +74,7 @@ class Attention(Core):
         return self.attended(q, k, v, sight, cache)
 
 
-class LatentAttention(Core):
+class LatentAttention(AttentionBase):
     """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
 
     def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:

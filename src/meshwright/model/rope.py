@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.spec.shape import ModelShape, RopeScaling
+from meshwright.spec.shape import ModelShape, RopeScaling, temperature
 
 
 def frequencies(shape: ModelShape) -> Tensor:
@@ -44,11 +44,6 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: ModelShape) -> Tensor:
     high = min(math.ceil(pair_of(scaling.beta_slow)), shape.rope_dim - 1)
     ramp = ((torch.arange(shape.rope_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)
-
-
-def temperature(factor: float, weight: float) -> float:
-    """YaRN's temperature (arXiv:2309.00071, section 3.4): 0.1 * weight * ln(factor) + 1."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def table_factor(shape: ModelShape) -> float:

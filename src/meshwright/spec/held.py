@@ -18,7 +18,6 @@ Gradients of 16-bit weights are 4 bytes wide where anything is added to them, an
 (docs/decisions/0005-gradient-precision.md).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -110,9 +109,18 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
 
 
 def _parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
-    own = own_stages(layout, place_of(layout, rank)["pp"])
-    names = {name for stage in own for name in stage_names(shape, layout, stage)}
-    return [parameter for parameter in parameters(shape) if parameter.name in names]
+    """Of a rank's stages; the last of a pipeline has a tied head's matrix, too."""
+    own, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
+    layers = {layer for stage in own for layer in ranges[stage]}
+    first, last = 0 in own, len(ranges) - 1 in own
+    outside = {"embedding"} if first else set()
+    outside |= {"norm", "head"} if last else set()
+    return [
+        one
+        for one in parameters(shape)
+        if (one.layer in layers if one.layer >= 0 else one.group in outside)
+        or (one.name == "embed.weight" and shape.tied and last)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,18 +180,6 @@ def _tied_ends(shape: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
     places, pipeline = stage_rank(layout.schedule, layout.pp, layout.vp), ranks_along(layout, ("pp",), rank)
     ends = (pipeline[places[0]], pipeline[places[-1]])
     return ends if rank in ends and ends[0] != ends[1] else ()
-
-
-def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
-    """The parameters of a pipeline stage."""
-    ranges = layers_of_stages(shape.layers, layout)
-    stages, layers = len(ranges), ranges[stage]
-    for parameter in parameters(shape):
-        first = parameter.group == "embedding"
-        if parameter.layer in layers if parameter.layer >= 0 else stage == (0 if first else stages - 1):
-            yield parameter.name
-    if shape.tied and stage == stages - 1 > 0:
-        yield "embed.weight"
 
 
 def memory(

@@ -3,8 +3,7 @@
 import math
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.rope import temperature
-from meshwright.spec.shape import ModelShape, RopeScaling
+from meshwright.spec.shape import ModelShape, RopeScaling, temperature
 
 KINDS = ("linear", "llama3", "yarn")
 
