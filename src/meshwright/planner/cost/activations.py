@@ -118,10 +118,9 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
     Where the activation was kept, its place is free by the time those of its inputs are made. Written-out scores have a
     gradient before and one after the softmax, in fp32 too where it runs in fp32.
     """
-    gates = 2 if of.shape.mlp == "swiglu" else 1
-    again = gates == 2 and not routed and not of.stack.activation_kept
+    again = of.gates == 2 and not routed and not of.stack.activation_kept
     tokens, ffn = (routed.copies, routed.ffn) if routed else (of.tokens, of.shape.ffn / of.tp)
-    widest = (gates + again) * tokens * ffn * of.width
+    widest = (of.gates + again) * tokens * ffn * of.width
     if of.stack.attention != "flash":
         word = 2 * of.width + (8 if of.stack.score_kept else 0)
         widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
@@ -204,11 +203,10 @@ def _mlp_kept(of: "Local") -> Iterator[KeptBytes]:
 
 def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[KeptBytes]:
     """`activation_kept`: bytes of a 16-bit run beyond what goes into the activation."""
-    gates = 2 if of.shape.mlp == "swiglu" else 1
     inner = tokens * ffn * of.width
     policy = of.stack.selective
-    yield KeptBytes(f"{name} up", gates * inner, inner if policy == "alternate" else gates * inner)
-    extra = inner * activation_kept / 2 if gates == 2 else inner
+    yield KeptBytes(f"{name} up", of.gates * inner, inner if policy == "alternate" else of.gates * inner)
+    extra = inner * activation_kept / 2 if of.gates == 2 else inner
     yield KeptBytes(f"{name} activation", extra, extra if policy == "core" else 0.0)
 
 

@@ -234,8 +234,7 @@ def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[LayerOperation]:
     shape = of.shape
-    gates = 2 if shape.mlp == "swiglu" else 1
-    up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
+    up = _linear(of, f"{name} up", tokens, shape.hidden, of.gates * ffn, shape.mlp_bias)
     enter = exchanges.enter(of, of.stack.column_inputs[1], readers=(up,)) if exchange else NO_EXCHANGES
     yield LayerOperation(name=f"enter {name}", exchanges=enter)
     yield up
@@ -255,9 +254,9 @@ def _wide(op: LayerOperation) -> LayerOperation:
 
 def _activation(of: Local, name: str, tokens: float, ffn: float) -> LayerOperation:
     stack = of.stack
-    gates, passes = (2, stack.swiglu_passes) if of.shape.mlp == "swiglu" else (1, stack.gelu_passes)
+    passes = stack.swiglu_passes if of.gates == 2 else stack.gelu_passes
     moved = tokens * ffn * of.width * (stack.passes * passes)
-    forward, inputs = MemoryPass((gates + 1) * moved), MemoryPass((2 * gates + 1) * moved)
+    forward, inputs = MemoryPass((of.gates + 1) * moved), MemoryPass((2 * of.gates + 1) * moved)
     return LayerOperation(name=f"{name} activation", forward=(forward,), inputs=(inputs,), again=True)
 
 
@@ -288,8 +287,8 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
         exchanges=Exchanges(tell + trip, trip),
     )  # fmt: skip
     experts = moe.experts / of.ep
-    each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
-    for name, into, out in (("experts up", shape.hidden, gates * ffn), ("experts down", ffn, shape.hidden)):
+    each = copies / experts
+    for name, into, out in (("experts up", shape.hidden, of.gates * ffn), ("experts down", ffn, shape.hidden)):
         yield LayerOperation(
             name=name,
             forward=(Product(each, into, out, experts),),

@@ -53,6 +53,11 @@ class Local:
         return self.stack.own and (self.documents or 0 < self.window < self.sequence)
 
     @property
+    def gates(self) -> int:
+        """Matrices that read an MLP's input."""
+        return 2 if self.shape.mlp == "swiglu" else 1
+
+    @property
     def tokens(self) -> float:
         """N: tokens of the rank."""
         return self.batch * self.sequence / self.cp

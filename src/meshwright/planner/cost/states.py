@@ -3,7 +3,7 @@ every layer, since all layers of a kind are alike. Equal to it to the byte (test
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
 
@@ -43,14 +43,8 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
         if kind == "dense" and parameter.layer > 0:
             continue
         groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
-    head = groups.get("head", []) or [groups["embedding"][0]]
-    return LocalSizes(
-        embedding=tuple(groups["embedding"]),
-        dense=tuple(groups.get("dense", ())),
-        routed=tuple(groups.get("routed", ())),
-        norm=tuple(groups["norm"]),
-        head=tuple(head),
-    )
+    groups.setdefault("head", [groups["embedding"][0]])
+    return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
 
 
 @cache

@@ -20,6 +20,8 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
+"""Of a shape, what the page reads under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js", "bars.js",
            "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
@@ -54,13 +56,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
         "model": {
             "name": shape.name,
             "parameters": num_parameters(shape),
-            "layers": shape.layers,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "ffn": shape.ffn,
-            "vocab": shape.vocab,
-            "tied": shape.tied,
+            **{size: getattr(shape, size) for size in SIZES},
             "mla": shape.mla is not None,
             "experts": shape.moe.experts if shape.moe else 0,
             "expert_ffn": shape.moe.ffn if shape.moe else 0,
