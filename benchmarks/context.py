@@ -27,13 +27,14 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.attention import Mask, attend
-from meshwright.parallel.context import mask_maker, take
+from meshwright.parallel.context import mask_maker, places, take_at
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.ring import gather_attend, ring_attend
+from meshwright.parallel.ring import context_attend
 from meshwright.spec import Layout
 
-ATTEND = {"ring": ring_attend, "gather": gather_attend}
+ATTEND = {"ring": "ring", "gather": "all-gather"}
+"""Name in the table -> layout.context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,10 @@ def on_rank(rank: int, size: int, store: str, case: Case, pipe: Connection) -> N
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         group = make_mesh(Layout(cp=size))["cp"]
         for route, zigzag in product(ATTEND, (True, False)):
-            given = [take(x, group, zigzag) for x in inputs(case)]
+            given = [take_at(x, places(case.sequence, size, rank, zigzag), 1) for x in inputs(case)]
             mask = mask_maker(group, zigzag)(given[0].shape[1], given[0].shape[1])
-            found[f"{route} {'zig-zag' if zigzag else 'plain'}"] = timed(ATTEND[route](group), given, mask, case, group)
+            over = context_attend(group, ATTEND[route])
+            found[f"{route} {'zig-zag' if zigzag else 'plain'}"] = timed(over, given, mask, case, group)
         dist.destroy_process_group()
     pipe.send(found)
 

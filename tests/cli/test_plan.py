@@ -14,9 +14,10 @@ from meshwright.api.plan_request import asked_plan
 from meshwright.cli.main import main
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.changes import fixes, on_half
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.recommend import is_tight, recommended
 from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets
 from meshwright.spec.recipe import BatchStage
 from meshwright.spec.worlds import world_violation

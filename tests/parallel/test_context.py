@@ -17,16 +17,15 @@ from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import ring
-from meshwright.parallel.context import ContextMask, local_positions, mask_maker, places, take
+from meshwright.parallel.context import ContextMask, mask_maker, places, take_at
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.recompute import block_call
-from meshwright.parallel.ring import gather_attend, ring_attend
+from meshwright.parallel.ring import ROUTES, context_attend
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
 from tests.kernels.exactness import FUSED_ATTENTION, plain_attention
 
-ATTEND = {"ring": ring_attend, "gather": gather_attend}
 BATCH, SEQUENCE, SCALE = 2, 144, 0.3
 """Chunks of 36 or 18 positions on 2 and 4 ranks: no whole number of tiles."""
 
@@ -34,6 +33,16 @@ BATCH, SEQUENCE, SCALE = 2, 144, 0.3
 def alone(size: int, index: int) -> Group:
     """A place among ranks that never talk."""
     return Group("cp", tuple(range(size)), index)
+
+
+def local_positions(sequence: int, size: int, index: int, zigzag: bool) -> Tensor:
+    """Positions (S / c,) that rank `index` of `size` holds, ascending."""
+    return places(sequence, size, index, zigzag).positions(0, sequence // size)
+
+
+def take(x: Tensor, group: Group, zigzag: bool) -> Tensor:
+    """A rank's positions of x (B, S, ...) -> (B, S / c, ...)."""
+    return take_at(x, places(x.shape[1], group.size, group.index, zigzag), 1)
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -173,7 +182,7 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
             mine = tuple(take(x, cp, zigzag) for x in given)
             local = None if rows is None else take(rows, cp, zigzag)
             mask = mask_maker(cp, zigzag)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
-            found = with_gradients(ATTEND[route](cp), mine, mask)
+            found = with_gradients(context_attend(cp, route), mine, mask)
             name = f"{route} {'zigzag' if zigzag else 'plain'} {widths} window={window} packed={packed}"
             worst[name] = max(far(a, take(b, cp, zigzag)) for a, b in zip(found, whole, strict=True))
     return worst
@@ -185,7 +194,7 @@ def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> Non
     sights = [(0, False)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
     cases = [
         (route, zigzag, widths, *sight)
-        for route, zigzag, widths, sight in itertools.product(ATTEND, (False, True), WIDTHS, sights)
+        for route, zigzag, widths, sight in itertools.product(ROUTES, (False, True), WIDTHS, sights)
     ]
     for worst in on_ranks(size, compare, cases, fused):
         assert len(worst) == len(cases)
@@ -204,7 +213,7 @@ def low_precision(fused: bool, native: bool) -> list[float]:
         patch.object(ring, "can_fuse", lambda q, k: fused),
         patch.object(compat, "cpu_multiplies", lambda dtype: native),
     ):
-        found = with_gradients(ring_attend(cp), mine, mask_maker(cp, True)(72, 72))
+        found = with_gradients(context_attend(cp, "ring"), mine, mask_maker(cp, True)(72, 72))
     assert [x.dtype for x in found] == [torch.bfloat16] * 4
     ours = [_relative(a.float(), take(b, cp, True)) for a, b in zip(found, exact, strict=True)]
     return [a / _relative(b.float(), c) for a, b, c in zip(ours, plain, exact, strict=True)]
@@ -259,7 +268,7 @@ def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, flo
         model = build(SHAPES[name], seed=1)
         model.seams.call = block_call(recompute)
         model.seams.mask = mask_maker(cp, zigzag)
-        model.seams.attend = ATTEND[route](cp)
+        model.seams.attend = context_attend(cp, route)
         found = loss_and_gradients(model, {key: x if x is None else take(x, cp, zigzag) for key, x in given.items()})
         assert found.keys() == expected.keys()
         errors = [far(cp.all_reduce(found[key].clone()), expected[key]) for key in expected]
@@ -273,12 +282,12 @@ def test_models_equal_one_device(size: int) -> None:
         ("gqa", "ring", True, False, "none"),
         ("gqa", "ring", True, True, "full"),
         ("gqa", "ring", False, True, "selective"),
-        ("gqa", "gather", True, False, "selective"),
+        ("gqa", "all-gather", True, False, "selective"),
         ("window", "ring", True, True, "selective"),
-        ("window", "gather", False, False, "full"),
+        ("window", "all-gather", False, False, "full"),
         ("learned", "ring", True, False, "full"),
         ("mla", "ring", True, True, "selective"),
-        ("mla", "gather", True, True, "none"),
+        ("mla", "all-gather", True, True, "none"),
     ]
     for worst in on_ranks(size, train_models, cases):
         assert len(worst) == len(cases)
@@ -298,7 +307,7 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = ATTEND[route](cp)(q, k, v, mask_maker(cp, True)(q.shape[1], k.shape[1]), scale=SCALE)
+        out = context_attend(cp, route)(q, k, v, mask_maker(cp, True)(q.shape[1], k.shape[1]), scale=SCALE)
     forward = traffic.snapshot()
     out.backward(gradient)
     sent = [{what: size for (_, what), (_, size) in counts.items()} for counts in (forward, traffic.since(forward))]
@@ -315,24 +324,24 @@ def test_bytes_kept_and_sent(size: int, dtype: torch.dtype) -> None:
     hops = (size - 1) * positions * keys * (wide + narrow)
     for found in on_ranks(size, kept_and_sent, "ring", dtype):
         assert found == (kept, {"send": hops * width}, {"send": hops * (width + 4)})
-    for found in on_ranks(size, kept_and_sent, "gather", dtype):
+    for found in on_ranks(size, kept_and_sent, "all-gather", dtype):
         assert found == (kept, {"all_gather": hops * width}, {"all_gather": hops * width, "reduce_scatter": hops * 4})
 
 
 def test_dropout_and_foreign_masks_are_refused() -> None:
     given = inputs(WIDTHS["gqa"])[:3]
-    attend = ring_attend(alone(2, 0))
+    attend = context_attend(alone(2, 0), "ring")
     with pytest.raises(IllegalLayout, match=r"recipe.dropout=0.1 .* layout.cp=2 .*take recipe.dropout=0"):
         attend(*given, context_mask(2, 0, True), scale=SCALE, dropout=0.1)
     with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks was given a mask of one device"):
         attend(*given, Mask(), scale=SCALE)
 
 
-@pytest.mark.parametrize("route", ATTEND)
+@pytest.mark.parametrize("route", ROUTES)
 def test_a_group_of_one_is_one_device(route: str) -> None:
     given = inputs(WIDTHS["gqa"])
     mask = mask_maker(alone(1, 0), True)(SEQUENCE, SEQUENCE, window=9, documents=documents())
-    found = with_gradients(ATTEND[route](alone(1, 0)), given, mask)
+    found = with_gradients(context_attend(alone(1, 0), route), given, mask)
     whole = with_gradients(attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=9, documents=documents()))
     assert max(far(a, b) for a, b in zip(found, whole, strict=True)) < 1e-5
 

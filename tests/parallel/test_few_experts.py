@@ -12,9 +12,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine
 from meshwright.parallel.mesh import Made, make_mesh
-from meshwright.parallel.rank_boxes import Box
 from meshwright.spec import Layout, MoEShape
-from meshwright.spec.boxes import shard, sharded_dim
+from meshwright.spec.boxes import Box, shard, sharded_dim
 from meshwright.store import checkpoint
 from meshwright.store.tensor_piece import piece
 

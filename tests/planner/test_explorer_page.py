@@ -15,8 +15,8 @@ from meshwright.cli.commands import app
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.landscape import Front, LayoutPoint, counted, landscape, look
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import schedule

@@ -20,7 +20,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import Product
 from meshwright.planner.memory.engine_peak import standing
 from meshwright.planner.memory.instants import moments_of
-from meshwright.planner.memory.rank_memory import moments as in_flight
+from meshwright.planner.memory.rank_memory import in_flight
 from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic

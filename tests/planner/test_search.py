@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from meshwright.planner.memory.engine_peak import enough
+from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
 from meshwright.planner.search.bounds import families
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.schedule import NAMES, V_PLACED, refusal
@@ -148,14 +150,15 @@ def test_what_leads_is_a_moment_of_the_schedule(name: str) -> None:
         for rank in range(p):
             alive = leading(name, p, m, v, rank)
             assert any(
-                all(x <= y for x, y in zip(alive, moment, strict=True)) for moment in in_flight(name, p, m, v, rank)
+                all(x <= y for x, y in zip(alive, moment, strict=True))
+                for moment in in_flight(Layout(schedule=name, pp=p, vp=v), m, rank)
             ), (p, m, v, rank)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(8, 4, 63), (16, 2, 95), (8, 3, 36), (4, 5, 64), (4, 5, 84)])
 def test_a_short_step_has_as_much_in_flight_as_a_long_one(p: int, v: int, m: int) -> None:
     few = enough("interleaved", p, m, v)
-    most = [max(map(sum, in_flight("interleaved", p, n, v, 0))) for n in (few, m)]
+    most = [max(sum(one.alive) for one in moments_of("interleaved", p, n, v, 0)) for n in (few, m)]
     assert most[0] == most[1]
 
 

@@ -11,7 +11,6 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import ElementCounts, counts, states
 from meshwright.spec.held import memory
 from meshwright.spec.layout import Layout
-from meshwright.spec.ledger import Ledger
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 
@@ -50,14 +49,6 @@ EXPERT_LAYOUTS = [
 ]
 
 
-def by_phase(ledger: Ledger) -> dict[str, dict[str, float]]:
-    """{phase: {kind: bytes}}"""
-    phases = {str(entry.phase): {} for entry in ledger}
-    for entry in ledger:
-        phases[entry.phase][entry.what] = entry.quantity
-    return phases
-
-
 def planned(shape: ModelShape, layout: Layout, precision: str, place: int, **batch: Any) -> dict[str, dict[str, float]]:
     """Of a pipeline place, as the estimator asks for it: {phase: {kind: bytes}} without those that have nothing."""
     found = states(MESHWRIGHT, layout, precision, stage_counts(shape, layout, place), **batch)
@@ -80,7 +71,7 @@ def test_states_are_those_of_the_inventory(name: str, precision: str) -> None:
         for stage in range(layout.pp):
             rank = stage * layout.dp * layout.cp * layout.tp
             ledger = memory(shape, layout, precision, rank)
-            assert planned(shape, layout, precision, stage) == by_phase(ledger), (layout, stage)
+            assert planned(shape, layout, precision, stage) == ledger, (layout, stage)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -91,7 +82,7 @@ def test_states_of_random_plans_are_those_of_the_inventory(seed: int) -> None:
         case, layout = drawn.case, drawn.layout
         batch = {"micro_batches": layout.micro_batches(case.global_batch)}
         for place, rank in enumerate(pipeline_ranks(layout)):
-            want = by_phase(memory(case.shape, layout, case.precision, rank, **batch))
+            want = memory(case.shape, layout, case.precision, rank, **batch)
             assert planned(case.shape, layout, case.precision, place, **batch) == want, (drawn, place)
 
 

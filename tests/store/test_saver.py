@@ -19,8 +19,8 @@ from torch import Tensor
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.rank_boxes import Box
 from meshwright.spec import Layout, Plan
+from meshwright.spec.boxes import Box
 from meshwright.spec.errors import CheckpointError, NonFiniteLoss
 from meshwright.store import checkpoint, checkpoint_writer, staging
 from meshwright.store.saver import Saver
@@ -370,5 +370,5 @@ def test_a_state_on_a_gpu_comes_through_pinned_memory() -> None:
 def test_the_place_for_it_is_the_layout(texts: Path, tmp_path: Path) -> None:
     """`auto` waits on a CPU and does not on a GPU."""
     plan = running.plan(texts, tmp_path / "run", **OPTIONS)
-    assert plan.layout.saving == "auto" and not loop.saves_behind(plan, torch.device("cpu"))
-    assert loop.saves_behind(plan, torch.device("cuda")) and loop.saves_behind(behind(plan), torch.device("cpu"))
+    assert plan.layout.saving == "auto" and not plan.layout.saves_behind("cpu")
+    assert plan.layout.saves_behind("cuda") and behind(plan).layout.saves_behind("cpu")

@@ -53,8 +53,8 @@ def test_a_micro_batch_that_nobody_meant() -> None:
 def test_gradients_and_activations_of_one_micro_batch_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are made as activations go: a plan whose two peaks fit one after the other is not refused."""
     plan = replace(TINY, recipe=Recipe(sequence=8192, global_batch=16))
-    states = memory(plan.model, plan.layout, "fp32").only(phase="update").total()
-    gradients = memory(plan.model, plan.layout, "fp32").only(phase="update", what="gradients").total()
+    states = sum(memory(plan.model, plan.layout, "fp32")["update"].values())
+    gradients = memory(plan.model, plan.layout, "fp32")["update"]["gradients"]
     _have(monkeypatch, 1)
     with pytest.raises(DoesNotFit) as refused:
         check_fits(plan, CPU)

@@ -29,8 +29,7 @@ def _train(texts: str, run: str, layout: Layout) -> dict[str, Any]:
 
 
 def held(layout: Layout) -> dict[str, int]:
-    found = memory(SHAPE, layout, "fp32").only(phase="update").by("what")
-    return {str(kind): int(size) for (kind,), size in found.items()}
+    return memory(SHAPE, layout, "fp32")["update"]
 
 
 @pytest.mark.parametrize("layout", [Layout(micro_batch=2, compile="off"), LAYOUT], ids=["one", "two"])
@@ -67,5 +66,5 @@ def test_one_rank_of_each_pipeline_place_is_told(tmp_path: Path) -> None:
     first, last = ({(row["axis"], row["collective"]): row["calls"] for row in one["traffic"]} for one in found["ranks"])
     assert first["pp", "send"] == last["pp", "send"] > 0
     weights = [row["bytes"] for one in found["ranks"] for row in one["memory"] if row["kind"] == "parameters"]
-    counted = [memory(SHAPE, layout, "fp32", rank).only(phase="update").by("what") for rank in (0, 2)]
-    assert weights == [kinds["parameters",] for kinds in counted]
+    counted = [memory(SHAPE, layout, "fp32", rank)["update"] for rank in (0, 2)]
+    assert weights == [kinds["parameters"] for kinds in counted]

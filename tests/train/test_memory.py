@@ -12,8 +12,7 @@ from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
-from meshwright.spec.held import held, memory
-from meshwright.spec.ledger import Ledger
+from meshwright.spec.held import Phase, held, memory
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.batches import Share, select, split
 from meshwright.training.kept_bytes import memory as measured
@@ -61,11 +60,10 @@ FEW_EXPERTS: list[dict[str, Any]] = [
 ]
 
 
-def sizes(found: Ledger, phase: str) -> dict[str, int]:
-    return {str(kind): int(size) for (kind,), size in found.only(phase=phase).by("what").items()}
+Held = dict[Phase, dict[str, int]]
 
 
-def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledger:
+def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Held:
     """What this rank holds at the two moments of a step."""
     case = Case(shape=shape)
     mesh = make_mesh(layout, made=made)
@@ -83,24 +81,30 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Ledge
     share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
     weights = Weights(torch.tensor(0.01), torch.tensor(0.1), torch.tensor(0.01), torch.ones(()))
-    seen: list[Ledger] = []
+    seen: list[dict[str, int]] = []
 
     def look(*_: Any) -> None:
         if not seen:
-            seen.append(measured(engine, optimizer, "step"))
+            seen.append(measured(engine, optimizer))
 
-    reduce_next = data.reduce_next
-    data.reduce_next = lambda modules: (look(), reduce_next(modules))[1]  # under a pipeline: before anything is reduced
+    set_reducing = data.set_reducing
+
+    def reducing(modules: Any, reduces: bool) -> None:
+        if reduces:  # under a pipeline: before anything is reduced
+            look()
+        set_reducing(modules, reduces)
+
+    data.set_reducing = reducing
     try:
         engine.forward_backward([MicroPass(batch, weights) for batch in batches], after=look)
     finally:
-        data.reduce_next = reduce_next
+        data.set_reducing = set_reducing
     look()
     engine.finish_gradients()
-    return seen[0] + measured(engine, optimizer, "update")
+    return {"step": seen[0], "update": measured(engine, optimizer)}
 
 
-def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -> list[Ledger]:
+def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -> list[Held]:
     made: Made = {}
     return [hold(shape, Layout(compile="off", **each), precision, made) for each in options]
 
@@ -125,11 +129,11 @@ def test_ranks_hold_what_is_counted_to_the_byte(
             layout = Layout(compile="off", **each)
             passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
             counted = memory(shape, layout, precision, rank, micro_batches=passes)
-            assert sizes(found, "update") == sizes(counted, "update"), title
+            assert found["update"] == counted["update"], title
             if rank in pipeline_ranks(layout):  # which hold most of their place
                 said = planned(shape, layout, precision, pipeline_ranks(layout).index(rank), micro_batches=passes)
-                assert sizes(found, "update") == said["update"] and sizes(counted, "step") == said["step"], title
-            now, right = sizes(found, "step"), sizes(counted, "step")
+                assert found["update"] == said["update"] and counted["step"] == said["step"], title
+            now, right = found["step"], counted["step"]
             if passes == 1 and layout.pp == 1:
                 continue  # there is no moment between micro-batches
             if layout.dp_replicate > 1 and layout.zero > 1:  # fully_shard keeps partial sums to itself until the last
@@ -142,7 +146,7 @@ def counted(
     shape: ModelShape, precision: str, rank: int = 0, *, reduce_dtype: str = "fp32", **options: Any
 ) -> dict[str, dict[str, int]]:
     found = memory(shape, Layout(**options), precision, rank, reduce_dtype=reduce_dtype)
-    return {phase: {k: v for k, v in sizes(found, phase).items() if k != "counters"} for phase in ("step", "update")}
+    return {phase: {k: v for k, v in found[phase].items() if k != "counters"} for phase in ("step", "update")}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

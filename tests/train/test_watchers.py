@@ -12,7 +12,8 @@ import pytest
 from meshwright.spec.errors import PlanError
 from meshwright.training.plot import _figure, loss_plot
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watchers import Forgiving, Silent, TensorBoard, WandB
+from meshwright.training.watch import Watcher
+from meshwright.training.watchers import Forgiving, TensorBoard, WandB
 from tests.cli import watched
 
 
@@ -148,7 +149,7 @@ def test_smoothing_starts_at_the_first_value_and_skips_what_is_no_number() -> No
 
 
 def test_a_service_that_breaks_off_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    class Outage(Silent):
+    class Outage(Watcher):
         steps = 0
 
         def stepped(self, metrics: Any) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 from meshwright import planfile
 from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
 from meshwright.planner.explain import layout_words
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.search.recommend import is_tight
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, gib

@@ -19,7 +19,6 @@ from meshwright.spec.units import count, duration
 from meshwright.spec.worlds import world_violation
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
-from meshwright.training.watchers import Silent
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
@@ -158,7 +157,7 @@ def run(
     return TrainAnswer(run=chosen.run, summary=summary)
 
 
-class Chosen(Silent):
+class Chosen(Watcher):
     """The run folder, once it is chosen."""
 
     def __init__(self, run: Path) -> None:
@@ -169,7 +168,7 @@ class Chosen(Silent):
         self.run = Path(info.plan.run)
 
 
-class Lines(Silent):
+class Lines(Watcher):
     """A line for what is known before the first step, for each step that is logged, and for each evaluation."""
 
     def started(self, info: "RunInfo") -> None:

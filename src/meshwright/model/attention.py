@@ -27,12 +27,31 @@ class Sight:
     sin: Tensor | None = None
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
+class AttentionBase(nn.Module):
+    """What both kinds end with: attention of queries over keys and values, and the product with its result."""
+
+    o: Linear
+    scale: float
 
     def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__()
         self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: Past | None) -> Tensor:
+        """q (B, S, H, E), k and v of the same positions -> (B, S, D)."""
+        attend = self.seams.attend or self.kernels.attend
+        if cache is not None:
+            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        else:
+            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        return self.seams.dense.leave(self.o(out.flatten(2)))
+
+
+class Attention(AttentionBase):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
+        super().__init__(shape, kernels, seams, dropout)
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q = Linear(shape.hidden, queries, kernels, shape.qkv_bias)
         self.k = Linear(shape.hidden, keys, kernels, shape.qkv_bias)
@@ -52,22 +71,16 @@ class Attention(nn.Module):
         if sight.cos is not None:
             q = self.kernels.rotate(q, sight.cos, sight.sin, self.shape.rope_interleaved)
             k = self.kernels.rotate(k, sight.cos, sight.sin, self.shape.rope_interleaved)
-        attend = self.seams.attend or self.kernels.attend
-        if cache is not None:
-            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
-        else:
-            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
-        return self.seams.dense.leave(self.o(out.flatten(2)))
+        return self.attended(q, k, v, sight, cache)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(AttentionBase):
     """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
 
     def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
-        super().__init__()
+        super().__init__(shape, kernels, seams, dropout)
         assert shape.mla is not None
         mla = self.mla = shape.mla
-        self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
         queries = shape.heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank:
             self.q_down = Linear(shape.hidden, mla.q_rank, kernels, shape.qkv_bias)
@@ -95,9 +108,4 @@ class LatentAttention(nn.Module):
         k_rope = self.kernels.rotate(k_rope.unsqueeze(2), sight.cos, sight.sin, self.shape.rope_interleaved)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        attend = self.seams.attend or self.kernels.attend
-        if cache is not None:
-            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
-        else:
-            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
-        return self.seams.dense.leave(self.o(out.flatten(2)))
+        return self.attended(q, k, v, sight, cache)

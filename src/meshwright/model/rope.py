@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.spec.shape import ModelShape, RopeScaling
+from meshwright.spec.shape import ModelShape, RopeScaling, temperature
 
 
 def frequencies(shape: ModelShape) -> Tensor:
@@ -46,19 +46,14 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: ModelShape) -> Tensor:
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
-def _mscale(factor: float, weight: float) -> float:
-    """YaRN's temperature (arXiv:2309.00071, section 3.4): 0.1 * weight * ln(factor) + 1."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def table_factor(shape: ModelShape) -> float:
     """What cos and sin are multiplied by: 1 but for YaRN."""
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
-    return _mscale(scaling.factor, 1.0)
+        return temperature(scaling.factor, scaling.mscale) / temperature(scaling.factor, scaling.mscale_all_dim)
+    return temperature(scaling.factor, 1.0)
 
 
 def softmax_factor(shape: ModelShape) -> float:
@@ -66,7 +61,7 @@ def softmax_factor(shape: ModelShape) -> float:
     scaling = shape.rope_scaling
     if shape.mla is None or scaling is None or scaling.kind != "yarn" or not scaling.mscale_all_dim:
         return 1.0
-    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+    return temperature(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def tables(inverse: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, Tensor]:

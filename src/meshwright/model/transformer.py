@@ -274,13 +274,7 @@ def build(
     model = skeleton(shape, dropout=dropout, kernels=kernels)
     shrink(model, dtype)
     materialize(model, device)
-    if initialize:
-        initialize_weights(model, seed)
-    return model
-
-
-def initialize_weights(model: Transformer, seed: int) -> None:
-    """Give every parameter its initial value of (seed, name)."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fill_initial(parameter, name, model.shape, seed, whole=parameter.shape)
+        for name, parameter in model.named_parameters() if initialize else ():
+            fill_initial(parameter, name, shape, seed, whole=parameter.shape)
+    return model

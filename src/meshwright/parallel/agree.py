@@ -28,7 +28,11 @@ class FirstRank:
                 found = do()
             except MeshwrightError as error:
                 failure = error
-        self._raise_together(failure)
+        if self.world.size > 1:
+            failure = told_by(0, failure, self.world.process_group)
+        if failure is not None:
+            failure.said_elsewhere = not self.here
+            raise failure
         return found
 
     def before_others(self, do: Callable[[], T]) -> T:
@@ -38,21 +42,10 @@ class FirstRank:
 
     def for_all(self, do: Callable[[], T]) -> T:
         """What the first rank finds, on every rank: a file system may show others an older state."""
-        told: list[T | None] = [self.alone(do)]
+        found = self.alone(do)
         if self.world.size > 1:
-            dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
-        found = told[0]
+            found = told_by(0, found, self.world.process_group)
         return found  # type: ignore[return-value]  # broadcast: no None is left
-
-    def _raise_together(self, failure: MeshwrightError | None) -> None:
-        if self.world.size > 1:
-            told: list[MeshwrightError | None] = [failure]
-            dist.broadcast_object_list(told, src=self.world.ranks[0], group=self.world.process_group)
-            failure = told[0]
-            if failure is not None and not self.here:
-                failure.said_elsewhere = True
-        if failure is not None:
-            raise failure
 
 
 def same_everywhere(world: Group, what: str, mine: str) -> None:

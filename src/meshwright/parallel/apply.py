@@ -17,12 +17,12 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.rank_boxes import Box, boxes
 from meshwright.parallel.recompute import block_call
 from meshwright.parallel.replicas import replicate
-from meshwright.parallel.ring import gather_attend, ring_attend
+from meshwright.parallel.ring import context_attend
 from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.spec.boxes import Box, boxes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
@@ -57,7 +57,7 @@ def build_engine(
     mesh = mesh or make_mesh(layout)
     layout = agreed(layout, device, mesh["world"])
     mesh = replace(mesh, layout=layout)
-    held = boxes(shape, mesh)
+    held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}
     stages = []
     with compat.real_tensors():  # a dry run's begin where memory does
@@ -75,7 +75,7 @@ def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
     """An engine around a whole model that exists already, with the layout's recomputation and compilation."""
     layout = layout or Layout(compile="off")
     mesh = make_mesh(layout, rank=0)
-    return parallelize([model], mesh, boxes(model.shape, mesh), next(model.parameters()).device)
+    return parallelize([model], mesh, boxes(model.shape, layout, mesh.rank), next(model.parameters()).device)
 
 
 def initialize_boxes(engine: Engine, seed: int) -> None:
@@ -136,7 +136,7 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:
     """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
     model.seams.mask = mask_maker(group, layout.zigzag)
-    model.seams.attend = ring_attend(group) if layout.context == "ring" else gather_attend(group)
+    model.seams.attend = context_attend(group, layout.context)
 
 
 def schedule_notes(layout: Layout, device: torch.device) -> list[str]:

@@ -57,16 +57,6 @@ def places(sequence: int, size: int, index: int, zigzag: bool) -> Places:
     return Places((index * length, (chunks - 1 - index) * length) if zigzag else (index * length,), length)
 
 
-def local_positions(sequence: int, size: int, index: int, zigzag: bool, device: torch.device | None = None) -> Tensor:
-    """Positions (S / c,) that rank `index` of `size` holds, ascending."""
-    return places(sequence, size, index, zigzag).positions(0, sequence // size, device)
-
-
-def take(x: Tensor, group: Group, zigzag: bool) -> Tensor:
-    """This rank's positions of x (B, S, ...) -> (B, S / c, ...)."""
-    return take_at(x, places(x.shape[1], group.size, group.index, zigzag), 1) if group.size > 1 else x
-
-
 def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
     """These places of a whole sequence that lies along `dim`."""
     return torch.cat([x.narrow(dim, start, at.length) for start in at.starts], dim)
@@ -101,6 +91,19 @@ class ContextMask(Mask):
     lowest: tuple[int, ...] = ()
     highest: tuple[int, ...] = ()
     bounds: Tensor | None = None
+
+    @staticmethod
+    def of(
+        group: Group, queries: Places, zigzag: bool, device: torch.device | None, first: Tensor | None,
+        bounds: Tensor | None,
+    ) -> "ContextMask":  # fmt: skip
+        """For these queries of a rank of `group`."""
+        sequence = len(queries.starts) * queries.length * group.size
+        lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
+        return ContextMask(
+            queries=queries, sequence=sequence, zigzag=zigzag, device=device, first=first, lowest=lowest,
+            highest=highest, bounds=bounds,
+        )  # fmt: skip
 
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
@@ -172,17 +175,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
         mine = places(sequence, group.size, group.index, zigzag)
         first = _first_seen(group, mine, zigzag, window if window < sequence else 0, documents)
         bounds = None if first is None else torch.stack((first.amin(0), first.amax(0))).cpu()  # one wait for a device
-        lowest, highest = ([], []) if bounds is None else bounds.tolist()
-        return ContextMask(
-            queries=mine,
-            sequence=sequence,
-            zigzag=zigzag,
-            device=device,
-            first=None if first is None else first.to(device),
-            lowest=tuple(lowest),
-            highest=tuple(highest),
-            bounds=bounds,
-        )
+        return ContextMask.of(group, mine, zigzag, device, None if first is None else first.to(device), bounds)
 
     return make
 

@@ -15,7 +15,7 @@ as wide from its first micro-batch to the optimizer. torch's mixed precision alo
 dtype of the shards, and add micro-batches up in that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.parallel.mesh import Mesh, device_mesh
-from meshwright.parallel.rank_boxes import Box
 from meshwright.parallel.sharding import tell
-from meshwright.spec.boxes import shard, sharded_dim
+from meshwright.spec.boxes import Box, shard, sharded_dim
 
 FIRST, LAST = ("embed", "positions"), ("norm", "head")
 """What lies outside of the blocks."""
@@ -78,7 +77,10 @@ def _shard(
 ) -> None:
     """Share modules that are gathered together over the ranks of a group; `ranks` are those and their replicas."""
     if unit:
-        placement = _placement(mesh[group].size)
+
+        def placement(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dim(parameter.shape, mesh[group].size))
+
         fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
         tell(unit[0], mesh["replicate"], mesh[group])
 
@@ -143,18 +145,18 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
-def reduce_next(modules: list[FSDPModule]) -> None:
+def set_reducing(modules: list[FSDPModule], reduces: bool) -> None:
     """Have the next backward pass of a model reduce the gradients that its modules have gathered, its own included, and
-    shard the parameters again."""
+    shard the parameters again; or do neither."""
     for module in modules:
-        module.set_requires_gradient_sync(True)
-        module.set_requires_all_reduce(True)
-        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(reduces)
+        module.set_requires_all_reduce(reduces)
+        module.set_reshard_after_backward(reduces)
 
 
 def reduce_now(modules: list[FSDPModule]) -> None:
     """The same at once, outside of any backward pass; of the modules of one model the root comes first."""
-    reduce_next(modules)
+    set_reducing(modules, True)
     compat.fsdp_post_backward(modules)
 
 
@@ -169,8 +171,3 @@ def local_box(parameter: Tensor, box: Box) -> Box:
         return box
     mesh = parameter.device_mesh
     return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-
-
-def _placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Along which dim fully_shard cuts each parameter."""
-    return lambda parameter: Shard(sharded_dim(parameter.shape, ranks))

@@ -16,8 +16,8 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.rank_boxes import Box
 from meshwright.parallel.replicas import Replicas
+from meshwright.spec.boxes import Box
 from meshwright.spec.held import Common
 
 P = TypeVar("P", bound=Pass)

@@ -57,14 +57,11 @@ class Group:
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors of equal shape, one after another along `dim`."""
-        return self._all_gather(x, dim, False).wait()
-
-    def start_all_gather(self, x: Tensor, dim: int = 0) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait()."""
-        return self._all_gather(x, dim, True)
+        return self.start_all_gather(x, dim, goes_on=False).wait()
 
     @takes("buffers")
-    def _all_gather(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
+    def start_all_gather(self, x: Tensor, dim: int = 0, *, goes_on: bool = True) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait()."""
         if self.size == 1:
             return Pending(x)
         self.tell_all_gather(x)
@@ -77,14 +74,11 @@ class Group:
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
-        return self._reduce_scatter(x, dim, False).wait()
-
-    def start_reduce_scatter(self, x: Tensor, dim: int = 0) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait()."""
-        return self._reduce_scatter(x, dim, True)
+        return self.start_reduce_scatter(x, dim, goes_on=False).wait()
 
     @takes("buffers")
-    def _reduce_scatter(self, x: Tensor, dim: int, goes_on: bool) -> "Pending":
+    def start_reduce_scatter(self, x: Tensor, dim: int = 0, *, goes_on: bool = True) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait()."""
         if self.size == 1:
             return Pending(x)
         self.tell_reduce_scatter(x)

@@ -20,39 +20,6 @@ SEQUENCE = 1
 """The dim of x (B, S, D) that sp splits."""
 
 
-@torch.library.custom_op("meshwright::all_gather", mutates_args=())
-def all_gather(x: Tensor, group: int) -> Tensor:
-    """x (B, S / t, D) of every rank -> (B, S, D)."""
-    return numbered(group).all_gather(x, SEQUENCE)
-
-
-@all_gather.register_fake
-def _(x: Tensor, group: int) -> Tensor:
-    return x.new_empty(resized(x.shape, numbered(group).size, 1))
-
-
-@torch.library.custom_op("meshwright::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, group: int) -> Tensor:
-    """x (B, S, D) -> this rank's (B, S / t, D) of the sum over the ranks."""
-    return numbered(group).reduce_scatter(x, SEQUENCE)
-
-
-@reduce_scatter.register_fake
-def _(x: Tensor, group: int) -> Tensor:
-    return x.new_empty(resized(x.shape, 1, numbered(group).size))
-
-
-@torch.library.custom_op("meshwright::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, group: int) -> Tensor:
-    """x -> the sum over the ranks."""
-    return numbered(group).all_reduce(x.clone(memory_format=torch.contiguous_format))
-
-
-@all_reduce.register_fake
-def _(x: Tensor, group: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 @torch.library.custom_op("meshwright::enter", mutates_args=())
 def enter(x: Tensor, group: int, sp: bool) -> Tensor:
     """As tensor.enter: f, or g with sp."""
@@ -81,11 +48,11 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _enter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return (reduce_scatter if ctx.sp else all_reduce)(gradient, ctx.group), None, None
+    return leave(gradient, ctx.group, ctx.sp), None, None
 
 
 def _leave_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return all_gather(gradient, ctx.group) if ctx.sp else gradient, None, None
+    return enter(gradient, ctx.group, True) if ctx.sp else gradient, None, None
 
 
 enter.register_autograd(_enter_backward, setup_context=_keep_group)

@@ -70,10 +70,7 @@ def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
     Reduction turns them off at the first action of a step anyway, and on where it reduces.
     """
     modules = [module for stage in stages for module in data.sharded_modules(stage)]
-    for module in modules:
-        module.set_requires_gradient_sync(False)
-        module.set_requires_all_reduce(False)
-        module.set_reshard_after_backward(False)
+    data.set_reducing(modules, False)
     before = mesh.traffic.snapshot()
     devices = {parameter.device for stage in stages for parameter in stage.parameters()}
     try:
@@ -114,15 +111,12 @@ class Reduction:
         """At a stage's first action of a step, and at the last that makes gradients."""
         if action.kind == "F" and not action.micro_batch:
             self.last[action.stage] = last_of(self.pipeline.current, ("W", "BW"))[action.stage]
-            for module in self._modules_of(action.stage):
-                module.set_requires_gradient_sync(False)
-                module.set_requires_all_reduce(False)
-                module.set_reshard_after_backward(False)
+            data.set_reducing(self._modules_of(action.stage), False)
         elif action.kind == "BW" and action == self.last[action.stage]:
             if self.replicas:
                 self.replicas[self._place_of(action.stage)].expect(last=True)
             elif modules := self._modules_of(action.stage):
-                data.reduce_next(modules)
+                data.set_reducing(modules, True)
 
     def after(self, action: Action) -> None:
         """When a stage's gradients are whole."""

@@ -29,16 +29,6 @@ Attend = Callable[..., Tensor]
 """As kernels.attention.attend."""
 
 
-def ring_attend(group: Group) -> Attend:
-    """Attention of this rank's queries over all ranks' keys, passed round; a collective, forward and backward."""
-    return _attend(group, "ring")
-
-
-def gather_attend(group: Group) -> Attend:
-    """The same with all keys gathered before; a collective, forward and backward."""
-    return _attend(group, "all-gather")
-
-
 class _Packed:
     """Keys (B, K, T, E) and values (B, K, T, V) of one rank in one buffer, so that a hop is one message."""
 
@@ -245,13 +235,9 @@ def _shared(
     q: Tensor, first: Tensor | None, bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str
 ) -> _Shared:
     """What an operator was given, put together again."""
-    found, sequence = numbered(group), q.shape[1] * numbered(group).size
-    lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
-    queries = places(sequence, found.size, found.index, zigzag)
-    mask = ContextMask(
-        queries=queries, sequence=sequence, zigzag=zigzag, device=q.device,
-        first=first, lowest=lowest, highest=highest, bounds=bounds,
-    )  # fmt: skip
+    found = numbered(group)
+    queries = places(q.shape[1] * found.size, found.size, found.index, zigzag)
+    mask = ContextMask.of(found, queries, zigzag, q.device, first, bounds)
     return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
 
 
@@ -268,7 +254,9 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 context_attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _attend(group: Group, route: str) -> Attend:
+def context_attend(group: Group, route: str) -> Attend:
+    """Attention of this rank's queries over all ranks' keys, by one of ROUTES; a collective, forward and backward."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         if dropout:
             raise IllegalLayout(

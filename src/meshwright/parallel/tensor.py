@@ -28,7 +28,7 @@ from meshwright.parallel import operators
 from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group
 from meshwright.parallel.operators import SEQUENCE
-from meshwright.parallel.rank_boxes import share
+from meshwright.spec.boxes import share
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp: one rank adds the bias."""

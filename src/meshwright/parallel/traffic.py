@@ -7,8 +7,6 @@ of one rank send nothing and are not counted. What counting costs: docs/parallel
 
 from collections.abc import Mapping
 
-from meshwright.spec.ledger import Entry, Ledger
-
 Counts = Mapping[tuple[str, str], tuple[int, int]]
 """(axis, collective) -> (calls, bytes sent by this rank)."""
 
@@ -67,12 +65,3 @@ class Traffic:
             if calls > calls_before:
                 more[key] = (calls - calls_before, sent - sent_before)
         return more
-
-
-def ledger(counts: Counts, rank: int = 0) -> Ledger:
-    """Two entries for each axis and collective: calls, and bytes that the rank sends."""
-    entries: list[Entry] = []
-    for (axis, what), (calls, sent) in sorted(counts.items()):
-        entries.append(Entry(kind="traffic", what=what, axis=axis, rank=rank, quantity=calls, unit="calls"))
-        entries.append(Entry(kind="traffic", what=what, axis=axis, rank=rank, quantity=sent, unit="bytes"))
-    return Ledger(tuple(entries))

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.recommend import FREE, is_tight
-from meshwright.planner.search.regions import Fixed, divisors
+from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.layout import Layout
+from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import count, duration, many, short_gib, step_time
@@ -113,12 +114,8 @@ def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
 def reasons(of: Estimator, best: Prediction) -> Iterator[str]:
     """Why each technique is there: the same layout without it."""
     for change in without(of, best.plan):
-        yield f"without {_technique(best.plan.layout, change.what)} {_compared(best, change)}."
-
-
-def _technique(layout: Layout, without_it: str) -> str:
-    axis = without_it.partition("=")[0]
-    return f"{axis}={getattr(layout, axis)}"
+        axis = change.what.partition("=")[0]
+        yield f"without {axis}={getattr(best.plan.layout, axis)} {_compared(best, change)}."
 
 
 def _compared(best: Prediction, change: LayoutChange) -> str:

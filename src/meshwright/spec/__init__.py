@@ -1,9 +1,8 @@
-"""What a run is: shapes, recipes, layouts, clusters, plans, ledgers. Standard library only."""
+"""What a run is: shapes, recipes, layouts, clusters, plans. Standard library only."""
 
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.inventory import Parameter, num_active_parameters, num_parameters, parameters
 from meshwright.spec.layout import Layout
-from meshwright.spec.ledger import Entry, Ledger
 from meshwright.spec.plan import Data, Plan
 from meshwright.spec.recipe import BatchStage, Recipe
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
@@ -13,9 +12,7 @@ __all__ = [
     "Cluster",
     "Data",
     "Device",
-    "Entry",
     "Layout",
-    "Ledger",
     "MLAShape",
     "MoEShape",
     "ModelShape",

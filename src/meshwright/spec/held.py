@@ -18,14 +18,12 @@ Gradients of 16-bit weights are 4 bytes wide where anything is added to them, an
 (docs/decisions/0005-gradient-precision.md).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
-from meshwright.spec.ledger import Entry, Ledger
 from meshwright.spec.places import expert_ranks, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
@@ -43,6 +41,11 @@ class ElementWidths:
     master: int
     moments: int = 8
 
+    @property
+    def saved(self) -> int:
+        """Of a checkpoint: all but the gradient."""
+        return self.parameter + self.master + self.moments
+
 
 WIDTHS = {
     "fp32": ElementWidths(parameter=4, gradient=4, master=0),
@@ -52,6 +55,8 @@ WIDTHS = {
 """By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
 `gradient_bytes` wide."""
 COUNTER_BYTES = 4
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
 LATE = ("pp", "tp")
 """Axes along which gradients are summed after data parallelism, in this order."""
 
@@ -104,9 +109,18 @@ def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
 
 
 def _parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
-    own = own_stages(layout, place_of(layout, rank)["pp"])
-    names = {name for stage in own for name in stage_names(shape, layout, stage)}
-    return [parameter for parameter in parameters(shape) if parameter.name in names]
+    """Of a rank's stages; the last of a pipeline has a tied head's matrix, too."""
+    own, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
+    layers = {layer for stage in own for layer in ranges[stage]}
+    first, last = 0 in own, len(ranges) - 1 in own
+    outside = {"embedding"} if first else set()
+    outside |= {"norm", "head"} if last else set()
+    return [
+        one
+        for one in parameters(shape)
+        if (one.layer in layers if one.layer >= 0 else one.group in outside)
+        or (one.name == "embed.weight" and shape.tied and last)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,18 +182,6 @@ def _tied_ends(shape: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
     return ends if rank in ends and ends[0] != ends[1] else ()
 
 
-def stage_names(shape: ModelShape, layout: Layout, stage: int) -> Iterator[str]:
-    """The parameters of a pipeline stage."""
-    ranges = layers_of_stages(shape.layers, layout)
-    stages, layers = len(ranges), ranges[stage]
-    for parameter in parameters(shape):
-        first = parameter.group == "embedding"
-        if parameter.layer in layers if parameter.layer >= 0 else stage == (0 if first else stages - 1):
-            yield parameter.name
-    if shape.tied and stage == stages - 1 > 0:
-        yield "embed.weight"
-
-
 def memory(
     shape: ModelShape,
     layout: Layout,
@@ -188,28 +190,22 @@ def memory(
     *,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
-) -> Ledger:
-    """Bytes by kind (ledger.STATES) and phase ("step" and "update"), for one rank. Kinds with nothing are left out.
+) -> dict[Phase, dict[str, int]]:
+    """Bytes by phase ("step" and "update") and kind (ledger.STATES), for one rank. Kinds with nothing are left out.
 
     `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
     """
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width, found = replace(WIDTHS[precision], gradient=gradient), held(shape, layout, rank)
-    return Ledger(
-        tuple(
-            Entry(kind="memory", what=kind, rank=rank, phase=phase, quantity=size, unit="bytes")
-            for phase in PHASES
-            for kind, size in _sizes(found, layout, phase, width).items()
-            if size
-        )
-    )
+    return {
+        phase: {kind: size for kind, size in _sizes(found, layout, phase, width).items() if size} for phase in PHASES
+    }
 
 
 def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
     """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
     all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
-    width = WIDTHS[precision]
-    bytes_each = width.parameter + width.master + width.moments
+    bytes_each = WIDTHS[precision].saved
     ranks, total = layout.world // layout.pp, 0.0
     for one in held(shape, layout, rank):
         copies = ranks * one.box.numel / one.parameter.numel / one.ranks

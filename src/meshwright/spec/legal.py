@@ -3,6 +3,7 @@ numbers and the nearest legal change. The planner's search, the engine and the c
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
@@ -22,11 +23,16 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
     ]
 
 
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`; of two equally near ones the smaller."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = small + [number // d for d in small]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+    return min(divisors(number), key=lambda d: (abs(d - wanted), d))
 
 
 def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -129,7 +135,7 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
             "parallelism cannot share yet: take layout.schedule=interleaved, or layout.schedule=zb-h1 layout.vp=1"
         )
-    for batch in _batches(recipe):
+    for batch in set(recipe.global_batches):
         count = _micro_batches_of(layout, batch)
         sentence = refusal(name, layout.pp, count, layout.vp) if count else None
         if sentence is not None:
@@ -139,7 +145,7 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
 def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     """The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
-    counts = [count for batch in _batches(recipe) if (count := _micro_batches_of(layout, batch))]
+    counts = [count for batch in set(recipe.global_batches) if (count := _micro_batches_of(layout, batch))]
     legal: Iterator[dict[str, object]] = (
         {"pp": pp, "vp": vp, "schedule": schedule}
         for schedule, vp in ((layout.schedule, layout.vp), (alone, 1))
@@ -157,10 +163,6 @@ def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
     """Whether two stages of one rank have a matrix in common that data-parallel ranks share, too: no reduction knows
     of both."""
     return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
-
-
-def _batches(recipe: Recipe) -> set[int]:
-    return set(recipe.global_batches)
 
 
 def _micro_batches_of(layout: Layout, batch: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
@@ -108,10 +108,9 @@ class Plan:
         if not self.recipe.noise_scale_every or any(self.layout.micro_batch_of(batch) < batch for batch in batches):
             return []
         largest = max(batches)
-        divisor = next((d for d in range(2, largest + 1) if largest % d == 0), 0)
-        advice = (
-            f"layout.micro_batch={largest // divisor}" if divisor else "recipe.global_batch=2 and layout.micro_batch=1"
-        )
+        advice = "recipe.global_batch=2 and layout.micro_batch=1"
+        if largest > 1:
+            advice = f"layout.micro_batch={divisors(largest)[-2]}"
         return [
             f"recipe.noise_scale_every={self.recipe.noise_scale_every} needs at least two micro-batches a step, and "
             f"recipe.global_batch={largest} is one: take {advice}, or recipe.noise_scale_every=0"

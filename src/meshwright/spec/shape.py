@@ -54,6 +54,11 @@ class RopeScaling:
                 raise PlanError(f"model.rope_scaling.{field}={getattr(self, field)} must be a number of 0 or more")
 
 
+def temperature(factor: float, weight: float) -> float:
+    """YaRN's (arXiv:2309.00071, section 3.4): 0.1 * weight * ln(factor) + 1."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEShape:
     """Mixture of experts in place of the MLP of most layers."""

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import many
 
@@ -117,7 +118,6 @@ def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (number,)
         return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _products(number // first, factors - 1):
-                yield (first, *rest)
+    for first in divisors(number):
+        for rest in _products(number // first, factors - 1):
+            yield (first, *rest)

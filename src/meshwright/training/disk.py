@@ -14,9 +14,7 @@ from meshwright.store import checkpoint_folder
 def checkpoint_bytes(shape: ModelShape, precision: str) -> int:
     """Of the tensors of one checkpoint, whatever the layout: weights, master weights, two moments, and a step counter
     for each tensor. Names, hashes and random states, some kilobytes a rank, are left out."""
-    width, found = WIDTHS[precision], parameters(shape)
-    each = width.parameter + width.master + width.moments
-    return sum(one.numel * each + COUNTER_BYTES for one in found)
+    return sum(one.numel * WIDTHS[precision].saved + COUNTER_BYTES for one in parameters(shape))
 
 
 OTHER_BYTES = 2 * MIB

@@ -15,15 +15,12 @@ import torch
 
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.held import WIDTHS, memory, written_bytes
+from meshwright.spec.held import TOKEN_BYTES, WIDTHS, memory, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import gib
 from meshwright.training.available_memory import machine_memory
-
-TOKEN_BYTES = 16
-"""A token and its target, int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -104,9 +101,9 @@ def _needs(plan: Plan, rank: int, device: str) -> Needs:
     held = memory(
         shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
     )
-    update, inside = (held.only(phase=phase).total() for phase in ("update", "step"))
+    update, inside = sum(held["update"].values()), sum(held["step"].values())
     if plan.micro_batches == 1:
-        inside -= held.only(phase="step", what="gradients").total()
+        inside -= held["step"].get("gradients", 0)
     positions = recipe.sequence // layout.cp
     sequences = layout.micro_batch_of(recipe.global_batch)
     ranges = layers_of_stages(shape.layers, layout)
@@ -114,8 +111,8 @@ def _needs(plan: Plan, rank: int, device: str) -> Needs:
     kept = layers * sequences * positions * _kept_of_token(shape, layout) * WIDTHS[recipe.precision].parameter
     host = device == "cpu"
     return Needs(
-        states=int(max(update, inside)),
-        activations=int(max(0, inside + kept - max(update, inside))),
+        states=max(update, inside),
+        activations=max(0, inside + kept - max(update, inside)),
         tokens=recipe.global_batch // layout.dp * positions * TOKEN_BYTES * host,
         copy=written_bytes(shape, layout, recipe.precision, rank) * (host and plan.copies_state(device)),
     )

@@ -9,21 +9,15 @@ from torch import Tensor
 
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
-from meshwright.spec.ledger import Entry, Ledger
 from meshwright.training.optimizer import AdamW
 
 
-def memory(engine: Engine, optimizer: AdamW, phase: str) -> Ledger:
-    """Bytes by kind (spec.ledger.STATES) at this moment, which `phase` names. Tensors that share memory count once."""
+def memory(engine: Engine, optimizer: AdamW) -> dict[str, int]:
+    """Bytes by kind (spec.ledger.STATES) at this moment, without those that have nothing. Tensors that share memory
+    count once."""
     seen: set[int] = set()
     sizes = {kind: _bytes(tensors, seen) for kind, tensors in kept(engine, optimizer).items()}
-    return Ledger(
-        tuple(
-            Entry(kind="memory", what=kind, rank=engine.mesh.rank, phase=phase, quantity=size, unit="bytes")
-            for kind, size in sizes.items()
-            if size
-        )
-    )
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def kept(engine: Engine, optimizer: AdamW) -> dict[str, list[Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__, planfile
-from meshwright.data import Corpus, Sampler
+from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.parallel import Mesh, build_engine, make_mesh
@@ -30,7 +30,7 @@ from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import Progress, TrainState, seed_everything
-from meshwright.training.trainer import Trainer
+from meshwright.training.trainer import Trainer, sampler_of
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
 ECHO_S = 1.0
@@ -69,10 +69,10 @@ def run(
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     recipe = plan.recipe
     device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
-    saving = saving_group(mesh) if saves_behind(plan, target) else None
+    saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    _check_length(plan, corpus)
+    sampler_of(plan, corpus, corpus.train, shuffle=True)  # refuses a short text before a run folder is made
     named = plan.run
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
@@ -125,11 +125,6 @@ def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def saves_behind(plan: Plan, target: torch.device) -> bool:
-    """Whether a thread writes the checkpoints."""
-    return plan.layout.saves_behind(target.type)
-
-
 @contextmanager
 def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank, *, new: bool) -> Iterator[RunFolder]:
     """The run folder, made and locked by the first rank, looked at by the others; a `new` one goes where no run began
@@ -162,17 +157,6 @@ def _check_vocabulary(plan: Plan, corpus: Corpus) -> None:
             f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
             f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
         )
-
-
-def _check_length(plan: Plan, corpus: Corpus) -> None:
-    """DataError where the text is shorter than a sequence; asked before a run folder is made."""
-    Sampler(
-        corpus.train,
-        sequence=plan.recipe.sequence,
-        tokenizer_separator=corpus.tokenizer.separator,
-        seed=plan.recipe.seed,
-        shuffle=True,
-    )
 
 
 def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:

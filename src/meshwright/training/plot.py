@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.spec.units import count
 from meshwright.store.durable import replace_file
 from meshwright.training.smooth import Smoothed
 
@@ -100,7 +101,7 @@ def _draw_rate(axes: "Axes", steps: Sequence[Row]) -> None:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
     axes.set_ylabel("learning rate", fontsize=9)
     axes.set_xlabel("training tokens")
-    axes.xaxis.set_major_formatter(_tokens)
+    axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
 
 
 def _plain(axes: "Axes") -> None:
@@ -110,12 +111,6 @@ def _plain(axes: "Axes") -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.margins(x=0.01)
-
-
-def _tokens(value: float, _place: float) -> str:
-    from meshwright.spec.units import count
-
-    return count(value)
 
 
 def _thin(rows: Sequence[Row]) -> list[Row]:

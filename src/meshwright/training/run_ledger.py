@@ -10,7 +10,6 @@ from meshwright import __version__
 from meshwright.parallel.agree import told_by
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
-from meshwright.spec.ledger import Ledger
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training import device
 from meshwright.training.kept_bytes import memory
@@ -25,7 +24,7 @@ class StepLedger:
     step: int = 0
     """The step that `sent` is of, 0 = none yet."""
     sent: Counts = field(default_factory=dict)
-    held: Ledger | None = None
+    held: dict[str, int] = field(default_factory=dict)
     _before: Counts = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -34,8 +33,8 @@ class StepLedger:
 
     def look(self) -> None:
         """Gradients are there and reduced, the optimizer is about to update."""
-        if self.held is None:
-            self.held = memory(self.state.engine, self.state.optimizer, "update")
+        if not self.held:
+            self.held = memory(self.state.engine, self.state.optimizer)
 
     def end(self, step: int) -> None:
         """The step has ended."""
@@ -67,7 +66,7 @@ class StepLedger:
                 {"axis": axis, "collective": collective, "bytes": sent, "calls": calls}
                 for (axis, collective), (calls, sent) in sorted(self.sent.items())
             ],
-            "memory": [{"kind": entry.what, "bytes": int(entry.quantity)} for entry in self.held or Ledger()],
+            "memory": [{"kind": kind, "bytes": size} for kind, size in self.held.items()],
         }
 
 

@@ -32,6 +32,10 @@ class Progress:
     best_step: int | None = None
 
 
+COUNTERS = ("step", "cursor", "tokens", "seconds", "eval_loss", "best_eval_loss", "best_step")
+"""Fields of Progress that a checkpoint has by their names."""
+
+
 @dataclass(slots=True)
 class TrainState:
     """The laid-out model, optimizer, scaler, progress, and what is known of skipped steps."""
@@ -68,36 +72,21 @@ class TrainState:
     def values(self, recipe: Recipe, data: str, tokenizer: str) -> dict[str, Any]:
         """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in, `tokenizer` that of
         what its tokens mean."""
-        progress = self.progress
+        noise = self.progress.noise
         return {
-            "step": progress.step,
-            "cursor": progress.cursor,
-            "tokens": progress.tokens,
-            "seconds": progress.seconds,
+            **{name: getattr(self.progress, name) for name in COUNTERS},
             "sequence": recipe.sequence,
             "seed": recipe.seed,
             "data": data,
             "tokenizer": tokenizer,
-            "noise": [progress.noise.variance, progress.noise.signal, progress.noise.weight],
-            "eval_loss": progress.eval_loss,
-            "best_eval_loss": progress.best_eval_loss,
-            "best_step": progress.best_step,
+            "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
             "random": rng_state()[1],
         }
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take over the counters and random states of a checkpoint whose tensors were loaded in place."""
-        self.progress = Progress(
-            step=values["step"],
-            cursor=values["cursor"],
-            tokens=values["tokens"],
-            seconds=values["seconds"],
-            noise=NoiseScale(*values["noise"]),
-            eval_loss=values["eval_loss"],
-            best_eval_loss=values["best_eval_loss"],
-            best_step=values["best_step"],
-        )
+        self.progress = Progress(noise=NoiseScale(*values["noise"]), **{name: values[name] for name in COUNTERS})
         if "skipping" in values:  # an older checkpoint has none
             self.skipper.restore(values["skipping"])
         set_rng_state(tensors, values["random"], self.engine.mesh.rank)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.data import Corpus, Sampler
+from meshwright.data.corpus import TokenStream
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes
@@ -38,6 +39,17 @@ def reads_late(device: torch.device) -> bool:
     """Whether a step's numbers are read while the next one runs: a GPU then always has work. On a CPU a step is over
     when it has been begun."""
     return device.type == "cuda"
+
+
+def sampler_of(plan: Plan, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> Sampler:
+    """Of a stream of the corpus; DataError where it is shorter than a sequence."""
+    return Sampler(
+        stream,
+        sequence=plan.recipe.sequence,
+        tokenizer_separator=corpus.tokenizer.separator,
+        seed=plan.recipe.seed,
+        shuffle=shuffle,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +97,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
-        sampler = self._sampler(self.corpus.train, shuffle=True)
+        sampler = sampler_of(self.plan, self.corpus, self.corpus.train, shuffle=True)
         feed = Feed(PackedText(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
@@ -118,15 +130,6 @@ class Trainer:
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all."""
         return self.state.engine.mesh.rank == 0
-
-    def _sampler(self, stream: Any, *, shuffle: bool) -> Sampler:
-        return Sampler(
-            stream,
-            sequence=self.plan.recipe.sequence,
-            tokenizer_separator=self.corpus.tokenizer.separator,
-            seed=self.plan.recipe.seed,
-            shuffle=shuffle,
-        )
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
@@ -234,7 +237,7 @@ class Trainer:
         if stream.num_tokens < 2:
             return None
         batches = held_out(
-            self._sampler(stream, shuffle=False),
+            sampler_of(self.plan, self.corpus, stream, shuffle=False),
             self.device,
             rows=self.plan.layout.micro_batch_of(recipe.global_batch),
             limit=recipe.eval_sequences,

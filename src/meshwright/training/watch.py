@@ -130,24 +130,25 @@ class Summary:
 
 
 class Watcher(Protocol):
-    """Whoever wants to see a run: a display, a file, a tracking service. Called on rank 0, between steps."""
+    """Whoever wants to see a run: a display, a file, a tracking service. Called on rank 0, between steps.
+    One that inherits from it looks away from what it does not override."""
 
     def started(self, info: RunInfo) -> None:
         """Once, before the first step."""
-        ...
+        return
 
     def stepped(self, metrics: StepMetrics) -> None:
         """After every logged step."""
-        ...
+        return
 
     def evaluated(self, metrics: EvalMetrics) -> None:
         """After an evaluation on held-out text."""
-        ...
+        return
 
     def saved(self, step: int, path: Path) -> None:
         """Once a checkpoint is committed."""
-        ...
+        return
 
     def ended(self, summary: Summary) -> None:
         """Once, when the run ends: finished or interrupted with a checkpoint. Not called after an exception."""
-        ...
+        return

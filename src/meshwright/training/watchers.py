@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,25 +15,6 @@ from meshwright.store.durable import replace_file
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 log = logging.getLogger(__name__)
-
-
-class Silent:
-    """A watcher that looks away; the others override what they want to see."""
-
-    def started(self, info: RunInfo) -> None:
-        """Before the first step."""
-
-    def stepped(self, metrics: StepMetrics) -> None:
-        """After a step."""
-
-    def evaluated(self, metrics: EvalMetrics) -> None:
-        """After an evaluation."""
-
-    def saved(self, step: int, path: Path) -> None:
-        """After a checkpoint."""
-
-    def ended(self, summary: Summary) -> None:
-        """At the end."""
 
 
 class Forgiving:
@@ -71,7 +53,23 @@ class Forgiving:
             log.warning("%s is told nothing more, training goes on: %r", type(self.watcher).__name__, error)
 
 
-class TensorBoard(Silent):
+class Scalars(Watcher):
+    """Writes the numbers of steps and evaluations, a scalar each."""
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        """Write the numbers of the step."""
+        self.write("train", _numbers(metrics), metrics.step)
+
+    def evaluated(self, metrics: EvalMetrics) -> None:
+        """Write the numbers of the evaluation."""
+        self.write("eval", _numbers(metrics), metrics.step)
+
+    @abstractmethod
+    def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+        """Each number as GROUP/NAME."""
+
+
+class TensorBoard(Scalars):
     """Scalars under RUN/tensorboard, one tag per field, over steps."""
 
     def __init__(self) -> None:
@@ -84,24 +82,17 @@ class TensorBoard(Silent):
         self._writer = self._module.SummaryWriter(str(folder), purge_step=info.first_step + 1)
         self._writer.add_text("plan", f"```\n{json.dumps(asdict(info.plan), indent=2)}\n```")
 
-    def stepped(self, metrics: StepMetrics) -> None:
-        """Write the numbers of the step."""
-        self._write("train", _numbers(metrics), metrics.step)
-
-    def evaluated(self, metrics: EvalMetrics) -> None:
-        """Write the numbers of the evaluation."""
-        self._write("eval", _numbers(metrics), metrics.step)
-
     def ended(self, summary: Summary) -> None:
         """Close the event file."""
         self._writer.close()
 
-    def _write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+    def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+        """As Scalars."""
         for name, value in numbers.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
 
-class WandB(Silent):
+class WandB(Scalars):
     """A Weights & Biases run named like the run folder; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self) -> None:
@@ -120,19 +111,12 @@ class WandB(Silent):
             config=asdict(info.plan),
         )
 
-    def stepped(self, metrics: StepMetrics) -> None:
-        """Log the numbers of the step."""
-        self._log("train", _numbers(metrics), metrics.step)
-
-    def evaluated(self, metrics: EvalMetrics) -> None:
-        """Log the numbers of the evaluation."""
-        self._log("eval", _numbers(metrics), metrics.step)
-
     def ended(self, summary: Summary) -> None:
         """Close the run."""
         self._run.finish()
 
-    def _log(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+    def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
+        """As Scalars."""
         self._run.log({f"{group}/{name}": value for name, value in numbers.items()}, step=step)
 
 

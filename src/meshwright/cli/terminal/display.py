@@ -12,8 +12,7 @@ from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
-from meshwright.training.watchers import Silent
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 REFRESH_S = 0.2
 """Shortest time between two drawings."""
@@ -21,7 +20,7 @@ SHARE = 0.01
 """Drawing may take this share of the run's time; where a drawing is slow it happens less often."""
 
 
-class Display(Silent):
+class Display(Watcher):
     """A watcher that may hold the terminal from `with` to its end, whatever happens between. This one shows nothing:
     for programs, who read the summary."""
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 
 from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
-from meshwright.planner.search.ranking import Found, usable_bytes
+from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import FREE, is_tight, merged
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 

@@ -105,22 +105,16 @@ def canonical(shape: ModelShape) -> ModelShape:
 
 
 def _canonical_scaling(scaling: RopeScaling, *, latent: bool) -> RopeScaling:
-    if scaling.kind == "linear":
-        return RopeScaling(kind="linear", factor=scaling.factor, original_positions=1)
-    kept: dict[str, Any] = {
-        "kind": scaling.kind,
-        "factor": scaling.factor,
-        "original_positions": scaling.original_positions,
-    }
+    """With what its kind reads, and nothing else. Of YaRN a numerator counts only beside a denominator."""
+    kept: tuple[str, ...] = ("factor",)
     if scaling.kind == "llama3":
-        kept |= {"low_frequency_factor": scaling.low_frequency_factor}
-        kept |= {"high_frequency_factor": scaling.high_frequency_factor}
-        return RopeScaling(**kept)
-    kept |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-    both = bool(scaling.mscale and scaling.mscale_all_dim)
-    kept |= {"mscale": scaling.mscale} if both else {}
-    kept |= {"mscale_all_dim": scaling.mscale_all_dim} if both or latent else {}
-    return RopeScaling(**kept)
+        kept += ("original_positions", "low_frequency_factor", "high_frequency_factor")
+    if scaling.kind == "yarn":
+        both = bool(scaling.mscale and scaling.mscale_all_dim)
+        kept += ("original_positions", "beta_fast", "beta_slow")
+        kept += (("mscale",) if both else ()) + (("mscale_all_dim",) if both or latent else ())
+    read: dict[str, Any] = {"original_positions": 1, **{name: getattr(scaling, name) for name in kept}}
+    return RopeScaling(kind=scaling.kind, **read)
 
 
 def _write(shape: ModelShape) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import math
 
 from meshwright.model.hub.entries import Entries
-from meshwright.spec.shape import ModelShape, RopeScaling
+from meshwright.spec.shape import ModelShape, RopeScaling, temperature
 
 KINDS = ("linear", "llama3", "yarn")
 
@@ -49,7 +49,7 @@ def _read_yarn(inner: Entries, original: int, positions: int) -> RopeScaling:
     all_dim = inner.number("mscale_all_dim", 0.0)
     mscale = inner.number("mscale", 0.0) if all_dim else 0.0
     if inner.raw("attention_factor", None) is not None:
-        implied = _temperature(factor, mscale or 1.0) / (_temperature(factor, all_dim) if mscale else 1.0)
+        implied = temperature(factor, mscale or 1.0) / (temperature(factor, all_dim) if mscale else 1.0)
         if not math.isclose(inner.number("attention_factor"), implied, rel_tol=1e-6):
             raise inner.fail(f"attention_factor={inner.raw('attention_factor')} is not supported, only {implied:.6g}")
     return RopeScaling(
@@ -61,11 +61,6 @@ def _read_yarn(inner: Entries, original: int, positions: int) -> RopeScaling:
         mscale=mscale,
         mscale_all_dim=all_dim,
     )
-
-
-def _temperature(factor: float, weight: float) -> float:
-    """YaRN, arXiv:2309.00071, section 3.4."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def write_rope(shape: ModelShape) -> dict[str, object]:

@@ -4,7 +4,7 @@ A row pairs a module of ours with one of theirs; `*` is the layer, `@` the exper
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -165,13 +165,8 @@ def tensor_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for parameter in parameters(shape):
         found[parameter.name] = parameter.shape
         if parameter.group == "router" and shape.moe is not None and shape.moe.correction_bias:
-            found[correction_of(parameter.name)] = (shape.moe.experts,)
+            found[parameter.name.removesuffix("weight") + "correction_bias"] = (shape.moe.experts,)
     return found
-
-
-def correction_of(router: str) -> str:
-    """Name of the correction bias beside a router's weight."""
-    return router.removesuffix("weight") + "correction_bias"
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -187,13 +182,10 @@ def _bind(row: WeightRow, layer: str, leaf: str, sizes: Mapping[str, tuple[int, 
     ours = {name: sizes[name] for name in (module.replace("*", layer) + leaf for module in row.ours)}
     meta: list[Tensor] = [torch.empty(size, device="meta") for size in ours.values()]
     theirs = row.transform.export(meta, shape)
-    names = _their_names(row.theirs.replace("*", layer) + leaf, len(theirs))
+    pattern = row.theirs.replace("*", layer) + leaf
+    names = [pattern.replace("@", str(expert)) for expert in range(len(theirs))]
     return Binding(
         ours=ours,
         theirs={name: tuple(tensor.shape) for name, tensor in zip(names, theirs, strict=True)},
         transform=row.transform,
     )
-
-
-def _their_names(pattern: str, count: int) -> Iterator[str]:
-    return (pattern.replace("@", str(expert)) for expert in range(count))

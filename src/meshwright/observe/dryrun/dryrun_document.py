@@ -12,7 +12,7 @@ from meshwright.observe.dryrun.simulate import DryRun
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
-from meshwright.planner.search.ranking import usable_bytes
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.places import pipeline_ranks, place_of
 from meshwright.spec.plan import Plan, as_document
 from meshwright.spec.schedule import phase_words

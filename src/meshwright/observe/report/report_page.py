@@ -22,8 +22,8 @@ from meshwright.observe.report.pipeline_view import executed_timeline, planned_t
 from meshwright.observe.shared_document import PartPeak
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import source
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import num_parameters
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import pipeline_ranks

@@ -17,7 +17,7 @@ from meshwright.observe.verify.router_ties import watch_margins
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
-from meshwright.parallel.rank_boxes import Box
+from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe

@@ -7,7 +7,7 @@ vocabulary, D = hidden, L = layers, S = sequence.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from meshwright.planner.accuracy.published_run import number, plan_of
 from meshwright.spec.inventory import num_active_parameters
@@ -72,39 +72,20 @@ def _weights(shape: ModelShape) -> float:
     return float(num_active_parameters(shape))
 
 
-def _untied(shape: ModelShape) -> float:
-    """N without the input embedding: the head is there once."""
-    return _weights(shape) - (0 if shape.tied else shape.vocab * shape.hidden)
+def _palm(shape: ModelShape, sequence: int, times: float = 6, keys: float = 1.0) -> float:
+    return times * _weights(shape) + _keys(shape, sequence, keys)
 
 
-def _palm(shape: ModelShape, sequence: int) -> float:
-    return 6 * _weights(shape) + _keys(shape, sequence)
+def _products(shape: ModelShape, sequence: int, keys: float = 1.0) -> float:
+    """Without the input embedding: the head is there once."""
+    untied = _weights(shape) - (0 if shape.tied else shape.vocab * shape.hidden)
+    return 6 * untied + _keys(shape, sequence, keys)
 
 
-def _palm_again(shape: ModelShape, sequence: int) -> float:
-    return 8 * _weights(shape) + _keys(shape, sequence, 4 / 3)
-
-
-def _products(shape: ModelShape, sequence: int) -> float:
-    return 6 * _untied(shape) + _keys(shape, sequence)
-
-
-def _causal(shape: ModelShape, sequence: int) -> float:
-    return 6 * _untied(shape) + _keys(shape, sequence, 0.5)
-
-
-def _block(shape: ModelShape, sequence: int, layers: float, head: float) -> float:
+def _megatron(shape: ModelShape, sequence: int, layers: float = 72) -> float:
     """Narayanan's and Korthikanti's forms for a GPT whose MLP is four times its width."""
     wide = shape.layers * shape.hidden**2
-    return layers * wide * (1 + sequence / (6 * shape.hidden)) + head * shape.vocab * shape.hidden
-
-
-def _megatron(shape: ModelShape, sequence: int) -> float:
-    return _block(shape, sequence, 72, 6)
-
-
-def _megatron_full(shape: ModelShape, sequence: int) -> float:
-    return _block(shape, sequence, 96, 6)
+    return layers * wide * (1 + sequence / (6 * shape.hidden)) + 6 * shape.vocab * shape.hidden
 
 
 def _megatron_selective(shape: ModelShape, sequence: int) -> float:
@@ -114,16 +95,17 @@ def _megatron_selective(shape: ModelShape, sequence: int) -> float:
 NANOTRON = Convention(name="nanotron", formula="6 N + 12 L D S", training=_palm, ends_twice=True)
 ALEPH = Convention(name="Aleph Alpha", formula="6 N + 12 L D S", training=_palm, other_tflops=True)
 FOUNDRY = Convention(
-    name="llm-foundry", formula="6 N + 12 L D S; HFU 8 N + 16 L D S", training=_palm, hardware=_palm_again
-)
+    name="llm-foundry", formula="6 N + 12 L D S; HFU 8 N + 16 L D S", training=_palm,
+    hardware=partial(_palm, times=8, keys=4 / 3),
+)  # fmt: skip
 FMS = Convention(name="fms-fsdp", formula="6 N + 12 L D S", training=_palm)
 TITAN = Convention(name="torchtitan", formula="6 (N - V D) + 12 L D S", training=_products)
 NEMO = Convention(name="NeMo 24.07", formula="6 (N - V D) + 12 L D S", training=_products)
 README = Convention(name="Megatron-LM llama README", formula="6 (N - V D) + 12 L D S", training=_products)
-BRIDGE = Convention(name="Megatron-Bridge", formula="6 (N - V D) + 6 L D S", training=_causal)
+BRIDGE = Convention(name="Megatron-Bridge", formula="6 (N - V D) + 6 L D S", training=partial(_products, keys=0.5))
 NARAYANAN = Convention(
-    name="Megatron 2021", formula="96 L D^2 (1 + S / 6D + V / 16LD)", training=_megatron, hardware=_megatron_full,
-    hardware_rate=True,
+    name="Megatron 2021", formula="96 L D^2 (1 + S / 6D + V / 16LD)", training=_megatron,
+    hardware=partial(_megatron, layers=96), hardware_rate=True,
 )  # fmt: skip
 KORTHIKANTI = Convention(
     name="Korthikanti 2022", formula="72 L D^2 (1 + S / 6D + V / 12LD); HFU + 12 L D S", training=_megatron,
@@ -131,8 +113,9 @@ KORTHIKANTI = Convention(
 )  # fmt: skip
 MEGATRON_CORE = Convention(name="Megatron-Core 0.8", formula="72 L D^2 (1 + S / 6D + V / 12LD)", training=_megatron)
 LLAMA3 = Convention(
-    name="Llama 3", formula="6 (N - V D) + 6 L D S (not printed, the causal count assumed)", training=_causal
-)
+    name="Llama 3", formula="6 (N - V D) + 6 L D S (not printed, the causal count assumed)",
+    training=partial(_products, keys=0.5),
+)  # fmt: skip
 
 BY_ROW = (
     ("nanotron", "", NANOTRON), ("aleph", "", ALEPH), ("llm-foundry", "", FOUNDRY), ("fms-fsdp", "", FMS),

@@ -194,9 +194,7 @@ def _experts(columns: dict[str, str], shape: ModelShape, ranks: int) -> int:
 
 
 def _zero(text: str) -> int:
-    if "fsdp" in text.lower() and "hsdp" not in text.lower() and "2" not in text:
-        return 3
-    if "hsdp" in text.lower():
+    if "hsdp" in text.lower() or ("fsdp" in text.lower() and "2" not in text):
         return 3
     found = re.search(r"[0-3]", text)
     return int(found[0]) if found else 0

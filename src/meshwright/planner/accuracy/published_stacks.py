@@ -11,7 +11,6 @@ MEGATRON_2022 = Stack(
     attention="fused-softmax",
     dropout=True,
     gradient_bytes=4.0,
-    sharded_gradient_bytes=0.0,
     hides_sends=0.5,
     source="Korthikanti et al. 2022, arXiv:2205.05198, section 4 and 6",
 )
@@ -41,7 +40,6 @@ ALEPH = Stack(
     tensor_kept=4.0,
     regather=False,
     activation_kept=4.0,
-    rope_kept=0.0,
     score_kept=5.0,
     logit_kept=12.0,
     logit_peak=20.0,

@@ -12,7 +12,7 @@ from meshwright.planner.accuracy.judged import Judged
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, duplicate_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
-from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.ledger import STATES
@@ -88,9 +88,7 @@ def estimator_of(row: PublishedRow, calibration: Calibration | None = None) -> E
     speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
     if calibration is not None:
         stack, speeds, links = calibration.applied(row, stack, speeds, links)
-    return Estimator(
-        shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links
-    )
+    return estimator(plan, stack, speeds, links)
 
 
 def _part(row: PublishedRow, prediction: Prediction, estimator: Estimator) -> float:

@@ -101,8 +101,6 @@ def logits(of: "Local") -> Logits:
 def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
     """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
     that is not added inside the product (fp32 on one tp rank)."""
-    if not of.stack.own:
-        return logits * (of.width + 4), 0.0
     if of.width == 4:
         return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
     return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
@@ -120,10 +118,9 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
     Where the activation was kept, its place is free by the time those of its inputs are made. Written-out scores have a
     gradient before and one after the softmax, in fp32 too where it runs in fp32.
     """
-    gates = 2 if of.shape.mlp == "swiglu" else 1
-    again = gates == 2 and not routed and not of.stack.activation_kept
+    again = of.gates == 2 and not routed and not of.stack.activation_kept
     tokens, ffn = (routed.copies, routed.ffn) if routed else (of.tokens, of.shape.ffn / of.tp)
-    widest = (gates + again) * tokens * ffn * of.width
+    widest = (of.gates + again) * tokens * ffn * of.width
     if of.stack.attention != "flash":
         word = 2 * of.width + (8 if of.stack.score_kept else 0)
         widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
@@ -150,16 +147,11 @@ def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[KeptBytes, ...]:
 
 
 def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
-    word, core = of.tokens * of.width, of.stack.selective == "core"
-    if of.shape.mla:
-        yield from _latent_kept(of, widths)
-    else:
-        yield from _heads_kept(of, widths)
+    word = of.tokens * of.width
+    yield from _latent_kept(of, widths) if of.shape.mla else _heads_kept(of, widths)
     packed = word * widths.queries * of.stack.core_kept / 2
     if packed:
         yield KeptBytes("packed", packed, 0.0)
-    rotated = of.tokens * (widths.queries + widths.keys_values / 2) * of.stack.rope_kept * of.width / 2
-    yield KeptBytes("rotation", rotated, rotated if core else 0.0)
     if of.stack.attention == "flash":
         sums = 4 * of.tokens * of.shape.heads / of.tp
         yield KeptBytes("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)
@@ -211,11 +203,10 @@ def _mlp_kept(of: "Local") -> Iterator[KeptBytes]:
 
 def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[KeptBytes]:
     """`activation_kept`: bytes of a 16-bit run beyond what goes into the activation."""
-    gates = 2 if of.shape.mlp == "swiglu" else 1
     inner = tokens * ffn * of.width
     policy = of.stack.selective
-    yield KeptBytes(f"{name} up", gates * inner, inner if policy == "alternate" else gates * inner)
-    extra = inner * activation_kept / 2 if gates == 2 else inner
+    yield KeptBytes(f"{name} up", of.gates * inner, inner if policy == "alternate" else of.gates * inner)
+    extra = inner * activation_kept / 2 if of.gates == 2 else inner
     yield KeptBytes(f"{name} activation", extra, extra if policy == "core" else 0.0)
 
 

@@ -29,7 +29,7 @@ def core(of: "Local", queries: float, keys_values: float, value: float) -> Core:
     """queries, keys and values together, values: dims of a rank's heads."""
     if of.cp > 1:
         return _plain(of, queries, keys_values, value) if of.masked else _parts(of, queries, keys_values, value)
-    return _masked(of, queries, value) if of.masked else _fused(of, queries, value, 1)
+    return _masked(of, queries, value) if of.masked else fused(of, queries, value, 1)
 
 
 def _seen(of: "Local") -> float:
@@ -42,7 +42,7 @@ def _dim(of: "Local", value: float) -> float:
     return value / (of.shape.heads / of.tp)
 
 
-def _fused(of: "Local", queries: float, value: float, parts: int) -> Core:
+def fused(of: "Local", queries: float, value: float, parts: int) -> Core:
     """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value), 2 * keys / parts
@@ -66,7 +66,7 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     """One part for each rank's keys (ring), or one of all (all-gather): results are merged in fp32; gradients are added
     up in fp32, and in a ring once more with those that arrive."""
     parts = of.cp if of.ring else 1
-    kernels = _fused(of, queries, value, of.cp)
+    kernels = fused(of, queries, value, of.cp)
     tiles = 2 * parts
     keys = of.tokens * keys_values * (1 if of.ring else of.cp)
     pack = MemoryPass(2 * keys * of.width * (1 if of.ring else 3), 4)

@@ -42,14 +42,10 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     )
 
 
-def _gates(of: "Local") -> int:
-    return 2 if of.shape.mlp == "swiglu" else 1
-
-
 def _mlp(of: "Local") -> float:
     """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
     together (kernels/swiglu.py)."""
-    return (4 if _gates(of) == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
+    return (4 if of.gates == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _experts(of: "Local", routed: Routed) -> float:
@@ -61,7 +57,7 @@ def _mlp_kept(of: "Local", routed: Routed | None) -> float:
     """What is gone when the pass comes to the attention core."""
     if routed:
         return (3 * routed.copies * routed.ffn + 2 * routed.copies * of.shape.hidden) * of.width
-    return _gates(of) * of.tokens * of.shape.ffn / of.tp * of.width
+    return of.gates * of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _attention(of: "Local", widths: HeadWidths) -> float:
@@ -97,7 +93,7 @@ def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
 
 
 def _queued_mlp(of: "Local", ffn: float) -> float:
-    return 2 * of.hidden_bytes + (_gates(of) + 1) * of.tokens * ffn * of.width
+    return 2 * of.hidden_bytes + (of.gates + 1) * of.tokens * ffn * of.width
 
 
 def _queued_experts(of: "Local", routed: Routed) -> float:
@@ -105,7 +101,7 @@ def _queued_experts(of: "Local", routed: Routed) -> float:
     moe = of.shape.moe
     assert moe is not None
     inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
-    found = 2 * sent + (_gates(of) + 1) * inner
+    found = 2 * sent + (of.gates + 1) * inner
     if moe.shared_experts and not of.compiled:
         found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp)
     return found

@@ -10,27 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost.activations import (
-    NONE,
-    HeadWidths,
-    Logits,
-    Routed,
-    embedding_mask,
-    head_rows,
-    layer_kept,
-    layer_transient,
-    logits,
-)
-from meshwright.planner.cost.attention_core import core
+from meshwright.planner.cost import activations, exchanges
+from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
+from meshwright.planner.cost.attention_core import core, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import Backward, backward
-from meshwright.planner.cost.exchanges import Exchanges
-from meshwright.planner.cost.exchanges import balance as exchange_balance
-from meshwright.planner.cost.exchanges import enter as exchange_enter
-from meshwright.planner.cost.exchanges import leave as exchange_leave
-from meshwright.planner.cost.exchanges import ring as exchange_ring
 from meshwright.planner.cost.local_shape import Local
-from meshwright.planner.cost.work import AttentionCore, Exchange, KeptBytes, LayerOperation, MemoryPass, Product, Work
+from meshwright.planner.cost.work import (
+    NO_EXCHANGES,
+    Exchange,
+    Exchanges,
+    KeptBytes,
+    LayerOperation,
+    MemoryPass,
+    Product,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +63,15 @@ COLUMNS = ("qkv", "q", "q_down", "kv_down")
 def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
     """A transformer block."""
     of = replace(of, window=window)
-    attention = list(_attention(of, window))
+    attention = list(_attention(of))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
     sizes = _routed(of) if routed else None
     return LayerWork(
         operations=tuple(operations),
-        kept=layer_kept(of, _widths(of), sizes),
+        kept=activations.layer_kept(of, _widths(of), sizes),
         boundary_bytes=of.between_bytes,
-        transient_bytes=layer_transient(of, sizes),
+        transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
     )
 
@@ -84,16 +79,10 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
 def embedding(of: Local) -> LayerWork:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
-    out = exchange_leave(of, 1.0)
-    return LayerWork(
-        operations=(
-            LayerOperation(
-                name="embed", forward=(MemoryPass(2 * moved),), weights=(MemoryPass(3 * moved),),
-                forward_exchanges=out[0], backward_exchanges=out[1],
-            ),
-        ),
-        logits=embedding_mask(of),
-    )  # fmt: skip
+    look_up = LayerOperation(
+        name="embed", forward=(MemoryPass(2 * moved),), weights=(MemoryPass(3 * moved),), exchanges=exchanges.leave(of)
+    )
+    return LayerWork(operations=(look_up,), logits=activations.embedding_mask(of))
 
 
 def head(of: Local) -> LayerWork:
@@ -102,25 +91,23 @@ def head(of: Local) -> LayerWork:
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
     data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
-    enter = exchange_enter(of, alone=bool(stack.head_chunk_bytes))
+    enter = exchanges.enter(of, alone=bool(stack.head_chunk_bytes))
     softmax = MemoryPass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
-        chunks = of.tokens / head_rows(of)
+        chunks = of.tokens / activations.head_rows(of)
         gather = MemoryPass(chunks * vocab * shape.hidden * 8)
         forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
-        operation = LayerOperation(
-            name="head", forward=forward, forward_exchanges=enter[0] + loss, backward_exchanges=enter[1]
-        )
+        both = Exchanges(enter.forward + loss, enter.backward)
+        operation = LayerOperation(name="head", forward=forward, exchanges=both)
     else:
         operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),
-            weights=(weight, *_accumulate(of, vocab * shape.hidden)),
-            forward_exchanges=enter[0], backward_exchanges=enter[1],
+            weights=(weight, *_accumulate(of, vocab * shape.hidden)), exchanges=enter,
         )  # fmt: skip
-    return LayerWork(operations=(_norm(of, "norm"), operation), logits=logits(of))
+    return LayerWork(operations=(_norm(of, "norm"), operation), logits=activations.logits(of))
 
 
 def _norm(of: Local, name: str) -> LayerOperation:
@@ -180,7 +167,7 @@ def _widths(of: Local) -> HeadWidths:
     return HeadWidths(queries, 2 * keys, queries)
 
 
-def _attention(of: Local, window: int) -> Iterator[LayerOperation]:
+def _attention(of: Local) -> Iterator[LayerOperation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
     if shape.mla:
@@ -188,21 +175,17 @@ def _attention(of: Local, window: int) -> Iterator[LayerOperation]:
     else:
         made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
     readers = [op for op in made if op.name in COLUMNS]
-    enter, leave = exchange_enter(of, of.stack.column_inputs[0], readers=readers), exchange_leave(of, 1.0)
-    yield LayerOperation(name="enter attention", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    enter = exchanges.enter(of, of.stack.column_inputs[0], readers=readers)
+    yield LayerOperation(name="enter attention", exchanges=enter)
     yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
         moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
-        yield LayerOperation(
-            name="rope",
-            forward=(MemoryPass(2 * moved, launches),),
-            inputs=(MemoryPass(2 * moved, launches),),
-            again=True,
-        )
-    yield _core(of, window, queries, keys_values)
+        turned = (MemoryPass(2 * moved, launches),)
+        yield LayerOperation(name="rope", forward=turned, inputs=turned, again=True)
+    yield _core(of, queries, keys_values)
     yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
-    yield LayerOperation(name="leave attention", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name="leave attention", exchanges=exchanges.leave(of))
 
 
 def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
@@ -219,35 +202,24 @@ def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOper
     yield _linear(of, "kv_up", of.tokens, mla.kv_rank, up)
 
 
-def _core(of: Local, window: int, queries: float, keys_values: float) -> LayerOperation:
+def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
     """softmax(q k^T) v. Fused kernels skip what lies above the diagonal; the others do all of it and write S x S."""
     shape, sequence = of.shape, of.sequence
     heads = shape.heads / of.tp
     value = keys_values - queries if shape.mla else queries
-    exchanges = exchange_ring(of, keys_values)
-    if of.stack.own:
-        found = core(of, queries, keys_values, value)
-        return LayerOperation(
-            name="attention", again=True, forward=found.forward, inputs=found.backward,
-            forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
-        )  # fmt: skip
-    if of.stack.attention == "flash":
-        span = min(window or sequence, sequence)
-        keys = span - span * span / (2 * sequence)
-        turned = (
-            (MemoryPass(2 * of.stack.turns * of.tokens * queries * of.width, of.stack.turns),) if of.stack.turns else ()
-        )
-        flop, dim = 2 * of.tokens * keys * (queries + value), value / heads
-        return LayerOperation(
-            name="attention", again=True,
-            forward=(AttentionCore(flop, sequence=2 * keys, dim=dim), *turned),
-            inputs=(AttentionCore(2.5 * flop, backward=True, sequence=2 * keys, dim=dim), *turned),
-            forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
-        )  # fmt: skip
+    ring = exchanges.ring(of, keys_values)
+    if of.stack.own or of.stack.attention == "flash":
+        found = core(of, queries, keys_values, value) if of.stack.own else fused(of, queries, value, 1)
+        turns = of.stack.turns
+        turned = (MemoryPass(2 * turns * of.tokens * queries * of.width, turns),) if turns else ()
+        forward, inputs = (*found.forward, *turned), (*found.backward, *turned)
+        return LayerOperation(name="attention", again=True, forward=forward, inputs=inputs, exchanges=ring)
     dim, pairs = queries / heads, heads * of.batch
     scores = pairs * (sequence / of.cp) * sequence
-    fused = of.stack.attention == "fused-softmax" and sequence <= 2048 and pairs % 4 == 0  # what the kernel asks for
-    moved, back, launches = (4.0, 6.0, 1.0) if fused else (36.0, 40.0, 5.0)
+    fits = sequence <= 2048 and pairs % 4 == 0  # what the kernel asks for
+    moved, back, launches = (36.0, 40.0, 5.0)
+    if of.stack.attention == "fused-softmax" and fits:
+        moved, back, launches = (4.0, 6.0, 1.0)
     if of.dropout:
         moved, back, launches = moved + 5.0, back + 5.0, launches + 1.0
     rows = sequence / of.cp
@@ -256,29 +228,19 @@ def _core(of: Local, window: int, queries: float, keys_values: float) -> LayerOp
     return LayerOperation(
         name="attention", forward=(weigh, MemoryPass(moved * scores, launches), mix, MemoryPass(turn)),
         inputs=(MemoryPass(turn), mix, weigh, MemoryPass(back * scores, launches), mix, mix, MemoryPass(3 * turn)),
-        again=True, forward_exchanges=exchanges[0], backward_exchanges=exchanges[1],
+        again=True, exchanges=ring,
     )  # fmt: skip
 
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[LayerOperation]:
     shape = of.shape
-    gates = 2 if shape.mlp == "swiglu" else 1
-    up = _linear(of, f"{name} up", tokens, shape.hidden, gates * ffn, shape.mlp_bias)
-    enter: Exchanges = ((), ())
-    leave: Exchanges = ((), ())
-    if exchange:
-        enter, leave = exchange_enter(of, of.stack.column_inputs[1], readers=(up,)), exchange_leave(of, 1.0)
-    yield LayerOperation(name=f"enter {name}", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    up = _linear(of, f"{name} up", tokens, shape.hidden, of.gates * ffn, shape.mlp_bias)
+    enter = exchanges.enter(of, of.stack.column_inputs[1], readers=(up,)) if exchange else NO_EXCHANGES
+    yield LayerOperation(name=f"enter {name}", exchanges=enter)
     yield up
-    moved = tokens * ffn * of.width * _activation_passes(of)
-    yield LayerOperation(
-        name=f"{name} activation",
-        forward=(MemoryPass((gates + 1) * moved),),
-        inputs=(MemoryPass((2 * gates + 1) * moved),),
-        again=True,
-    )
+    yield _activation(of, name, tokens, ffn)
     yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
-    yield LayerOperation(name=f"leave {name}", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name=f"leave {name}", exchanges=exchanges.leave(of) if exchange else NO_EXCHANGES)
 
 
 def _wide(op: LayerOperation) -> LayerOperation:
@@ -290,9 +252,12 @@ def _wide(op: LayerOperation) -> LayerOperation:
     return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
 
 
-def _activation_passes(of: Local) -> float:
+def _activation(of: Local, name: str, tokens: float, ffn: float) -> LayerOperation:
     stack = of.stack
-    return stack.passes * (stack.swiglu_passes if of.shape.mlp == "swiglu" else stack.gelu_passes)
+    passes = stack.swiglu_passes if of.gates == 2 else stack.gelu_passes
+    moved = tokens * ffn * of.width * (stack.passes * passes)
+    forward, inputs = MemoryPass((of.gates + 1) * moved), MemoryPass((2 * of.gates + 1) * moved)
+    return LayerOperation(name=f"{name} activation", forward=(forward,), inputs=(inputs,), again=True)
 
 
 def _routed(of: Local) -> Routed:
@@ -308,22 +273,22 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     shape, moe = of.shape, of.shape.moe
     assert moe is not None
     own, copies, ffn = _routed(of)
-    enter, leave = (((), ()), ((), ())) if of.ep > 1 else (exchange_enter(of, alone=True), exchange_leave(of, 1.0))
-    yield LayerOperation(name="enter experts", forward_exchanges=enter[0], backward_exchanges=enter[1])
+    enter, leave = (NO_EXCHANGES,) * 2 if of.ep > 1 else (exchanges.enter(of, alone=True), exchanges.leave(of))
+    yield LayerOperation(name="enter experts", exchanges=enter)
     router = _linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
         router = _wide(router)
-    yield replace(router, forward_exchanges=exchange_balance(of))
+    yield replace(router, exchanges=Exchanges(exchanges.balance(of)))
     moved = copies * shape.hidden * of.width
     trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
     tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
     yield LayerOperation(
         name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=(MemoryPass(2 * moved, 3),),
-        forward_exchanges=tell + trip, backward_exchanges=trip,
+        exchanges=Exchanges(tell + trip, trip),
     )  # fmt: skip
     experts = moe.experts / of.ep
-    each, gates = copies / experts, 2 if shape.mlp == "swiglu" else 1
-    for name, into, out in (("experts up", shape.hidden, gates * ffn), ("experts down", ffn, shape.hidden)):
+    each = copies / experts
+    for name, into, out in (("experts up", shape.hidden, of.gates * ffn), ("experts down", ffn, shape.hidden)):
         yield LayerOperation(
             name=name,
             forward=(Product(each, into, out, experts),),
@@ -331,17 +296,9 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
             weights=(Product(into, each, out, experts),),
             uncompiled=True,
         )
-    inner = copies * ffn * of.width * _activation_passes(of)
-    yield LayerOperation(
-        name="experts activation",
-        forward=(MemoryPass((gates + 1) * inner),),
-        inputs=(MemoryPass((2 * gates + 1) * inner),),
-        again=True,
-    )
-    yield LayerOperation(
-        name="combine", forward=(MemoryPass(2 * moved, 3),), inputs=(MemoryPass(2 * moved, 3),),
-        forward_exchanges=trip, backward_exchanges=trip,
-    )  # fmt: skip
+    yield _activation(of, "experts", copies, ffn)
+    back = (MemoryPass(2 * moved, 3),)
+    yield LayerOperation(name="combine", forward=back, inputs=back, exchanges=Exchanges(trip, trip))
     if moe.shared_experts:
         yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
-    yield LayerOperation(name="leave experts", forward_exchanges=leave[0], backward_exchanges=leave[1])
+    yield LayerOperation(name="leave experts", exchanges=leave)

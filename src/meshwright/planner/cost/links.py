@@ -109,7 +109,7 @@ SWITCHES: dict[str, dict[str, float]] = {
 """Beginning of a device's name -> what nccl-tests found on such nodes."""
 
 
-def links_of(cluster: Cluster, **changes: float) -> Links:
+def links_of(cluster: Cluster) -> Links:
     """From a cluster's figures."""
     device = cluster.device
     link = device.link_bytes_per_s or device.memory_bytes_per_s / 10 or 1e10
@@ -118,5 +118,5 @@ def links_of(cluster: Cluster, **changes: float) -> Links:
         per_node=cluster.devices_per_node,
         link_bytes_per_s=link,
         network_bytes_per_s=device.network_bytes_per_s or link / 10,
-        **(known | changes),  # type: ignore[arg-type]  # fields that are numbers
+        **known,  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -55,6 +55,11 @@ class Local:
         return self.stack.own and hides and (self.cp > 1 or (self.gpu and self.width >= 4))
 
     @property
+    def gates(self) -> int:
+        """Matrices that read an MLP's input."""
+        return 2 if self.shape.mlp == "swiglu" else 1
+
+    @property
     def tokens(self) -> float:
         """N: tokens of the rank."""
         return self.batch * self.sequence / self.cp

@@ -188,7 +188,7 @@ REACHED = {"H": 0.803}
 """Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
 
 
-def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
+def speeds_of(device: Device, flash: int = 2) -> Speeds:
     """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
     kernel."""
     peak = device.bf16_flop_per_s or 1e12
@@ -199,7 +199,7 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
     matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
     slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
     low = device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s
-    base = Speeds(
+    return Speeds(
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
         low_flop_per_s=low,
@@ -210,4 +210,3 @@ def speeds_of(device: Device, flash: int = 2, **changes: float) -> Speeds:
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )
-    return replace(base, **changes)  # type: ignore[arg-type]  # fields that are numbers

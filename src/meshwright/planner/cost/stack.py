@@ -25,8 +25,6 @@ class Stack:
     """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
     norm_kept: float = 2.0
     """A norm keeps so much of its input (2: the input itself; an eager fp32 norm keeps more)."""
-    rope_kept: float = 0.0
-    """Beyond the rotated queries and keys, which attention keeps."""
     tensor_kept: float = 0.0
     """With tensor parallelism, of a whole hidden state: copies that column-split products take and keep apart."""
     core_kept: float = 0.0
@@ -56,12 +54,6 @@ class Stack:
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     gradient_bytes: float = 2.0
     """Bytes of a parameter's gradient as it is kept over a step."""
-    sharded_gradient_bytes: float = 0.0
-    """ZeRO >= 1: of the rank's own shard beside them (fp32 copies)."""
-    master_bytes: float = 4.0
-    """fp32 master weight, sharded as the moments are."""
-    update_bytes: float = 0.0
-    """Of each updated parameter while the optimizer runs: temporary copies."""
     update_bucket_bytes: float = 0.0
     """Not 0: gradients of 16 bit are widened so many fp32 bytes at a time. A checkpoint is copied to host memory piece
     by piece and takes nothing of a device."""

@@ -11,6 +11,7 @@ from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.schedule import ranges
 from meshwright.spec.shape import ModelShape
 
 
@@ -91,8 +92,6 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 Side = Literal["forward", "inputs", "weights"]
-EXCHANGES = {"forward": "forward_exchanges", "inputs": "backward_exchanges", "weights": ""}
-"""Of an operation, by side."""
 
 
 class BlockTime(NamedTuple):
@@ -183,14 +182,13 @@ class PassSeconds:
         """(seconds, those of them in which an exchange stands beside no computation)."""
         stack = self.of.stack
         device = host = each = exchanged = 0.0
-        exchanges_of = EXCHANGES[side]
         for op in operations:
             works: tuple[Work, ...] = getattr(op, side)
             for work in works:
                 took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
                 device, host, each = device + took, host + launch, each + max(took, launch)
-            exchanges: tuple[Exchange, ...] = getattr(op, exchanges_of) if exchanges_of else ()
-            for exchange in exchanges:
+            forward, backward = op.exchanges
+            for exchange in forward if side == "forward" else backward if side == "inputs" else ():
                 took = self._exposed(exchange, works)
                 exchanged += took
                 host, each = host + stack.host_s, each + max(took, stack.host_s)
@@ -281,5 +279,4 @@ def split_by_cost(shape: ModelShape, stages: int) -> list[range]:
         sizes[filled] += 1
         if (n + 1) * layer >= whole * (filled + 1) / stages and filled + 1 < stages:
             filled += 1
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return ranges(sizes)

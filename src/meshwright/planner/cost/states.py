@@ -3,7 +3,7 @@ every layer, since all layers of a kind are alike. Equal to it to the byte (test
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
 
@@ -43,14 +43,8 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
         if kind == "dense" and parameter.layer > 0:
             continue
         groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
-    head = groups.get("head", []) or [groups["embedding"][0]]
-    return LocalSizes(
-        embedding=tuple(groups["embedding"]),
-        dense=tuple(groups.get("dense", ())),
-        routed=tuple(groups.get("routed", ())),
-        norm=tuple(groups["norm"]),
-        head=tuple(head),
-    )
+    groups.setdefault("head", [groups["embedding"][0]])
+    return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
 
 
 @cache
@@ -128,13 +122,10 @@ def states(
     gradient = stack.gradient_bytes if sixteen else width.gradient
     if stack.own:
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
-    master = stack.master_bytes if sixteen else width.master
-    shard_gradient = stack.sharded_gradient_bytes if sixteen and layout.zero else 0.0
     zero, late = layout.zero, layout.pp > 1
     beside = stack.sharding == "fully_shard"
     shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
-    if shard > width.parameter:
-        master = 0.0
+    master = 0 if shard > width.parameter else width.master
     kinds = {}
     for inside in (True, False):
         whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
@@ -143,7 +134,7 @@ def states(
         kinds[inside] = {
             "parameters": (parameters if beside or zero == 3 else count.whole) * (width.parameter if whole else shard),
             "shards": count.shard * shard if beside and whole and zero else 0.0,
-            "gradients": (count.whole if whole_gradients else count.shard) * gradient + count.shard * shard_gradient,
+            "gradients": (count.whole if whole_gradients else count.shard) * gradient,
             "masters": count.own * master,
             "moments": count.own * width.moments,
             "counters": count.tensors * COUNTER_BYTES,

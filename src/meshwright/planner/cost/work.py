@@ -54,6 +54,16 @@ class Exchange(NamedTuple):
     """Work that runs while it is under way."""
 
 
+class Exchanges(NamedTuple):
+    """Those of a forward and of a backward pass."""
+
+    forward: tuple[Exchange, ...] = ()
+    backward: tuple[Exchange, ...] = ()
+
+
+NO_EXCHANGES = Exchanges()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOperation:
     """One operation of the forward pass and what the backward pass makes of it.
@@ -68,8 +78,7 @@ class LayerOperation:
     """Gradients of its inputs."""
     weights: tuple[Work, ...] = ()
     """Gradients of its weights."""
-    forward_exchanges: tuple[Exchange, ...] = ()
-    backward_exchanges: tuple[Exchange, ...] = ()
+    exchanges: Exchanges = NO_EXCHANGES
     again: bool = False
     uncompiled: bool = False
 

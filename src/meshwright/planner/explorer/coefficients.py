@@ -14,10 +14,9 @@ from typing import Any
 
 from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import ElementCounts, pieces, states
-from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.legal import divisors, layout_violations
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""

@@ -13,13 +13,15 @@ from typing import Any
 from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
 from meshwright.planner.explorer.time_tables import SEQUENCES, time_tables
 from meshwright.planner.search.landscape import landscape
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.search.recommend import FREE
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.plan import Plan
 
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
+"""Of a shape, what the page reads under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js", "bars.js",
            "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
@@ -54,13 +56,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
         "model": {
             "name": shape.name,
             "parameters": num_parameters(shape),
-            "layers": shape.layers,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "ffn": shape.ffn,
-            "vocab": shape.vocab,
-            "tied": shape.tied,
+            **{size: getattr(shape, size) for size in SIZES},
             "mla": shape.mla is not None,
             "experts": shape.moe.experts if shape.moe else 0,
             "expert_ffn": shape.moe.ffn if shape.moe else 0,
@@ -81,7 +77,6 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {
-            "update_bytes": of.stack.update_bytes,
             "bucket_bytes": of.stack.update_bucket_bytes if recipe.precision != "fp32" else 0.0,
             "reserve_bytes": of.stack.reserve_bytes,
             "slack": of.stack.slack,

@@ -11,15 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.planner.cost.local_shape import local
-from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, costs
 from meshwright.planner.cost.states import ElementCounts, states
 from meshwright.planner.explorer.coefficients import Degrees
-from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.planner.time.timeline import NORM_BYTES, UPDATE_BYTES
 from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.legal import divisors
 
 TOKENS = (1 / 16, 1 / 4, 1, 4, 16)
 """Sizes at which passes are timed, times the recipe's sequence."""
@@ -42,7 +41,7 @@ def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
     moved = (28.0 if of.recipe.precision == "fp32" else UPDATE_BYTES) + NORM_BYTES
     contexts = list(_with_context(degrees, devices))
     known: Known = {}
-    sequences = _sequences(of, 2 if len(contexts) > MANY else 1)
+    sequences = sorted({*SEQUENCES[:: 2 if len(contexts) > MANY else 1], of.recipe.sequence})
     parts = ["dense"] if of.shape.routed_layers < of.shape.layers else []
     parts += ["routed"] if of.shape.routed_layers else []
     layers = {
@@ -81,10 +80,6 @@ def _tokens(of: Estimator) -> list[int]:
     return [max(16, round(of.recipe.sequence * factor)) for factor in TOKENS]
 
 
-def _sequences(of: Estimator, every: int) -> list[int]:
-    return sorted({*SEQUENCES[::every], of.recipe.sequence})
-
-
 def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known) -> dict[str, Costs]:
     """By recompute policy, for so many tokens of a rank in sequences of this length, which need not come out even."""
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
@@ -107,8 +102,8 @@ def _seconds(costs: dict[str, MicroBatchCost]) -> tuple[float, ...]:
 def _mean(of: Estimator, costs: Costs) -> MicroBatchCost:
     """Of a dense layer; of a model whose later layers have a window, the mean of both kinds."""
     dense = of.shape.layers - of.shape.routed_layers
-    windowed = sum(bool(of.shape.window_of(n)) and not of.shape.is_moe_layer(n) for n in range(of.shape.layers))
-    if not (of.shape.window and of.shape.window_from_layer and dense):
+    windowed = of.windowed(range(of.shape.layers))
+    if not windowed or not dense:
         return costs.dense
     return MicroBatchCost().plus(costs.dense, 1 - windowed / dense).plus(costs.windowed, windowed / dense)
 
@@ -166,18 +161,10 @@ def _of_part(of: Estimator, plain: Layout, part: StageContents) -> list[float]:
     none = ElementCounts(whole=0, shard=0, own=0, gathered=0, tensors=0)
     word = states(of.stack, plain, of.recipe.precision, none, 2, of.recipe.reduce_dtype)
     summed = of.stack.gradient_exchange_bytes or word.gradient_bytes
-    flat = _flat(of.stack)
+    flat = of.stack.sharding == "flat"
     whole = sharing(of.shape, plain, part, of.links, word.parameter_bytes, summed, flat)
     shared = sharing(of.shape, replace(plain, zero=1), part, of.links, word.parameter_bytes, summed, flat)
-    return _short([whole.reduce_s, *shared])
-
-
-def _flat(stack: Stack) -> bool:
-    return stack.sharding == "flat"
-
-
-def _short(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values]
+    return [float(f"{seconds:.4g}") for seconds in (whole.reduce_s, *shared)]
 
 
 def _micro(seconds: Iterable[float]) -> list[float]:

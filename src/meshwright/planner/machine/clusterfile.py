@@ -23,7 +23,7 @@ from meshwright.planner.cost.host_time import KINDS, Host
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import presets
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import ArgumentError, PlanError
@@ -85,10 +85,7 @@ class ClusterFile:
         or the nearest number that was."""
         ranks = plan.cluster.devices_per_node
         near = self._near(ranks)
-        return Estimator(
-            shape=plan.model, recipe=plan.recipe, cluster=plan.cluster, stack=self.stack, speeds=near.speeds,
-            links=replace(near.links, per_node=ranks),
-        )  # fmt: skip
+        return estimator(plan, self.stack, near.speeds, replace(near.links, per_node=ranks))
 
     def _near(self, ranks: int) -> Together:
         return self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]

@@ -18,6 +18,8 @@ NOISE = 0.04
 """Standard deviation, as a share, that a measured step time and the counting are expected to differ by."""
 TRUSTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Scales of all priors that are tried; 0 = stay zero-shot."""
+ROUNDS = 8
+"""Newton steps at most."""
 SECONDS = "_s"
 
 
@@ -69,7 +71,6 @@ def minimum(
     residuals: Callable[[Sequence[float]], list[float]],
     count: int,
     shares: Sequence[float],
-    rounds: int = 8,
     trust: float | None = None,
 ) -> list[float]:
     """x that minimises sum(share huber(r / NOISE)) + sum(x^2) / trust^2: damped Gauss-Newton, finite differences.
@@ -84,7 +85,7 @@ def minimum(
     if not trust:
         return x
     pull, damping = 1 / trust**2, 0.1
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         before = _cost(found, shares, x, pull)
         for _ in range(5):
             step = newton(found, columns, shares, x, pull, damping)

@@ -6,7 +6,7 @@ from functools import cache
 from operator import le
 from typing import Literal, NamedTuple
 
-from meshwright.spec.schedule import schedule
+from meshwright.spec.schedule import last_of, schedule
 
 What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
 
@@ -52,7 +52,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
     actions = schedule(name, ranks, micro_batches, virtual)[rank]
     places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     alive, queued, graded, reduced = ([0] * len(places) for _ in range(4))
-    last = {action.stage: action for action in actions if action.kind in ("W", "BW")}
+    last = last_of(actions, ("W", "BW"))
 
     def now(what: What) -> Instant:
         return Instant(what, place, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))

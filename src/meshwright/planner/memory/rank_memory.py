@@ -1,18 +1,18 @@
 """Peak memory of a pipeline rank: what it always holds, and the worst moment of the schedule it runs."""
 
 from dataclasses import dataclass
-from functools import cache
+from operator import add
 
 from meshwright.planner.cost.local_shape import SPLIT
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, PipelineRank, Standing, enough
+from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, moments
 from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import V_PLACED, schedule
+from meshwright.spec.schedule import V_PLACED
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
@@ -33,32 +33,11 @@ class RankMemory:
         return sum(self.kinds.values())
 
 
-@cache
-def in_flight(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The moments of a rank worth looking at: micro-batches alive in each of its stages, none below another."""
-    if ranks == 1:
-        return ((1,),)
-    actions = schedule(name, ranks, micro_batches, virtual)[rank]
-    places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
-    alive = [0] * len(places)
-    found: set[tuple[int, ...]] = set()
-    more = False
-    for action in actions:
-        if action.kind == "F":
-            alive[places[action.stage]] += 1
-            more = True
-        elif action.kind in ("W", "BW"):
-            if more:
-                found.add(tuple(alive))
-            alive[places[action.stage]] -= 1
-            more = False
-    return tuple(a for a in found if not any(b != a and all(x <= y for x, y in zip(a, b, strict=True)) for b in found))
-
-
-def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """`in_flight` for a step of so many micro-batches."""
-    few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
-    return in_flight(layout.schedule, layout.pp, few, layout.vp, rank)
+def in_flight(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches alive in each stage of a rank, until the gradients of weights are made too, at moments of a step
+    among which every fullest one is."""
+    found = moments(layout, micro_batches, rank)
+    return tuple({tuple(map(add, one.alive, one.queued)) for one in found})
 
 
 def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
@@ -100,75 +79,32 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
     return Instant(what, len(alive) - 1, alive, none, graded, none)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransientBytes:
-    """Bytes that data parallelism holds for a while, in a step without a pipeline, at three moments: when the loss is
-    made, when the head's gradients are whole, in the backward pass of the last layer."""
-
-    loss_bytes: float = 0.0
-    head_bytes: float = 0.0
-    layer_bytes: float = 0.0
-
-
-def whole_together(block: GatherUnit, ends: GatherUnit) -> TransientBytes:
-    """ZeRO-3 where the ends stay whole from the first forward to the last backward pass: two blocks beside them, since
-    the next is gathered early; one's gradients and the buffer they are reduced from."""
-    found = 2 * block.parameters + 2 * block.gradients + ends.parameters
-    return TransientBytes(loss_bytes=found, layer_bytes=found)
-
-
-def whole_apart(zero: int, block: GatherUnit, last: GatherUnit, tied: bool) -> TransientBytes:
-    """Norm with head are a unit that is whole from its forward to its backward pass; `tied`: with the embedding, whole
-    from the first to the last moment of a micro-batch. Gradients stand twice when they are laid into the buffer that is
-    reduced, which lives until the next one is: ZeRO 0 and 1 keep them whole anyway, 2 and 3 only then."""
-    parameters = 1 if zero == 3 else 0
-    copies = 2 if zero >= 2 else 1
-    if tied:
-        ends = parameters * last.parameters
-        kept = last.gradients if zero >= 2 else 0.0
-        layer = 2 * parameters * block.parameters + copies * block.gradients
-        return TransientBytes(loss_bytes=ends, head_bytes=ends + parameters * block.parameters + kept,
-                     layer_bytes=ends + kept + layer)  # fmt: skip
-    later = max(block.gradients, last.gradients) + (copies - 1) * block.gradients
-    return TransientBytes(
-        loss_bytes=parameters * last.parameters,
-        head_bytes=parameters * (last.parameters + block.parameters) + copies * last.gradients,
-        layer_bytes=2 * parameters * block.parameters + later,
-    )
-
-
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], state: States, rank: int,
-    whole: TransientBytes, border_bytes: float, update_bytes: float, exact: bool = True,
+    gathered_bytes: float, border_bytes: float, update_bytes: float, exact: bool = True,
     units: GatherUnits | None = None, found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
-    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments."""
-    costs = [stages[stage] for stage in own_stages(layout, rank)]
+    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments;
+    `gathered_bytes`: of other software, what data parallelism gathers and reduces from."""
+    own = own_stages(layout, rank)
+    costs, first, last = [stages[stage] for stage in own], own[0] == 0, own[-1] == len(stages) - 1
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         one = PipelineRank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-                   summed=state.gradient_bytes, last=own_stages(layout, rank)[-1] == len(stages) - 1,
-                   first=own_stages(layout, rank)[0] == 0)  # fmt: skip
+                           summed=state.gradient_bytes, last=last, first=first)  # fmt: skip
         when, kinds = one.peak(found)
     else:
         when = "backward pass"
         alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
         if exact:
-            alive = moments(layout, micro_batches, rank)
+            alive = in_flight(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
-        gathers = layout.pp == 1 or stack.sharding == "flat"
-        kinds = {
-            **state.step,
-            "activations": activations,
-            **_backward(alive, costs, whole if gathers else TransientBytes()),
-        }
+        kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
     kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
     if stack.step_buffers and layout.pp > 1:
-        own = own_stages(layout, rank)
-        ends = (0 in own) + (len(stages) - 1 in own)
-        kinds["buffers"] += (2 * len(own) - ends) * micro_batches * border_bytes
-        kinds["logits"] += micro_batches * logits_bytes if len(stages) - 1 in own else 0.0
+        kinds["buffers"] += (2 * len(own) - first - last) * micro_batches * border_bytes
+        kinds["logits"] += micro_batches * logits_bytes if last else 0.0
     update = {**state.update, "temporaries": update_bytes}
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, "optimizer step"
@@ -181,24 +117,15 @@ def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def _backward(
-    alive: tuple[tuple[int, ...], ...], costs: list[MicroBatchCost], whole: TransientBytes
-) -> dict[str, float]:
-    """The worst of three moments: inside head and loss; when the head's gradients are reduced; inside the layer behind
-    them, when one micro-batch's logits are gone."""
+def _backward(alive: tuple[tuple[int, ...], ...], costs: list[MicroBatchCost], gathered: float) -> dict[str, float]:
+    """The worse of two moments: inside head and loss; inside the layer behind them, when one micro-batch's logits are
+    gone."""
     kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
     gone = max(cost.logits.kept - cost.logits.held for cost in costs)
     inside = max(cost.transient_bytes for cost in costs)
-    found = [
-        {
-            "logits": kept + max(cost.logits.transient for cost in costs),
-            "temporaries": 0.0,
-            "buffers": whole.loss_bytes,
-        },
-        {"logits": kept - gone, "temporaries": 0.0, "buffers": whole.head_bytes},
-        {"logits": kept - gone, "temporaries": inside, "buffers": whole.layer_bytes},
-    ]
-    return max(found, key=lambda kinds: sum(kinds.values()))
+    head = {"logits": kept + max(cost.logits.transient for cost in costs), "temporaries": 0.0, "buffers": gathered}
+    layer = {"logits": kept - gone, "temporaries": inside, "buffers": gathered}
+    return max(head, layer, key=lambda kinds: sum(kinds.values()))
 
 
 def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[int, ...], ...], border_bytes: float) -> float:

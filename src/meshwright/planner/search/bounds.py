@@ -29,7 +29,7 @@ from meshwright.planner.search.regions import (
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import stage_layers, stages_of_ranks
+from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
 
 Split = tuple[int, int, int]
 FIRST = 2
@@ -102,10 +102,7 @@ def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
 @cache
 def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
     """Of the first ranks of a pipeline whose stages have so many layers, of which the first `dense` are dense."""
-    ends = [0]
-    for size in split:
-        ends.append(ends[-1] + size)
-    kinds = [(d := max(0, min(dense, end) - end + size), size - d) for end, size in zip(ends[1:], split, strict=True)]
+    kinds = [(d := max(0, min(dense, own.stop) - own.start), len(own) - d) for own in ranges(split)]
     found = []
     few = enough(name, ranks, m, virtual)
     for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):

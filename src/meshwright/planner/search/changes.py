@@ -1,15 +1,15 @@
 """What one change of a layout buys and costs: why each degree is there, what would make a plan fit, what a longer
 sequence or half the machine would do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -44,29 +44,24 @@ def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutCha
 def without(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
     layout = plan.layout
-    for axis in AXES:
-        degree = getattr(layout, axis)
-        if degree == 1:
-            continue
-        changed = _less(layout, axis)
-        if changed:
-            found = predicted(of, plan, _with_batch(changed, plan), f"{axis}=1")
-            if found:
-                yield found
+    tries = [(_with_batch(_less(layout, axis), plan), f"{axis}=1") for axis in AXES if getattr(layout, axis) > 1]
     if layout.zero:
-        lower = (
-            replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1) if layout.cp == 1 else replace(layout, zero=0)
-        )
-        found = predicted(of, plan, lower, "zero=0")
-        if found:
-            yield found
+        alone = replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1)
+        tries.append((alone if layout.cp == 1 else replace(layout, zero=0), "zero=0"))
     if layout.recompute != "none":
-        found = predicted(of, plan, replace(layout, recompute="none"), "recompute=none")
+        tries.append((replace(layout, recompute="none"), "recompute=none"))
+    yield from _legal(of, plan, tries)
+
+
+def _legal(of: Estimator, plan: Plan, tries: Iterable[tuple[Layout, str]]) -> Iterator[LayoutChange]:
+    """The predictions of those that are."""
+    for layout, what in tries:
+        found = predicted(of, plan, layout, what)
         if found:
             yield found
 
 
-def _less(layout: Layout, axis: str) -> Layout | None:
+def _less(layout: Layout, axis: str) -> Layout:
     degree = getattr(layout, axis)
     if axis == "ep":
         return replace(layout, ep=1)
@@ -115,10 +110,7 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
             more = _more(layout, axis, factor)
             if more:
                 tries.append(_with_batch(more, plan))
-    for changed in tries:
-        found = predicted(of, plan, changed, differences(layout, changed))
-        if found:
-            yield found
+    yield from _legal(of, plan, ((changed, differences(layout, changed)) for changed in tries))
 
 
 def _more(layout: Layout, axis: str, factor: int) -> Layout | None:

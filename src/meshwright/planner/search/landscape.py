@@ -8,16 +8,16 @@ those of the front exactly.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
 from meshwright.planner.search.bounds import Least, families
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.search.regions import Region, RegionFamily
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -76,7 +76,9 @@ def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     dice = Random(0)
     if sum(sizes) <= most:
         found = [point for least, family in every for point in look(of, least, family)]
-        front = front_of(of, sorted(found, key=lambda point: point.step_s * point.peak_bytes))
+        front = Front()
+        for point in sorted(found, key=lambda point: point.step_s * point.peak_bytes):
+            add(of, front, point)
     else:
         front, looked = search_front(of, every)
         found = dice.sample(looked, min(len(looked), most // 4))
@@ -140,14 +142,6 @@ def _not_beaten(
         if front.beats(least_s, least_bytes):
             return
         yield counted(of, region.layout(*split, base=least.base), exact=False)
-
-
-def front_of(of: Estimator, points: Iterable[LayoutPoint]) -> Front:
-    """Of these points, counted exactly."""
-    front = Front()
-    for point in points:
-        add(of, front, point)
-    return front
 
 
 def add(of: Estimator, front: Front, point: LayoutPoint) -> None:

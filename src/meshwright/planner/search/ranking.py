@@ -13,11 +13,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
+from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.search.bounds import Least, Split, families
 from meshwright.planner.search.regions import Fixed, Region, RegionFamily
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -68,12 +68,6 @@ class Choice(NamedTuple):
 
 Waiting = tuple[float, int, Least, RegionFamily | Region | Choice]
 """(no layout of it takes less seconds, its number, bounds, what it is)."""
-
-
-def usable_bytes(plan: Plan) -> float:
-    """What a program can have of a device; unknown = without limit."""
-    memory = plan.cluster.device.memory_bytes
-    return max(0.0, memory - DRIVER_BYTES) if memory else float("inf")
 
 
 def search(

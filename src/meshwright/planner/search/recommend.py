@@ -6,10 +6,10 @@ more than a few percent of speed. The faster ones stay listed.
 
 from dataclasses import replace
 
-from meshwright.planner.search.ranking import Found, search, usable_bytes
+from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 
 FREE = 0.05

@@ -5,11 +5,13 @@ from dataclasses import fields, replace
 from itertools import islice, product
 from typing import Any
 
-from meshwright.planner.search.ranking import Found, usable_bytes
-from meshwright.planner.search.regions import Fixed, divisors
+from meshwright.planner.search.ranking import Found
+from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
 

@@ -8,11 +8,11 @@ is walked in about a second.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from math import gcd, isqrt
+from math import gcd
 from typing import Any, NamedTuple
 
 from meshwright.spec.layout import Layout
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import V_PLACED, refusal
@@ -47,7 +47,8 @@ class Region(NamedTuple):
         searched: kernels, compilation, the kind of context parallelism, stages by hand where their number is this."""
         cell, base = self.cell, base or DEFAULT
         by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
-        return Layout(
+        return replace(
+            base,
             dp_replicate=dp_replicate or cell.dp,
             dp_shard=dp_shard,
             zero=zero,  # type: ignore[arg-type]  # 0 to 3, as of the search
@@ -60,12 +61,7 @@ class Region(NamedTuple):
             schedule=self.schedule,  # type: ignore[arg-type]  # one of the words that Layout allows
             micro_batch=self.micro_batch,
             recompute=self.recompute,  # type: ignore[arg-type]  # one of the words that Layout allows
-            context=base.context,
-            zigzag=base.zigzag,
             stages=base.stages if by_hand else (),
-            compile=base.compile,
-            kernels=base.kernels,
-            saving=base.saving,
         )
 
 
@@ -84,13 +80,6 @@ class RegionFamily(NamedTuple):
         """One by one."""
         for name, vp in self.pipelines:
             yield Region(self.cell, self.micro_batch, name, vp, self.recompute)
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return tuple(small + [number // d for d in reversed(small) if d * d != number])
 
 
 def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,14 +11,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import MicroBatchCost, ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
-from meshwright.planner.memory.rank_memory import (
-    RankMemory,
-    TransientBytes,
-    first_backward,
-    rank_memory,
-    whole_apart,
-    whole_together,
-)
+from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
@@ -30,14 +23,12 @@ from meshwright.planner.time.timeline import (
     step_time,
     update_seconds,
 )
-from meshwright.spec.held import written_bytes
+from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
 
-TOKEN_BYTES = 16
-"""A token and its target, int64."""
 POSITION_BYTES = 8
 """A position alone, int64, or with the number of its document, int32 each."""
 
@@ -46,15 +37,9 @@ POSITION_BYTES = 8
 class Estimator(SharedCosts):
     """Predicts layouts."""
 
-    def _layers(self, layout: Layout, rank: int) -> StageContents:
-        """What a pipeline rank has."""
-        split, own = self.split(layout), own_stages(layout, rank)
-        layers = tuple(layer for stage in own for layer in split[stage])
-        return StageContents(layers, 0 in own, len(split) - 1 in own)
-
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
         """Seconds of data parallelism of a pipeline rank."""
-        held = self._layers(layout, rank)
+        held = StageContents.of(own_stages(layout, rank), self.split(layout))
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
         routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
@@ -94,7 +79,7 @@ class Estimator(SharedCosts):
         passes_s = self._passes_s(layout, m, shown, send_s, exact)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self.stack, m, shown, send_s, shared_s, update_s, shared, passes_s, edges,
+        return step_time(layout, self.stack, m, shown, shared_s, update_s, shared, passes_s, edges,
                          self.speeds.ranks_per_core)  # fmt: skip
 
     def least_s(self, layout: Layout) -> float:
@@ -129,7 +114,16 @@ class Estimator(SharedCosts):
             state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
-            one = self._memory(layout, m, stages, state, rank, of, count, exact)
+            one = rank_memory(
+                layout, self.stack, m, stages, state, rank,
+                gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
+                border_bytes=of.between_bytes,
+                update_bytes=self._update_bytes(count),
+                exact=exact,
+                logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
+                units=self._units(layout, state) if self.stack.own else None,
+                found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
+            )  # fmt: skip
             found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
 
@@ -174,27 +168,6 @@ class Estimator(SharedCosts):
             return stages
         return [c.plus(MicroBatchCost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
-    def _memory(
-        self,
-        layout: Layout,
-        m: int,
-        stages: list[MicroBatchCost],
-        state: States,
-        rank: int,
-        of: Local,
-        count: ElementCounts,
-        exact: bool,
-    ) -> RankMemory:
-        return rank_memory(
-            layout, self.stack, m, stages, state, rank, self._whole(layout, state),
-            border_bytes=of.between_bytes,
-            update_bytes=self._update_bytes(count),
-            exact=exact,
-            logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
-            units=self._units(layout, state) if self.stack.own else None,
-            found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
-        )  # fmt: skip
-
     def _standing(
         self, layout: Layout, m: int, stages: list[MicroBatchCost], rank: int, exact: bool
     ) -> tuple[Standing, ...]:
@@ -210,19 +183,16 @@ class Estimator(SharedCosts):
 
     def _update_bytes(self, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
-        widened = min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
-        return count.own * self.stack.update_bytes + widened
+        return min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
 
-    def _whole(self, layout: Layout, state: States) -> TransientBytes:
-        """What data parallelism gathers, and reduces from."""
-        apart, sharers = self.stack.ends_apart, layout.dp * layout.cp
-        if sharers == 1 or (layout.zero < 3 and not apart) or (layout.pp > 1 and apart):
-            return TransientBytes()
-        tied = self.shape.tied
+    def _gathered(self, layout: Layout, state: States) -> float:
+        """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two
+        blocks beside them, since the next is gathered early; one's gradients and the buffer they are reduced from."""
+        if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
+            return 0.0
         block = self._unit(layout, state, (self.shape.layers - 1,))
-        if not apart:
-            return whole_together(block, self._unit(layout, state, (), first=True, last=True))
-        return whole_apart(layout.zero, block, self._unit(layout, state, (), first=tied, last=True), tied)
+        ends = self._unit(layout, state, (), first=True, last=True)
+        return 2 * block.parameters + 2 * block.gradients + ends.parameters
 
     def _units(self, layout: Layout, state: States) -> GatherUnits:
         """Of this package's engine: what is gathered, made and reduced together."""

@@ -10,6 +10,12 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.plan import Plan
 
 
+def usable_bytes(plan: Plan) -> float:
+    """What a program can have of a device; unknown = without limit."""
+    memory = plan.cluster.device.memory_bytes
+    return max(0.0, memory - DRIVER_BYTES) if memory else float("inf")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a plan would cost. Seconds of a step, bytes at the peak of each pipeline rank."""
@@ -37,19 +43,13 @@ class Prediction:
         """The peak as the software itself would report it: some print that of their first rank, and none more than a
         device has."""
         one = self.memory[0] if self.stack.reports == "first" else self.worst
-        return min(one.total_bytes, self.limit_bytes)
+        return min(one.total_bytes, usable_bytes(self.plan))
 
     @property
     def fits(self) -> bool:
         """Whether every rank's device has room, what the allocator holds for later left aside."""
         later = self.worst.kinds["reserve"] - self.stack.reserve_bytes
-        return self.peak_bytes - later <= self.limit_bytes
-
-    @property
-    def limit_bytes(self) -> float:
-        """What a device leaves to the allocator; infinite where its memory is not known."""
-        memory = self.plan.cluster.device.memory_bytes
-        return memory - DRIVER_BYTES if memory else float("inf")
+        return self.peak_bytes - later <= usable_bytes(self.plan)
 
     @property
     def step_s(self) -> float:

@@ -87,7 +87,7 @@ class SharedCosts:
             stages = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                windowed = self._windowed(layers)
+                windowed = self.windowed(layers)
                 kind = len(layers), routed, windowed, s == 0, s == len(split) - 1
                 if kind not in made:
                     made[kind] = found.stage(
@@ -103,7 +103,7 @@ class SharedCosts:
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
         return (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
 
-    def _windowed(self, layers: range) -> int:
+    def windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where the first has none."""
         if not (self.shape.window and self.shape.window_from_layer):
             return 0

@@ -6,7 +6,7 @@ reduce-scatter and all-to-all (n-1)/n of the whole one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -43,6 +43,12 @@ class StageContents(NamedTuple):
     first: bool
     last: bool
 
+    @staticmethod
+    def of(own: Sequence[int], split: Sequence[range]) -> "StageContents":
+        """Of a rank with these stages, of a pipeline whose stages have these layers."""
+        layers = tuple(layer for stage in own for layer in split[stage])
+        return StageContents(layers, 0 in own, len(split) - 1 in own)
+
 
 Calls = Iterator[tuple[str, str, int, float]]
 """(axis, collective, calls, bytes sent in each)."""
@@ -78,9 +84,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
-    part = StageContents(
-        layers=tuple(layer for stage in own for layer in split[stage]), first=0 in own, last=len(split) - 1 in own
-    )
+    part = StageContents.of(own, split)
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
     yield from _of_blocks(of, layout, m, part)
     yield from _of_borders(of, layout, m, own, len(split))
@@ -167,10 +171,10 @@ def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents) -> Calls:
 def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
     """Of a micro-batch's forward and backward pass; what follows the last kept tensor is not repeated."""
     for place, op in enumerate(block.operations):
-        yield from op.forward_exchanges
-        yield from op.backward_exchanges
+        yield from op.exchanges.forward
+        yield from op.exchanges.backward
         if recompute != "none" and any(later.inputs for later in block.operations[place:-1]):
-            yield from op.forward_exchanges
+            yield from op.exchanges.forward
 
 
 def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:

@@ -84,24 +84,20 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send
 
 
 def step_time(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], send_s: float, sharing: Sharing,
-    update_s: float, shared: float = 0.0, passes_s: float | None = None, edges: Edges = UNKNOWN,
-    ranks_per_core: float = 1.0,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], sharing: Sharing,
+    update_s: float, shared: float, passes_s: float, edges: Edges, ranks_per_core: float,
 ) -> StepTime:  # fmt: skip
     """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much of the
     exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. `passes_s`: of
-    all passes, where it is known already (otherwise the schedule is played). `ranks_per_core` above 1: the seconds are
-    those of ranks that take turns; while one waits the others have its turns, until the cores are busy all along."""
+    all passes. `ranks_per_core` above 1: the seconds are those of ranks that take turns; while one waits the others
+    have its turns, until the cores are busy all along."""
     m = micro_batches
     per_rank = [sum(_both(stages[s]) for s in own_stages(layout, rank)) for rank in range(layout.pp)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     own = [stages[s] for s in own_stages(layout, busiest)]
     exchange = m * sum(cost.exchange_s for cost in own)
     busy = m * per_rank[busiest]
-    if layout.pp == 1:
-        bubble_s = 0.0
-    else:
-        bubble_s = (pipeline_s(layout, m, stages, send_s) if passes_s is None else passes_s) - busy
+    bubble_s = passes_s - busy if layout.pp > 1 else 0.0
     if ranks_per_core > 1 and layout.pp > 1:
         bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
