@@ -95,8 +95,7 @@ def seen(tiles: Any, queries: int, keys: int) -> Tensor:
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_tiles_are_the_mask_of_one_device(size: int, zigzag: bool, window: int) -> None:
-    allowed = causal_mask(SEQUENCE, SEQUENCE, window=window).allowed
-    whole = torch.ones(SEQUENCE, SEQUENCE).tril().bool() if allowed is None else allowed[0, 0]
+    whole = causal_mask(SEQUENCE, SEQUENCE, window=window).allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))[0, 0]
     for index, other in itertools.product(range(size), range(size)):
         mask = context_mask(size, index, zigzag, window=window)
         mine, theirs = (local_positions(SEQUENCE, size, rank, zigzag) for rank in (index, other))

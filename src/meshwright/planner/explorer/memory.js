@@ -33,7 +33,7 @@ function memoryOf(data, recipe, layout) {
 
 // Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
 function rankMemory({stack, memory}, table, count, worst, borders) {
-  const step = {...worst.kinds, buffers: worst.kinds.buffers + borders};
+  const step = {...worst.kinds, activations: worst.kinds.activations + borders};
   const temporaries = Math.min(4 * count.own, stack.bucket_bytes);
   const update = {...stateBytes(memory, table.update, count), temporaries};
   const inside = sumOf(step) >= sumOf(update);

@@ -101,7 +101,8 @@ def rank_memory(
             alive = in_flight(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
-    kinds["buffers"] += _borders(layout, stack, alive, border_bytes)
+    # this engine receives into what a stage keeps as its input, so that a dry run counts activations
+    kinds["buffers" if units is None else "activations"] += _borders(layout, stack, alive, border_bytes)
     if stack.step_buffers and layout.pp > 1:
         kinds["buffers"] += (2 * len(own) - first - last) * micro_batches * border_bytes
         kinds["logits"] += micro_batches * logits_bytes if last else 0.0
