@@ -43,7 +43,7 @@ def batch_of(shape_name: str, seed: int) -> Batch:
     return Batch(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=rows * sequence,
         documents=begins.int().cumsum(1).int(), positions=(place - first).int(), masked=True,
-        documents_of_rows=tuple(begins.sum(1).tolist()),
+        documents_of_rows=tuple((number, sequence) for number in begins.sum(1).tolist()),
     )  # fmt: skip
 
 

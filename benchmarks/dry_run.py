@@ -127,7 +127,7 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
         for _ in range(times):
             with watching() as witness, patient():
                 sent = _run(plan, count, made)
-            runs.append((witness.peak_bytes, sent))
+            runs.append((max((held for _, held in witness.totals()), default=0), sent))
         found.append(runs)
     return found
 

@@ -1,5 +1,7 @@
 """The kernel that attention says it takes is the one that runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,5 +69,7 @@ def test_a_run_records_the_kernel_of_its_steps(monkeypatch: pytest.MonkeyPatch) 
         assert device.attention_kernel(Plan(model=shrink(name), recipe=recipe), cpu) == "flash"
     ring = Plan(model=shrink("llama-3.1-8b"), recipe=recipe, layout=Layout(cp=2))
     assert device.attention_kernel(ring, cpu) == "ring of flash parts"
-    plain = Plan(model=shrink("llama-3.1-8b"), recipe=Recipe(sequence=64), layout=Layout(cp=2))
-    assert device.attention_kernel(plain, cpu) == "ring of plain parts"
+    packed = Plan(model=shrink("llama-3.1-8b"), recipe=Recipe(sequence=64), layout=Layout(cp=2))
+    assert device.attention_kernel(packed, cpu) == "ring of flash parts"
+    window = Plan(model=replace(shrink("llama-3.1-8b"), window=8), recipe=recipe, layout=Layout(cp=2))
+    assert device.attention_kernel(window, cpu) == "ring of plain parts"

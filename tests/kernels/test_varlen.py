@@ -3,15 +3,17 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.data import Sequences
 from meshwright.kernels import attention, varlen
 from meshwright.kernels.attention import Mask, attend, attend_reference, causal_mask
 from meshwright.kernels.target import acting_as
-from meshwright.training.batches import Batch, split
+from meshwright.training.batches import Share, select, split, to_batch
 from tests.counting import Operations
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
 
@@ -79,30 +81,83 @@ def test_what_documents_hide_is_not_multiplied() -> None:
     assert sum(count for name, count in made.counts.items() if "flash" in name) == 3 * 8
 
 
-def test_the_compiled_operator_is_declared_as_it_is() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
     q, k, v = (x.requires_grad_() for x in given(70))
     for in_blocks in (False, True):
-        arguments = (q, k, v, random_documents(70, 0.1, 3), None, 9, SCALE, in_blocks)
-        torch.library.opcheck(varlen.varlen_attention, arguments)
+        for window in (0, 9):
+            arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, in_blocks)
+            torch.library.opcheck(varlen.varlen_attention, arguments)
+
+
+def test_blocks_keep_queries_keys_and_values_alone() -> None:
+    """They make the weights again: the result is not needed."""
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    q, k, v = (x.requires_grad_() for x in given(80))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        varlen.attend(q, k, v, varlen.AttentionForm(None, None, None, 0, SCALE, in_blocks=True))
+    assert kept == [q.numel(), k.numel(), v.numel()]
 
 
 def test_borders_for_a_gpu_are_those_of_the_rows_one_after_another() -> None:
     documents = torch.tensor([[4, 4, 7, 7], [1, 1, 1, 1], [0, 1, 2, 2]])
     assert varlen.borders_of(documents, 0).tolist() == [0, 2, 4, 8, 9, 10, 12]
+    assert varlen.borders_of(documents, 6).tolist() == [0, 2, 4, 8, 9, 10, 12]
     assert varlen.borders_of(documents, 8).tolist() == [0, 2, 4, 8, 9, 10, 12, 12, 12]
 
 
-def test_a_batch_knows_how_many_documents_its_parts_hold() -> None:
-    """So that no device is asked; a power of two, so that sizes are few."""
-    tokens = torch.zeros(4, 6, dtype=torch.int64)
-    batch = Batch(tokens=tokens, targets=tokens, documents=tokens, documents_of_rows=(1, 2, 3, 6), masked=True)
-    assert batch.spans == 16 and [part.spans for part in split(batch, 2)] == [4, 16]
-    assert Batch(tokens=tokens, targets=tokens).spans == 0
+@pytest.mark.parametrize("window", [0, 5])
+def test_no_host_waits_for_the_borders_of_a_gpu(window: int) -> None:
+    """On fake tensors: whatever reads a value raises."""
+    with acting_as("cuda"), compat.fake_tensors():
+        q, k, v = (torch.empty(2, 40, 4, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        documents = torch.zeros(2, 40, dtype=torch.int32)
+        mask = causal_mask(40, 40, window=window, documents=documents, spans=(7, 20))
+        out = attend(q, k, v, mask, scale=SCALE)
+        out.backward(torch.ones_like(out))
+        assert q.grad is not None and mask.borders is not None and mask.borders.shape == (8,)
+
+
+def test_another_number_of_documents_is_not_compiled_anew() -> None:
+    """Blocks are compiled for constant sizes; that of the borders is none."""
+    made = 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal made
+        made += 1
+        return graph.forward
+
+    @torch.compile(backend=count, dynamic=False)
+    def read(x: Tensor, borders: Tensor) -> Tensor:
+        return x * borders.sum()
+
+    for number in (3, 4, 9, 30):
+        read(torch.ones(3), varlen.borders_of(torch.arange(number)[None], number))
+    assert made == 1
+
+
+def test_a_batch_knows_how_many_documents_its_parts_hold_and_how_long_they_are() -> None:
+    """So that no device is asked."""
+    documents = np.array([[0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 4, 4], [1, 2, 2, 3, 3, 3]], dtype=np.int32)
+    sequences = Sequences(tokens=documents, targets=documents, documents=documents, positions=documents, packed=True)
+    batch = to_batch(sequences, torch.device("cpu"), document_mask=True, rows=4)
+    assert batch.documents_of_rows == ((1, 6), (2, 4), (3, 3), (1, 6)) and batch.spans == (7, 6)
+    assert [part.spans for part in split(batch, 2)] == [(3, 6), (4, 6)]
+    assert select(batch, Share(index=1, parts=4)).spans == (2, 4)
+    assert to_batch(sequences, torch.device("cpu"), document_mask=False).spans == (0, 0)
 
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("values", [8, 6, 12])
-def test_on_a_gpu_the_flash_kernel_reads_borders(values: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [8, 20])
+def test_on_a_gpu_the_flash_kernel_reads_borders(
+    width: int, values: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its meaning, written out here; what it is given must give the same as the mask."""
 
     def pairs(borders: Tensor, total: int) -> Tensor:
@@ -113,7 +168,8 @@ def test_on_a_gpu_the_flash_kernel_reads_borders(values: int, window: int, monke
     def forward(
         q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        assert options == {"window": window, "scale": SCALE} and q.shape[-1] == v.shape[-1] and longest == 40
+        assert options == {"window": window, "scale": SCALE} and longest == 33
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("she,the->hst", q.float(), k.float()) * SCALE
@@ -121,10 +177,10 @@ def test_on_a_gpu_the_flash_kernel_reads_borders(values: int, window: int, monke
         return torch.einsum("hst,the->she", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
 
     monkeypatch.setattr(compat, "varlen_attention", forward)
-    q, k, v = given(40, values=values, dtype=torch.bfloat16)
+    q, k, v = tensors((3, 40, 4, width), (3, 40, 2, width), (3, 40, 2, values), dtype=torch.bfloat16)
     documents = random_documents(40, 0.1, 5)
     with acting_as("cuda"):
-        mask = causal_mask(40, 40, window=window, documents=documents, spans=32)
+        mask = causal_mask(40, 40, window=window, documents=documents, spans=(32, 33))
         found = attend(q, k, v, mask, scale=SCALE)
     exact = attend_reference(q.double(), k.double(), v.double(), mask, scale=SCALE)
     torch.testing.assert_close(found.float(), exact.float(), rtol=2e-2, atol=2e-2)

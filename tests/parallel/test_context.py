@@ -107,6 +107,27 @@ def test_tiles_are_the_mask_of_one_device(size: int, zigzag: bool, window: int) 
             assert torch.equal(seen(mask.chunks(mask.keys_of(size, other)), len(mine), len(theirs)), expected)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, zigzag: bool, share: float) -> None:
+    draw = torch.Generator().manual_seed(size)
+    documents = (torch.rand(BATCH, SEQUENCE, generator=draw) < share).int().cumsum(1)
+    whole = causal_mask(SEQUENCE, SEQUENCE, documents=documents).allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))
+    begins = torch.ones(BATCH, SEQUENCE, dtype=torch.bool)
+    begins[:, 1:] = documents.diff(dim=1) != 0
+    first = torch.arange(SEQUENCE).where(begins, 0).cummax(1).values
+    for index, other in itertools.product(range(size), range(size)):
+        mine, theirs = (local_positions(SEQUENCE, size, rank, zigzag) for rank in (index, other))
+        at = places(SEQUENCE, size, index, zigzag)
+        mask = ContextMask.of(alone(size, index), at, zigzag, torch.device("cpu"), first[:, mine], first[:, mine], 0)
+        tiles = list(mask.chunks(mask.keys_of(size, other)))
+        assert not any(tile.hidden for tile in tiles)
+        for row in range(BATCH):
+            of_row = [tile for tile in tiles if row in range(BATCH)[tile.rows]]
+            assert torch.equal(seen(of_row, len(mine), len(theirs)), whole[row, 0][mine][:, theirs].long())
+
+
 def work(size: int, index: int, other: int, zigzag: bool) -> int:
     """Pairs that a rank multiplies with the keys of another, hidden ones included."""
     mask = context_mask(size, index, zigzag)

@@ -9,7 +9,7 @@ from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.memory.rank_memory import leading, moments
+from meshwright.planner.memory.rank_memory import in_flight, leading
 from meshwright.planner.step.predict import estimator
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
@@ -77,11 +77,11 @@ def test_in_flight() -> None:
     for p in (2, 4, 8):
         for rank in range(p):
             layout = Layout(pp=p)
-            assert moments(layout, 64, rank) == ((p - rank,),)
-            assert moments(replace(layout, schedule="afab"), 24, rank) == ((24,),)
+            assert max(in_flight(layout, 64, rank)) == (p - rank,)
+            assert max(in_flight(replace(layout, schedule="afab"), 24, rank)) == (24,)
         for v in (2, 3):
             layout = Layout(pp=p, vp=v, schedule="interleaved")
-            most = max(map(sum, moments(layout, 8 * p, 0)))
+            most = max(map(sum, in_flight(layout, 8 * p, 0)))
             assert most / v == p * (1 + (p - 1) / (p * v)) == sum(leading("interleaved", p, 8 * p, v, 0)) / v
 
 

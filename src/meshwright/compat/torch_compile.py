@@ -66,6 +66,12 @@ def raise_recompile_limit(limit: int) -> None:
             return
 
 
+def let_vary(x: torch.Tensor) -> None:
+    """The length of x will differ from call to call: torch.compile then compiles once for all, also where it was told
+    that sizes are constant."""
+    torch._dynamo.mark_dynamic(x, 0)
+
+
 class _Limit(logging.Filter):
     """Gives what torch says of a limit that was hit to whoever wants to say it."""
 

@@ -9,9 +9,11 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
 
+UNKNOWN = (0, 0)
 LONG = 256 * 64
 """Positions times dims of a head (64 at most) from which on blocks of queries pay."""
 
@@ -26,6 +28,8 @@ class Mask:
     """(B, T) int, ascending along a row; None = a row is one document."""
     borders: Tensor | None = None
     """(N + 1,) int32: the same for kernels that read where documents begin (kernels.varlen.borders_of)."""
+    longest: Tensor | None = None
+    """() int on the host: positions of the longest document; None = of a row."""
 
     @property
     def is_plain(self) -> bool:
@@ -46,17 +50,20 @@ class Mask:
 
 
 def causal_mask(
-    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: int = 0,
+    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: tuple[int, int] = UNKNOWN,
     device: torch.device | None = None,
 ) -> Mask:  # fmt: skip
     """The mask of the last `queries` positions over `keys` positions.
 
     `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int, ascending along a row: no
-    sight across documents; `spans`: a bound of their number in all rows, which a GPU is else asked for.
+    sight across documents; `spans`: how many they are in all rows and how long the longest is, for which a GPU is else
+    waited for.
     """
     window = window if window < keys else 0
-    needs_borders = documents is not None and queries == keys and kind(documents) != "cpu"
-    return Mask(window, documents, borders_of(documents, spans) if needs_borders and documents is not None else None)
+    if documents is None or queries != keys or kind(documents) == "cpu":
+        return Mask(window, documents)
+    number, longest = spans
+    return Mask(window, documents, borders_of(documents, number), torch.tensor(longest or keys, device="cpu"))
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -97,7 +104,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     dtype, width = q.dtype, v.shape[-1]
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
-        form = varlen.AttentionForm(mask.documents, mask.borders, mask.window, scale, chosen == "blockwise")
+        form = varlen.AttentionForm(
+            mask.documents, mask.borders, mask.longest, mask.window, scale, chosen == "blockwise"
+        )
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
@@ -115,12 +124,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
         return "torch"
     if q.requires_grad and prefers_blockwise(q) and not (mask.is_plain and torch.compiler.is_compiling()):
         return "blockwise"
-    return "varlen" if not mask.is_plain and can_skip(q, v) else "torch"
-
-
-def can_skip(q: Tensor, v: Tensor) -> bool:
-    """Whether a kernel here leaves hidden pairs out."""
-    return compat.has_flash_attention(kind(q)) and (kind(q) == "cpu" or all(compat.takes_flash(x, x) for x in (q, v)))
+    return "varlen" if not mask.is_plain and v.shape[-1] <= WIDEST and can_fuse(q, k) else "torch"
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:

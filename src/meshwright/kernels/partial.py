@@ -9,7 +9,7 @@ here, so that keys arrive as the products want them: q (B, H, S, E), k (B, K, T,
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ class Tile:
 
     queries: slice
     keys: slice
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Of the batch; the plain form takes them all."""
     hidden: tuple[tuple[slice, Tensor], ...] = ()
     causal: bool = False
 
@@ -71,8 +73,8 @@ class PartialAttention:
         """What the queries see of k (B, K, T, E) and v (B, K, T, V)."""
         k, v = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
-            keys, values = k[:, :, tile.keys], v[:, :, tile.keys]
-            q, out, lse = self.q[:, :, tile.queries], self.out[:, :, tile.queries], self.lse[:, :, tile.queries]
+            keys, values = k[tile.rows, :, tile.keys], v[tile.rows, :, tile.keys]
+            q, out, lse = (x[tile.rows, :, tile.queries] for x in (self.q, self.out, self.lse))
             if self.fused:
                 part, own = compat.flash_attention(
                     q, keys, values, causal=tile.causal, scale=self.scale, device=kind(q)
@@ -105,21 +107,21 @@ class PartialGradients:
         keys, values = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
             part = self._fused_tile if self.fused else self._plain_tile
-            part(keys[:, :, tile.keys], values[:, :, tile.keys], tile, k_gradient, v_gradient)
+            part(keys[tile.rows, :, tile.keys], values[tile.rows, :, tile.keys], tile, k_gradient, v_gradient)
 
     def result(self) -> Tensor:
         """The gradient of q (B, S, H, E)."""
         return self.q_gradient[..., : self.width].transpose(1, 2).to(self.dtype)
 
     def _fused_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
-        q, out, gradient = (x[:, :, tile.queries] for x in (self.q, self.out, self.gradient))
-        lse = self.lse[:, :, tile.queries].contiguous()
+        q, out, gradient = (x[tile.rows, :, tile.queries] for x in (self.q, self.out, self.gradient))
+        lse = self.lse[tile.rows, :, tile.queries].contiguous()
         found = compat.flash_attention_backward(
             gradient, q, k, v, out, lse, causal=tile.causal, scale=self.scale, device=kind(q)
         )
-        self.q_gradient[:, :, tile.queries] += found[0]
-        k_gradient[:, :, tile.keys] += found[1][..., : k_gradient.shape[-1]]
-        v_gradient[:, :, tile.keys] += found[2][..., : v_gradient.shape[-1]]
+        self.q_gradient[tile.rows, :, tile.queries] += found[0]
+        k_gradient[tile.rows, :, tile.keys] += found[1][..., : k_gradient.shape[-1]]
+        v_gradient[tile.rows, :, tile.keys] += found[2][..., : v_gradient.shape[-1]]
 
     def _plain_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
         heads = k.shape[1]

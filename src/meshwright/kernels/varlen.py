@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.compat import torch_compile
 from meshwright.kernels import blockwise
 from meshwright.kernels.blockwise import RowTile
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import acts, kind
 
 STRETCH = 64
 """Queries of a window's stretch, at least: a shorter one multiplies fewer keys for nothing in more calls."""
@@ -33,20 +34,25 @@ class AttentionForm(NamedTuple):
     """(B, S), ascending along a row."""
     borders: Tensor | None
     """(N + 1,) int32: where documents begin in the B S positions one after another, for a GPU; see `borders_of`."""
+    longest: Tensor | None
+    """() int on the host: positions of the longest document; None = a row. No number: compiled code would make a
+    constant of it."""
     window: int
     scale: float
     in_blocks: bool = False
 
 
-def borders_of(documents: Tensor, most: int) -> Tensor:
-    """The beginnings of documents (B, S) among their B S positions, and B S until there are `most` + 1, int32.
+def borders_of(documents: Tensor, number: int) -> Tensor:
+    """The beginnings of documents (B, S) among their B S positions, and B S behind them: (number + 1,) int32.
 
-    `most` is a bound that the host knows: the device need not be waited for. 0 = count them, which waits.
+    `number` is what the host knows: the device need not be waited for. 0 = count them, which waits.
     """
     begins = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten()
-    size = most or int(begins.sum())
-    found = torch.nonzero_static(begins, size=size + 1, fill_value=begins.numel()).flatten()
-    return found.to(torch.int32)
+    size = number or int(begins.sum())
+    found = torch.nonzero_static(begins, size=size + 1, fill_value=begins.numel()).flatten().to(torch.int32)
+    if not acts():
+        torch_compile.let_vary(found)
+    return found
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
@@ -62,7 +68,7 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         out, lse = _forward(q, k, v, form)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, *((None, None) if form.in_blocks else (out, lse)))
         ctx.form = form
         return out
 
@@ -83,14 +89,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tens
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v."""
-    if kind(q) != "cpu":
-        return _backward_by_borders(gradient, q, k, v, out, lse, form)
     if form.in_blocks:
         tiles = _blocks(_rows(form.documents, q), form.window)
         return blockwise.backward(gradient, q, k, v, tiles, window=form.window, scale=form.scale)
+    assert out is not None and lse is not None
+    if kind(q) != "cpu":
+        return _backward_by_borders(gradient, q, k, v, out, lse, form)
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)
 
 
@@ -104,7 +111,7 @@ def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) 
         )  # fmt: skip
         part = part.transpose(1, 2)[..., : v.shape[-1]]
         if part.shape == out.shape:
-            return part.to(q.dtype), sums
+            return part.to(q.dtype).contiguous(), sums
         out[tile.rows, tile.queries] = part
         lse[tile.rows, :, tile.queries] = sums
     return out, lse
@@ -148,8 +155,9 @@ def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
 
 
 def _width(q: Tensor, v: Tensor) -> int:
-    """The fused kernels want keys and values of one width."""
-    return max(q.shape[3], v.shape[3])
+    """The fused kernels want keys and values of one width, and those of GPUs rows of 16 bytes."""
+    width = max(q.shape[3], v.shape[3])
+    return width if kind(q) == "cpu" else -(-width // 8) * 8
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -165,12 +173,12 @@ def _rows(documents: Tensor | None, q: Tensor) -> list[tuple[slice, int, int]]:
     """(rows, first position, position after the last) of each document; rows of one document each are one. So are all
     of a dry run, whose tensors have no values: nothing takes more memory."""
     count, length = q.shape[:2]
-    ends = documents.diff(dim=1) if documents is not None and not compat.is_fake(documents) else None
-    if ends is None or not bool(ends.any()):
+    changes = None if documents is None or compat.is_fake(documents) else documents.diff(dim=1)
+    if changes is None or not bool(changes.any()):
         return [(slice(0, count), 0, length)]
     found = []
     for row in range(count):
-        borders = [0, *(ends[row].nonzero().flatten() + 1).tolist(), length]
+        borders = [0, *(changes[row].nonzero().flatten() + 1).tolist(), length]
         found += [(slice(row, row + 1), *pair) for pair in pairwise(borders)]
     return found
 
@@ -203,9 +211,9 @@ def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
 def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
     queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
     out, lse = compat.varlen_attention(
-        queries, keys, values, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
+        queries, keys, values, _borders(form, q), _longest(form, q), window=form.window, scale=form.scale
     )
-    return out[..., : v.shape[-1]].unflatten(0, q.shape[:2]), lse
+    return out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2]), lse
 
 
 def _backward_by_borders(
@@ -213,7 +221,16 @@ def _backward_by_borders(
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
     found = compat.varlen_attention_backward(
-        given, queries, keys, values, result, lse, _borders(form, q), q.shape[1], window=form.window, scale=form.scale
+        given,
+        queries,
+        keys,
+        values,
+        result,
+        lse,
+        _borders(form, q),
+        _longest(form, q),
+        window=form.window,
+        scale=form.scale,
     )
     of_q, of_k, of_v = (
         x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(found, (q, k, v), strict=True)
@@ -233,20 +250,27 @@ def _borders(form: AttentionForm, q: Tensor) -> Tensor:
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
 
 
+def _longest(form: AttentionForm, q: Tensor) -> int:
+    """At least 2: of one position the kernel takes heads for positions, and then no borders."""
+    if form.longest is None or compat.is_fake(form.longest):
+        return max(2, q.shape[1])
+    return max(2, int(form.longest))
+
+
 @torch.library.custom_op("meshwright::varlen_attention", mutates_args=())
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, window: int, scale: float,
-    in_blocks: bool,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
+    window: int, scale: float, in_blocks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As attend, one operator of compiled code. Also the log-sum-exp."""
-    out, lse = _forward(q, k, v, AttentionForm(documents, borders, window, scale, in_blocks))
-    return out.contiguous(), lse
+    out, lse = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, in_blocks))
+    return out.contiguous(), lse.contiguous()
 
 
 @varlen_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, window: int, scale: float,
-    in_blocks: bool,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
+    window: int, scale: float, in_blocks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, heads = q.shape[:3]
     if in_blocks:
@@ -257,30 +281,33 @@ def _(
 
 @torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=())
 def varlen_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    borders: Tensor | None, window: int, scale: float, in_blocks: bool,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
+    in_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    form = AttentionForm(documents, borders, window, scale, in_blocks)
+    form = AttentionForm(documents, borders, longest, window, scale, in_blocks)
     of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, form)
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
 
 
 @varlen_attention_backward.register_fake
 def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    borders: Tensor | None, window: int, scale: float, in_blocks: bool,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
+    in_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, borders, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, documents, borders)
+    q, k, v, documents, borders, longest, *ctx.options = inputs
+    kept = (None, None) if ctx.options[-1] else output  # blocks make the weights again
+    ctx.save_for_backward(q, k, v, *kept, documents, borders, longest)
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 6
 
 
 varlen_attention.register_autograd(_gradients, setup_context=_setup)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
+from meshwright.kernels.attention import UNKNOWN
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
@@ -139,12 +140,12 @@ class Transformer(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        spans: int = 0,
+        spans: tuple[int, int] = UNKNOWN,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
         the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
-        predictions. `spans`: a bound of the number of documents in all rows, 0 = unknown."""
+        predictions. `spans`: how many documents all rows hold, and how long the longest is."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
@@ -193,7 +194,9 @@ class Transformer(nn.Module):
                 balances.append(balance)
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
-    def sights(self, positions: Tensor, keys: int, documents: Tensor | None, spans: int = 0) -> dict[int, Sight]:
+    def sights(
+        self, positions: Tensor, keys: int, documents: Tensor | None, spans: tuple[int, int] = UNKNOWN
+    ) -> dict[int, Sight]:
         """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None
         if self.shape.positions == "rope":

@@ -120,6 +120,9 @@ class TrainingProgram:
         zeros, places = (np.zeros((rows, recipe.sequence), dtype=dtype) for dtype in (np.int64, np.int32))
         blank = Sequences(tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents)
         batch = to_batch(blank, self.device, document_mask=self.documents, share=share)
+        if self.documents:  # a GPU's kernels have room for each
+            known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
+            batch = replace(batch, documents_of_rows=(known,) * rows)
         return split(batch, layout.micro_batch_of(recipe.global_batch))
 
 
@@ -149,6 +152,8 @@ def shortened(plan: Plan, rank: int) -> tuple[int, int]:
     return (legal[0], legal[enough] if enough < len(legal) else whole) if legal else (whole, whole)
 
 
+DOCUMENT_TOKENS = 512
+"""Of a packed document, for what its kernels take for each: web pages have a few hundred words."""
 ENOUGH = 3
 """Micro-batches without a pipeline: the first, one that finds gradients, the last."""
 

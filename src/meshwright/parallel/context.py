@@ -8,11 +8,12 @@ queries that see them is the second half, `ring.py`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask
+from meshwright.kernels.attention import UNKNOWN, Mask
 from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
@@ -77,10 +78,10 @@ def in_order(parts: Sequence[Tensor], zigzag: bool, dim: int) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class ContextMask(Mask):
     """What this rank's queries see of any keys, told as tiles. A position sees those from its `first` to itself, so
-    neither window nor documents need more than one number a query; masks are made a tile at a time, at its edges only.
+    neither window nor documents need more than one number a query. Under documents alone no tile needs a mask; those of
+    a window are made a tile at a time, at its edges only.
 
-    `first` (B or 1, S / c), None = the start of the sequence; `lowest` and `highest`: over the batch, on the host, and
-    both as a tensor (2, S / c) there: compiled code would make constants of numbers.
+    `first` (B or 1, S / c), None = the start of the sequence; `bounds`: the same on the host.
     """
 
     queries: Places = Places((0,), 0)
@@ -88,22 +89,18 @@ class ContextMask(Mask):
     zigzag: bool = True
     device: torch.device | None = None
     first: Tensor | None = None
-    lowest: tuple[int, ...] = ()
-    highest: tuple[int, ...] = ()
     bounds: Tensor | None = None
 
     @staticmethod
     def of(
         group: Group, queries: Places, zigzag: bool, device: torch.device | None, first: Tensor | None,
-        bounds: Tensor | None,
+        bounds: Tensor | None, window: int,
     ) -> "ContextMask":  # fmt: skip
         """For these queries of a rank of `group`."""
         sequence = len(queries.starts) * queries.length * group.size
-        lowest, highest = ((), ()) if bounds is None else map(tuple, bounds.tolist())
         return ContextMask(
-            queries=queries, sequence=sequence, zigzag=zigzag, device=device, first=first, lowest=lowest,
-            highest=highest, bounds=bounds,
-        )  # fmt: skip
+            queries=queries, sequence=sequence, zigzag=zigzag, device=device, first=first, bounds=bounds, window=window
+        )
 
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
@@ -111,31 +108,52 @@ class ContextMask(Mask):
 
     def blocks(self, keys: Places, rows: int = ROWS, columns: int = COLUMNS) -> Iterator[Tile]:
         """Tiles of at most `rows` queries and `columns` keys; keys that none of the queries sees are left out."""
+        lowest, highest = self._over_rows()
         for queries, start in self.queries.pieces(rows):
-            first = keys.upto(self.lowest[queries.start] - 1) if self.lowest else 0
+            first = keys.upto(lowest[queries.start] - 1) if lowest else 0
             last = keys.upto(start + queries.stop - queries.start - 1)
             for begin in range(first, last, columns):
                 end = min(begin + columns, last)
                 hidden = (
-                    *self._too_early(keys, queries, begin, end),
+                    *self._too_early(keys, queries, begin, end, highest),
                     *self._too_late(keys, queries, start, begin, end),
                 )
                 yield Tile(queries=queries, keys=slice(begin, end), hidden=hidden)
 
     def chunks(self, keys: Places) -> Iterator[Tile]:
-        """Tiles without masks, where causality is all: a chunk sees the chunks before it whole, and itself causally."""
-        for queries, start in self.queries.pieces(self.queries.length):
-            before, end = keys.upto(start - 1), keys.upto(start + self.queries.length - 1)
-            if before:
-                yield Tile(queries=queries, keys=slice(0, before))
+        """Tiles without masks, where there is no window: a run of queries of one document sees what comes before it of
+        that document whole, and itself causally."""
+        for rows, queries, start, first in self._runs():
+            begin, before = keys.upto(first - 1), keys.upto(start - 1)
+            end = keys.upto(start + queries.stop - queries.start - 1)
+            if begin < before:
+                yield Tile(rows=rows, queries=queries, keys=slice(begin, before))
             if before < end:
-                yield Tile(queries=queries, keys=slice(before, end), causal=True)
+                yield Tile(rows=rows, queries=queries, keys=slice(before, end), causal=True)
 
-    def _too_early(self, keys: Places, queries: slice, begin: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def _over_rows(self) -> tuple[list[int], list[int]]:
+        """The lowest and the highest first position of each query."""
+        return ([], []) if self.bounds is None else (self.bounds.amin(0).tolist(), self.bounds.amax(0).tolist())
+
+    def _runs(self) -> Iterator[tuple[slice, slice, int, int]]:
+        """(rows, queries, their first position, that of their document): neighbours of one document."""
+        for queries, start in self.queries.pieces(self.queries.length):
+            if self.bounds is None:
+                yield slice(None), queries, start, 0
+                continue
+            for row, firsts in enumerate(self.bounds[:, queries]):
+                changes = (firsts.diff().nonzero().flatten() + 1).tolist()
+                for begin, end in pairwise([0, *changes, len(firsts)]):
+                    here = slice(queries.start + begin, queries.start + end)
+                    yield slice(row, row + 1), here, start + begin, int(firsts[begin])
+
+    def _too_early(
+        self, keys: Places, queries: slice, begin: int, end: int, highest: list[int]
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Window and documents hide, from some of the queries, keys before the last one's first."""
         if self.first is None:
             return
-        common = min(keys.upto(self.highest[queries.stop - 1] - 1), end)
+        common = min(keys.upto(highest[queries.stop - 1] - 1), end)
         if begin < common:
             positions = keys.positions(begin, common, self.device)
             yield slice(0, common - begin), positions < self.first[:, queries, None]
@@ -163,7 +181,7 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
         *,
         window: int = 0,
         documents: Tensor | None = None,
-        spans: int = 0,
+        spans: tuple[int, int] = UNKNOWN,
         device: torch.device | None = None,
     ) -> Mask:
         if keys != queries:
@@ -173,9 +191,11 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
             )
         sequence = queries * group.size
         mine = places(sequence, group.size, group.index, zigzag)
-        first = _first_seen(group, mine, zigzag, window if window < sequence else 0, documents)
-        bounds = None if first is None else torch.stack((first.amin(0), first.amax(0))).cpu()  # one wait for a device
-        return ContextMask.of(group, mine, zigzag, device, None if first is None else first.to(device), bounds)
+        window = window if window < sequence else 0
+        first = _first_seen(group, mine, zigzag, window, documents)
+        if first is None:
+            return ContextMask.of(group, mine, zigzag, device, None, None, window)
+        return ContextMask.of(group, mine, zigzag, device, first.to(device), first.cpu(), window)  # waits for a device
 
     return make
 

@@ -170,7 +170,7 @@ class _Shared:
         return gradients.result(), k_gradient, v_gradient
 
     def _is_fused(self, q: Tensor, k: Tensor) -> bool:
-        return self.mask.first is None and can_fuse(q, k)
+        return not self.mask.window and can_fuse(q, k)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -195,16 +195,16 @@ ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _
 @torch.library.custom_op("meshwright::context_attention", mutates_args=())
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
-    zigzag: bool, scale: float, group: int, route: str,
+    window: int, zigzag: bool, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As attend, one operator of compiled code; of the mask what a rank cannot know. Also the log-sum-exp."""
-    return _shared(q, first, bounds, zigzag, scale, group, route).attend(q, k, v)
+    return _shared(q, first, bounds, window, zigzag, scale, group, route).attend(q, k, v)
 
 
 @context_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
-    zigzag: bool, scale: float, group: int, route: str,
+    window: int, zigzag: bool, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
@@ -213,10 +213,11 @@ def _(
 @torch.library.custom_op("meshwright::context_attention_backward", mutates_args=())
 def context_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
-    bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str,
+    bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, each (B, heads, S/c, width) as the products leave it."""
-    found = _shared(q, first, bounds, zigzag, scale, group, route).gradients(gradient, q, k, v, out, lse)
+    shared = _shared(q, first, bounds, window, zigzag, scale, group, route)
+    found = shared.gradients(gradient, q, k, v, out, lse)
     of_q, of_k, of_v = (one.transpose(1, 2).contiguous() for one in found)
     shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
     return of_q, of_k, of_v.clone() if shares else of_v
@@ -225,19 +226,20 @@ def context_attention_backward(
 @context_attention_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
-    bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str,
+    bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     of_q, of_k, of_v = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
     return of_q, of_k, of_v
 
 
 def _shared(
-    q: Tensor, first: Tensor | None, bounds: Tensor | None, zigzag: bool, scale: float, group: int, route: str
-) -> _Shared:
+    q: Tensor, first: Tensor | None, bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int,
+    route: str,
+) -> _Shared:  # fmt: skip
     """What an operator was given, put together again."""
     found = numbered(group)
     queries = places(q.shape[1] * found.size, found.size, found.index, zigzag)
-    mask = ContextMask.of(found, queries, zigzag, q.device, first, bounds)
+    mask = ContextMask.of(found, queries, zigzag, q.device, first, bounds, window)
     return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
 
 
@@ -248,7 +250,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     found = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return *(one.transpose(1, 2) for one in found), *(None,) * 6
+    return *(one.transpose(1, 2) for one in found), *(None,) * 7
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)
@@ -269,7 +271,7 @@ def context_attend(group: Group, route: str) -> Attend:
                 "put parallel.context.mask_maker in the place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
-            given = mask.zigzag, scale, group.number, route
+            given = mask.window, mask.zigzag, scale, group.number, route
             out: Tensor = context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
             return out
         shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])

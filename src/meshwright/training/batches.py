@@ -28,8 +28,8 @@ class Batch:
     """Targets that count, known on the host."""
     valid_of_rows: tuple[int, ...] = ()
     """The same for each row, so that splitting needs no look at the device."""
-    documents_of_rows: tuple[int, ...] = ()
-    """How many documents each row holds, known on the host; empty = unknown."""
+    documents_of_rows: tuple[tuple[int, int], ...] = ()
+    """How many documents each row holds and how long the longest is, known on the host; empty = unknown."""
     masked: bool = False
     """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
     cut: bool = False
@@ -38,9 +38,10 @@ class Batch:
     """What an objective reads beside, by name: (B,) or (B, S)."""
 
     @property
-    def spans(self) -> int:
-        """A bound of the number of documents in all rows, a power of two: kernels meet few sizes. 0 = unknown."""
-        return 1 << (sum(self.documents_of_rows) - 1).bit_length() if self.documents_of_rows else 0
+    def spans(self) -> tuple[int, int]:
+        """How many documents all rows hold, and how long the longest is; (0, 0) = unknown."""
+        found = self.documents_of_rows
+        return sum(number for number, _ in found), max((longest for _, longest in found), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +84,19 @@ def to_batch(
         positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
-        documents_of_rows=(*_documents_of(sequences), *[1] * (rows - len(kept))) if packed else (),
+        documents_of_rows=(*_documents_of(sequences), *[(1, targets.shape[1])] * (rows - len(kept))) if packed else (),
         masked=document_mask,
         cut=share.columns is not None,
     )
 
 
-def _documents_of(sequences: "Sequences") -> list[int]:
-    found: list[int] = (1 + (np.diff(sequences.documents, axis=1) != 0).sum(axis=1)).tolist()
+def _documents_of(sequences: "Sequences") -> list[tuple[int, int]]:
+    """Of each row: how many documents, and how long the longest is."""
+    length = sequences.documents.shape[1]
+    found = []
+    for changes in np.diff(sequences.documents, axis=1) != 0:
+        borders = np.flatnonzero(changes) + 1
+        found.append((len(borders) + 1, int(np.diff(borders, prepend=0, append=length).max())))
     return found
 
 
@@ -143,9 +149,10 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     order = torch.arange(batch.tokens.shape[1], dtype=torch.int32, device=batch.tokens.device).expand_as(batch.tokens)
     positions = order if batch.positions is None else batch.positions
     documents = torch.zeros_like(batch.tokens, dtype=torch.int32) if batch.documents is None else batch.documents
+    known = batch.documents_of_rows or ((1, batch.tokens.shape[1]),) * len(batch.tokens)
     return {
-        False: replace(batch, documents=None, positions=positions if batch.cut else None),
-        True: replace(batch, documents=documents, positions=positions),
+        False: replace(batch, documents=None, positions=positions if batch.cut else None, documents_of_rows=()),
+        True: replace(batch, documents=documents, positions=positions, documents_of_rows=known),
     }
 
 

@@ -77,9 +77,7 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
     v = make(1, positions, key_heads, value_width)
     documents = torch.zeros(1, positions, dtype=torch.int64, device=device) if recipe.document_mask else None
     if layout.cp > 1:
-        fused = (
-            documents is None and not any(shape.window_of(layer) for layer in range(shape.layers)) and can_fuse(q, k)
-        )
+        fused = can_fuse(q, k) and not any(shape.window_of(layer) for layer in range(shape.layers))
         return f"{layout.context} of {'flash' if fused else 'plain'} parts"
     mask = causal_mask(positions, positions, documents=documents, device=device)
     return backend(q, k, v, mask, scale=width**-0.5, dropout=recipe.dropout)

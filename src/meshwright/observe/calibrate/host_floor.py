@@ -93,7 +93,7 @@ def tiny(machine: ClusterFile) -> dict[Key, Plan]:
     return {
         (kind, layers, micro, recompute): Plan(
             model=replace(KINDS[kind], layers=layers),
-            recipe=Recipe(sequence=SEQUENCE, global_batch=micro),
+            recipe=Recipe(sequence=SEQUENCE, global_batch=micro, document_mask=False),
             layout=Layout(micro_batch=1, recompute=recompute, compile="off"),  # type: ignore[arg-type]  # one of the words that Layout allows
             cluster=machine.cluster(1),
         )

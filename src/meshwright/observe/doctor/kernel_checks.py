@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import Kernels, fast
-from meshwright.kernels.attention import Mask, attend_reference, causal_mask
+from meshwright.kernels.attention import UNKNOWN, Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
 from meshwright.observe.calibrate.rates import settle
@@ -34,6 +34,7 @@ class Form:
     width: int
     values: int
     packed: bool = False
+    window: int = 0
 
 
 FORMS = {
@@ -41,6 +42,11 @@ FORMS = {
     "grouped (GQA)": Form(8, 2, 64, 64),
     "packed documents": Form(4, 4, 64, 64, packed=True),
     "latent (MLA)": Form(4, 4, 96, 64),
+    "packed, grouped": Form(8, 2, 64, 64, packed=True),
+    "packed, latent": Form(4, 4, 96, 64, packed=True),
+    "packed, odd heads": Form(4, 2, 20, 20, packed=True),
+    "window": Form(8, 2, 64, 64, window=50),
+    "packed, window": Form(4, 4, 64, 64, packed=True, window=50),
 }
 LENGTH = 256
 
@@ -54,7 +60,8 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
         sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
         given = [_normal((2, LENGTH, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
         documents = (torch.arange(LENGTH, device=device) // 100).expand(2, -1) if form.packed else None
-        mask = causal_mask(LENGTH, LENGTH, documents=documents, device=device)
+        spans = (6, 100) if form.packed else UNKNOWN
+        mask = causal_mask(LENGTH, LENGTH, window=form.window, documents=documents, spans=spans, device=device)
 
         def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
             return attend_reference(q, k, v, mask, scale=0.1)

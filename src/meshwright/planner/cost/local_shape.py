@@ -44,15 +44,15 @@ class Local:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are kept once for each head: on a GPU in fp32."""
-        return self.cp == 1 and self.stack.own and self.gpu and self.width >= 4
+        """Whether keys and values are kept once for each head: for masks, and on a GPU in fp32."""
+        return self.cp == 1 and (self.masked or (self.stack.own and self.gpu and self.width >= 4))
 
     @property
     def masked(self) -> bool:
-        """Whether documents or a window hide keys and no kernel leaves these out: over context-parallel ranks, and on a
-        GPU in fp32 (kernels/varlen.py)."""
-        hides = self.documents or 0 < self.window < self.sequence
-        return self.stack.own and hides and (self.cp > 1 or (self.gpu and self.width >= 4))
+        """Whether documents or a window hide keys and no kernel leaves these out: on a GPU in fp32, under
+        dropout (kernels/varlen.py), and a window over context-parallel ranks (parallel/ring.py)."""
+        window, wide = 0 < self.window < self.sequence, self.gpu and self.width >= 4
+        return self.stack.own and (window or self.documents) and (wide or self.dropout or (window and self.cp > 1))
 
     @property
     def gates(self) -> int:
