@@ -97,6 +97,11 @@ class Saver:
         self._join()
         return False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._flight is not None and not self._flight.landed
+
     def wait(self) -> None:
         """Until nothing is under way; raises what went wrong."""
         started = time.perf_counter()
