@@ -28,6 +28,10 @@ EIGHT = {"cluster": "h100x8"}
         ({**EIGHT, "listed": 0}, "listed=0 must be at least 1"),
         ({**EIGHT, "nodes": 0}, "nodes=0 must be at least 1"),
         ({**EIGHT, "layout": "tpp=2"}, "layout='tpp=2': 'tpp' is no field of a layout"),
+        (
+            {**EIGHT, "layout": "context=ring"},
+            "layout='context=ring': plan does not search context; write layout.context",
+        ),
         ({**EIGHT, "tokens": "many"}, "tokens=many must be a number"),
         ({**EIGHT, "recipe": {"sequenc": 4}}, "recipe.sequenc is not known"),
         ({}, 'cluster= is missing: name a device and how many of it a node has, as cluster="h100x8"'),

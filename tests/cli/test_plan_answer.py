@@ -110,6 +110,16 @@ def test_rows_that_differ_in_virtual_stages_alone_are_one(
     assert " as fast)" in capsys.readouterr().out
 
 
+def test_half_the_devices_are_said_where_their_layout_is_as_free(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their best layout is searched freely: beside a fixed one it would be another question."""
+    command = [*words("llama-3.1-8b h100x8 --nodes 4"), "--details"]
+    said = []
+    for layout in ([], ["--layout", "tp=8"]):
+        assert main([*command, *layout]) == 0
+        said.append("Half the devices" in capsys.readouterr().out)
+    assert said == [True, False]
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_no_word_is_broken_and_nothing_is_coloured(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from meshwright.spec import Layout, Plan
@@ -59,6 +60,8 @@ def _value(part: str, key: str, value: str) -> Any:
         if value.isdecimal() and 0 < int(value) < 2**31:
             return int(value)
         raise ArgumentError(f"layout={part!r}: {key} takes a whole number of 1 or more")
+    if key in {field.name for field in fields(Layout)}:
+        raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
     near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)
     raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
 

@@ -60,7 +60,8 @@ class PlanAnswer(Answer):
     def outlook(self) -> tuple[str, ...]:
         """Sentences: a longer sequence, half the devices, the batch, the token budget."""
         best = self.found.best[0]
-        said = [limit(self.estimator, best), *half_machine(self.estimator, best)]
+        half = () if self.fixed else half_machine(self.estimator, best)  # whose layout is searched freely
+        said = [limit(self.estimator, best), *half]
         said += scale_warnings(self.estimator, best, self.tokens)
         return tuple(filter(None, [*said, bill(best, self.tokens, self.price) if self.tokens else ""]))
 

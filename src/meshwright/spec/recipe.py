@@ -41,7 +41,7 @@ class Recipe:
     seed: int = 0
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fp32: 4+4+8 bytes a parameter. bf16: 2+2 and fp32 master 4 and moments 4+4. fp16: the same with loss scaling."""
+    """Bytes per parameter: fp32 4+4+8; bf16 2+2, fp32 master 4, moments 4+4; fp16 the same, with loss scaling."""
     tf32: bool = False
     """fp32 on a GPU: products round their operands to TF32 (10 bits of mantissa), 8 times as fast on an H100."""
     deterministic: bool = False

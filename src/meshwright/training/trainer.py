@@ -289,10 +289,13 @@ class Trainer:
         if problem := unwritable(plan.model):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         changes = ", ".join(self.changes)
-        if self.state.progress.step >= plan.recipe.steps:
+        if self.state.progress.step >= plan.recipe.steps and changes:
+            found.append(
+                f"the run has made {self.state.progress.step} steps, so that no step is left for {changes}: raise "
+                "recipe.steps, or choose another run= to train anew"
+            )
+        elif self.state.progress.step >= plan.recipe.steps:
             found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
-            if changes:
-                found.append(f"no step is left for {changes}: raise recipe.steps, or choose another run= to train anew")
         elif changes:
             found.append(f"resuming with changes: {changes}")
         return tuple(found)

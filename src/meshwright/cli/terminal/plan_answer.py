@@ -51,6 +51,8 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
     if asked.details:
         yield ""
         yield from details(of, found)
+        for sentence in () if asked.fixed else explain.half_machine(of, best):  # whose layout is searched freely
+            yield from wrapped(sentence, columns, "  ", "    ")
     if not asked.saved:
         yield ""
         yield from wrapped(_next(asked, chosen), columns, "  Next:  ")
@@ -174,7 +176,7 @@ def _next(asked: Asked, chosen: bool) -> list[str]:
 
 
 def details(of: Estimator, found: Found) -> Iterator[str]:
-    """The recommended layout's memory and time by part, the layouts that were rejected, half the machine."""
+    """The recommended layout's memory and time by part, and the layouts that were rejected."""
     best, columns = found.best[0], width()
     whole = best.peak_bytes
     yield f"  Memory at the peak, {_unit(whole)}"
@@ -191,5 +193,3 @@ def details(of: Estimator, found: Found) -> Iterator[str]:
         yield "  Rejected"
         for sentence in explain.rejected(found):
             yield from wrapped(sentence, columns, "    ", "      ")
-    for sentence in explain.half_machine(of, best):
-        yield from wrapped(sentence, columns, "  ", "    ")

@@ -86,7 +86,7 @@ def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
 def shown(found: "Profile") -> "Iterator[str | Table]":
     """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
     plan, world = found.plan, found.plan.layout.world
-    speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} a device"
+    speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} per device"
     used = found.utilization(causal=True)
     full = found.utilization(causal=False)
     mfu = f", MFU {used:.1%} causal, {full:.1%} full" if used is not None and full is not None else ""

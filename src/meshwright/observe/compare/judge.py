@@ -19,7 +19,7 @@ SMALL = 0.25
 """Parts below this share of their whole are judged as if they had it."""
 TIMES = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
 USES = {
-    "tokens_per_second_per_device": "tokens/s a device", "mfu_causal": "MFU (causal)", "mfu_full": "MFU (full)",
+    "tokens_per_second_per_device": "tokens/s per device", "mfu_causal": "MFU (causal)", "mfu_full": "MFU (full)",
     "hfu": "HFU (causal)", "bubble_fraction": "bubble",
 }  # fmt: skip
 UNITS = {"tokens_per_second_per_device": "tokens/s"}

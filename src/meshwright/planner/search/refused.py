@@ -37,7 +37,8 @@ def answered(of: Estimator, plan: Plan, fixed: Fixed) -> Found:
         elif found.nearest is None or one.peak_bytes < found.nearest.peak_bytes:
             found.nearest = one
     if not found.legal:
-        raise IllegalLayout((nearest or [f"no layout of {plan.cluster.devices} devices has these degrees"])[0])
+        none = f"no layout of {plan.cluster.devices} devices has all of these degrees: leave some of them open"
+        raise IllegalLayout((nearest or [none])[0])
     found.too_large = found.legal - len(found.best)
     found.best.sort(key=lambda one: one.step_s)
     del found.best[20:]
