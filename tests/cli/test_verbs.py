@@ -122,6 +122,14 @@ def test_a_run_its_checkpoint_and_its_export_answer_alike(
     assert answers[0] == answers[1] == answers[2] != ""
 
 
+def test_a_prompt_that_the_model_does_not_know_is_refused_before_it_is_shown(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run), "--prompt-ids", "1,99999"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "prompt token 99999 is outside" in said.err
+
+
 def test_the_seed_decides_what_is_sampled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def sampled(seed: str) -> str:
         return call(capsys, "generate", run, "--prompt", "x", "--temperature", "2", "--seed", seed, "--json")[1]

@@ -81,7 +81,7 @@ def generate(
 
     Without dropout, whatever mode the model is in; the mode is put back. PlanError, RunError (as `pick`).
     """
-    _check(model, prompt_ids, max_new_tokens)
+    check_prompt(model, prompt_ids, max_new_tokens)
     training = model.training
     model.eval()
     try:
@@ -121,7 +121,8 @@ def _continue(
     return found
 
 
-def _check(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int = 0) -> None:
+    """PlanError where nothing can be made of it."""
     if not prompt_ids:
         raise PlanError("the prompt is empty: give at least one token")
     if max_new_tokens < 0:

@@ -59,7 +59,9 @@ def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Gene
     """Print the prompt, dimmed on a terminal, and what follows as it comes."""
     from meshwright.cli.terminal.output import console
     from meshwright.cli.terminal.streaming import TextStream, printable
+    from meshwright.model.generate import check_prompt
 
+    check_prompt(opened.model, ids)
     assert opened.tokenizer is not None
     spoken = [token for token in ids if token != opened.tokenizer.bos]
     people = console()
