@@ -140,7 +140,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 
 
 def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
-    """What torch's kernel is told: a mask, or that attention is causal. One query that sees all is told nothing."""
+    """(attn_mask, is_causal) for torch's kernel; a single query that sees all keys needs neither."""
     if mask.is_plain and q.shape[1] in (1, k.shape[1]):
         return None, q.shape[1] == k.shape[1]
     return mask.allowed(q.shape[1], k.shape[1], q.device), False

@@ -54,7 +54,7 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
         return True
     if acts():
         return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
-    q, k = (_padded(x.detach().transpose(1, 2), _fused_width(x.shape[-1])) for x in (q, k))
+    q, k = (padded(x.detach().transpose(1, 2), fused_width(x.shape[-1])) for x in (q, k))
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1])
     return torch.backends.cuda.can_use_flash_attention(params)
 
@@ -142,24 +142,25 @@ def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:
     q = q.transpose(1, 2)
     if not fused:
         return (q.float() * scale).contiguous()
-    return _padded(_wide(q), _fused_width(max(q.shape[-1], value_width))).contiguous()
+    return padded(_wide(q), fused_width(max(q.shape[-1], value_width))).contiguous()
 
 
 def _keys(x: Tensor, q: Tensor, fused: bool) -> Tensor:
     """Keys, values or gradients as wide as the fused form wants them, or in fp32."""
-    return _padded(_wide(x), q.shape[-1]) if fused else x.float()
+    return padded(_wide(x), q.shape[-1]) if fused else x.float()
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if needs_wide(x) else x
 
 
-def _fused_width(width: int) -> int:
+def fused_width(width: int) -> int:
     """GPU kernels read rows of 16 bytes."""
     return -(-width // 8) * 8
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def padded(x: Tensor, width: int) -> Tensor:
+    """x (..., E) with zeros up to `width`, which change no product."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 

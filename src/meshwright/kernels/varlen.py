@@ -21,6 +21,7 @@ from meshwright.compat import torch_compile
 from meshwright.kernels import blockwise
 from meshwright.kernels.blockwise import RowTile
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.partial import fused_width, padded
 from meshwright.kernels.target import acts, kind
 
 STRETCH = 64
@@ -151,18 +152,13 @@ def _read(q: Tensor, k: Tensor, v: Tensor, tile: RowTile) -> tuple[Tensor, Tenso
 def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
     """(B, S, heads, E or V) -> (rows, heads, positions, E), in a dtype that this CPU multiplies."""
     part = x[rows, at].transpose(1, 2)
-    return _padded(part.float() if needs_wide(part) else part, width)
+    return padded(part.float() if needs_wide(part) else part, width)
 
 
 def _width(q: Tensor, v: Tensor) -> int:
     """The fused kernels want keys and values of one width, and those of GPUs rows of 16 bytes."""
     width = max(q.shape[3], v.shape[3])
-    return width if kind(q) == "cpu" else -(-width // 8) * 8
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    """With zeros, which change nothing."""
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    return width if kind(q) == "cpu" else fused_width(width)
 
 
 def _empty_like(q: Tensor, v: Tensor) -> Tensor:
@@ -239,7 +235,7 @@ def _backward_by_borders(
 
 
 def _one_after_another(x: Tensor, width: int) -> Tensor:
-    return _padded(x.flatten(0, 1), width)
+    return padded(x.flatten(0, 1), width)
 
 
 def _borders(form: AttentionForm, q: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _begun(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
 
 
 def _keep_plan(folder: RunFolder, plan: Plan, steps_done: int) -> tuple[str, ...]:
-    """Write the plan into the run folder, unless nothing is left to do; gives what it says otherwise than before."""
+    """Write the plan into the run folder, unless all steps are done; returns the changes to what stood there."""
     before = _kept_keys(folder) if steps_done else {}
     if steps_done < plan.recipe.steps or not (folder.path / "plan.yaml").is_file():
         folder.keep_plan()
