@@ -19,6 +19,8 @@ class Backward:
     """At its worst place in the MLP."""
     attention: float = 0.0
     """In the attention core."""
+    after: float = 0.0
+    """When the pass leaves the MLP, without the gradients of its weights."""
     weights: float = 0.0
     """Elements of its largest weight (experts: all of a rank's), whose gradient is made at once."""
     queued: float = 0.0
@@ -32,11 +34,12 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     """Of a layer."""
     mlp = _experts(of, routed) if routed else _mlp(of)
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
-    attention = _attention(of, widths) - _mlp_kept(of, routed)
+    kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
     return Backward(
         mlp=mlp + weights * of.width + stream,
-        attention=attention + stream,
+        attention=_attention(of, widths) - kept + stream,
+        after=(mlp if routed else mlp / 2 - kept) + stream,
         weights=weights,
         queued=queued(of, widths, routed),
     )

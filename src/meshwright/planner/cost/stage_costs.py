@@ -29,6 +29,8 @@ class MicroBatchCost(NamedTuple):
     """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
     attention_bytes: float = 0.0
     """The same of this package's engine in attention."""
+    after_bytes: float = 0.0
+    """The same between the two, without gradients of weights."""
     queued_bytes: float = 0.0
     """Kept from a split backward pass to the gradients of weights."""
     split_bytes: float = 0.0
@@ -69,6 +71,7 @@ class MicroBatchCost(NamedTuple):
             kept_bytes=self.kept_bytes + times * other.kept_bytes,
             mlp_bytes=max(self.mlp_bytes, other.mlp_bytes),
             attention_bytes=max(self.attention_bytes, other.attention_bytes),
+            after_bytes=max(self.after_bytes, other.after_bytes),
             queued_bytes=self.queued_bytes + times * other.queued_bytes,
             split_bytes=max(self.split_bytes, other.split_bytes),
             weights=max(self.weights, other.weights),
@@ -148,7 +151,10 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
     if own:
         repeated = block.made_again_bytes(recompute)
     mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
-    attention = block.backward.attention + repeated if own and block.boundary_bytes else 0.0
+    attention, after = (
+        one + repeated if own and block.boundary_bytes else 0.0
+        for one in (block.backward.attention, block.backward.after)
+    )
     new = block.backward.weights * of.width
     left = 0.0 if of.compiled else new
     return MicroBatchCost(
@@ -160,6 +166,7 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
         kept_bytes=kept,
         mlp_bytes=mlp,
         attention_bytes=attention,
+        after_bytes=after,
         queued_bytes=block.backward.queued,
         split_bytes=max(0.0, kept + max(mlp - left, attention) - block.backward.queued),
         weights=block.backward.weights,

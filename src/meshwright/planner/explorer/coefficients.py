@@ -25,6 +25,7 @@ SIZES: dict[str, Callable[[MicroBatchCost], float]] = {
     "queued": lambda cost: cost.queued_bytes,
     "mlp": lambda cost: cost.mlp_bytes - cost.new_bytes,
     "attention": lambda cost: cost.attention_bytes,
+    "after": lambda cost: cost.after_bytes,
     "logits_kept": lambda cost: cost.logits.kept,
     "logits_held": lambda cost: cost.logits.held,
     "logits_chunk": lambda cost: cost.logits.chunk,

@@ -157,9 +157,9 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
   const inside = Math.max(cost.mlp, cost.attention, weights);
   if (apart) {
     const gathers = frees ? 2 * block.parameters : 0;
-    const rest = Math.max(0, block.made - cost.weights * made);
+    const most = Math.max(cost.mlp, Math.max(cost.after, cost.attention) + block.made);
     const copies = units.summed ? Math.max(end.gradients, block.gradients) : 0;
-    found.push(kinds(gradients, logits - gone, inside + rest, gathers + copies, headless));
+    found.push(kinds(gradients, logits - gone, most, gathers + copies, headless));
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   return found;
 }

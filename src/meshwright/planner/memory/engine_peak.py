@@ -246,9 +246,9 @@ class PipelineRank:
         if self.apart:
             gathers = 2 * block.parameters if self.frees else 0.0
             gradients = before + (0.0 if again else self._shard(last))
-            made = max(0.0, block.made - cost.weights * self.made)
+            inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
             copies = max(last.gradients, block.gradients) * self.units.summed
-            return Place(gradients, logits - gone, temporaries + made, gathers + copies, freed)
+            return Place(gradients, logits - gone, inside, gathers + copies, freed)
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         return Place(gradients, logits - gone, temporaries, gone=freed)
 
