@@ -1,4 +1,4 @@
-"""Attention with its gradients over context-parallel ranks: zig-zag against plain chunks, ring against gather.
+"""Attention with its gradients over context-parallel ranks: zig-zag, striped or plain chunks, by ring or gather.
 
     python -m benchmarks.context [--json] [--ranks 2 4] [--sequence 4096]
 
@@ -33,6 +33,8 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.ring import context_attend
 from meshwright.spec import Layout
 
+SPLITS = {"zig-zag": "zigzag", "striped": "striped", "plain": "chunks"}
+"""Name in the table -> layout.context_split."""
 ATTEND = {"ring": "ring", "gather": "all-gather"}
 """Name in the table -> layout.context."""
 
@@ -77,11 +79,11 @@ def on_rank(rank: int, size: int, store: str, case: Case, pipe: Connection) -> N
     else:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         group = make_mesh(Layout(cp=size))["cp"]
-        for route, zigzag in product(ATTEND, (True, False)):
-            given = [take_at(x, places(case.sequence, size, rank, zigzag), 1) for x in inputs(case)]
-            mask = mask_maker(group, zigzag)(given[0].shape[1], given[0].shape[1])
+        for route, split in product(ATTEND, SPLITS):
+            given = [take_at(x, places(case.sequence, size, rank, SPLITS[split]), 1) for x in inputs(case)]
+            mask = mask_maker(group, SPLITS[split])(given[0].shape[1], given[0].shape[1])
             over = context_attend(group, ATTEND[route])
-            found[f"{route} {'zig-zag' if zigzag else 'plain'}"] = timed(over, given, mask, case, group)
+            found[f"{route} {split}"] = timed(over, given, mask, case, group)
         dist.destroy_process_group()
     pipe.send(found)
 

@@ -60,7 +60,8 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
         layout = Layout(
             dp_replicate=replicas, dp_shard=dp // replicas, tp=tp, cp=cp, pp=pp, ep=draw.choice(experts), vp=vp,
             zero=draw.choice((0, 1, 2, 3)), sp=tp > 1 and draw.random() < 0.7,  # type: ignore[arg-type]
-            context=draw.choice(("ring", "all-gather")), zigzag=draw.random() < 0.7,
+            context=draw.choice(("ring", "all-gather")),
+            context_split=draw.choice(("zigzag", "zigzag", "striped", "chunks")),
             schedule=schedule,  # type: ignore[arg-type]
             micro_batch=micro, recompute=draw.choice(("none", "selective", "full")), compile="off",  # type: ignore[arg-type]
         )  # fmt: skip
@@ -122,7 +123,7 @@ def words(plan: Plan) -> str:
         if getattr(layout, name) > 1
     ]
     fields += [f"zero={layout.zero}", *(["sp"] if layout.sp else []), *([layout.schedule] if layout.pp > 1 else [])]
-    fields += [layout.context, "zigzag" if layout.zigzag else "chunks"] if layout.cp > 1 else []
+    fields += [layout.context, layout.context_split] if layout.cp > 1 else []
     fields += [
         layout.recompute,
         f"mb={layout.micro_batch}x{layout.micro_batches(recipe.global_batch)}",

@@ -90,7 +90,7 @@ def contestants(group: Group) -> dict[str, Callable[[], Contestant]]:
         found["ours with sp"] = lambda: Ours(work, made, tp=world, sp=True)
     elif group.axis == "cp":
         found["ours"] = lambda: Ours(work, made, cp=world)
-        found["ours, plain split"] = lambda: Ours(work, made, cp=world, zigzag=False)
+        found["ours, plain split"] = lambda: Ours(work, made, cp=world, context_split="chunks")
         found["ours, all-gather"] = lambda: Ours(work, made, cp=world, context="all-gather")
     for name in group.schedules:
         layout = {"pp": world, "vp": VIRTUAL.get(name, 1), "schedule": name}

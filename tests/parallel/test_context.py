@@ -30,52 +30,56 @@ BATCH, SEQUENCE, SCALE = 2, 144, 0.3
 """Chunks of 36 or 18 positions on 2 and 4 ranks: no whole number of tiles."""
 
 
+SPLITS = ("zigzag", "striped", "chunks")
+
+
 def alone(size: int, index: int) -> Group:
     """A place among ranks that never talk."""
     return Group("cp", tuple(range(size)), index)
 
 
-def local_positions(sequence: int, size: int, index: int, zigzag: bool) -> Tensor:
+def local_positions(sequence: int, size: int, index: int, split: str) -> Tensor:
     """Positions (S / c,) that rank `index` of `size` holds, ascending."""
-    return places(sequence, size, index, zigzag).positions(0, sequence // size)
+    return places(sequence, size, index, split).positions(0, sequence // size)
 
 
-def take(x: Tensor, group: Group, zigzag: bool) -> Tensor:
+def take(x: Tensor, group: Group, split: str) -> Tensor:
     """A rank's positions of x (B, S, ...) -> (B, S / c, ...)."""
-    return take_at(x, places(x.shape[1], group.size, group.index, zigzag), 1)
+    return take_at(x, places(x.shape[1], group.size, group.index, split), 1)
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_part_the_sequence(size: int, zigzag: bool) -> None:
-    held = [local_positions(16, size, index, zigzag) for index in range(size)]
+def test_ranks_part_the_sequence(size: int, split: str) -> None:
+    held = [local_positions(16, size, index, split) for index in range(size)]
     assert sorted(torch.cat(held).tolist()) == list(range(16))
     assert all(positions.diff().gt(0).all() for positions in held)
     x = torch.arange(32).view(2, 16)
     for index, positions in enumerate(held):
-        assert torch.equal(take(x, alone(size, index), zigzag), x[:, positions])
+        assert torch.equal(take(x, alone(size, index), split), x[:, positions])
 
 
 def test_zigzag_gives_a_chunk_from_each_end() -> None:
-    assert local_positions(16, 4, 1, True).tolist() == [2, 3, 12, 13]
-    assert local_positions(16, 4, 1, False).tolist() == [4, 5, 6, 7]
+    assert local_positions(16, 4, 1, "zigzag").tolist() == [2, 3, 12, 13]
+    assert local_positions(16, 4, 1, "chunks").tolist() == [4, 5, 6, 7]
+    assert local_positions(16, 4, 1, "striped").tolist() == [1, 5, 9, 13]
 
 
 def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     with pytest.raises(IllegalLayout, match=r"recipe.sequence=20 .* 2 x layout.cp=4 chunks .*take recipe.sequence=16"):
-        local_positions(20, 4, 0, True)
+        local_positions(20, 4, 0, "zigzag")
     with pytest.raises(IllegalLayout, match=r"recipe.sequence=21 .* layout.cp=4 chunks: take recipe.sequence=20"):
-        local_positions(21, 4, 0, False)
-    assert local_positions(20, 4, 0, False).tolist() == [0, 1, 2, 3, 4]
+        local_positions(21, 4, 0, "chunks")
+    assert local_positions(20, 4, 0, "chunks").tolist() == [0, 1, 2, 3, 4]
 
 
 def test_past_keys_are_refused() -> None:
     with pytest.raises(IllegalLayout, match=r"1 queries of 9 positions: layout.cp=2 .*layout.cp=1"):
-        mask_maker(alone(2, 0), True)(1, 9)
+        mask_maker(alone(2, 0), "zigzag")(1, 9)
 
 
-def context_mask(size: int, index: int, zigzag: bool, **options: Any) -> ContextMask:
-    mask = mask_maker(alone(size, index), zigzag)(SEQUENCE // size, SEQUENCE // size, **options)
+def context_mask(size: int, index: int, split: str, **options: Any) -> ContextMask:
+    mask = mask_maker(alone(size, index), split)(SEQUENCE // size, SEQUENCE // size, **options)
     assert isinstance(mask, ContextMask)
     return mask
 
@@ -92,13 +96,13 @@ def seen(tiles: Any, queries: int, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 40, 100])
-@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tiles_are_the_mask_of_one_device(size: int, zigzag: bool, window: int) -> None:
+def test_tiles_are_the_mask_of_one_device(size: int, split: str, window: int) -> None:
     whole = causal_mask(SEQUENCE, SEQUENCE, window=window).allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))[0, 0]
     for index, other in itertools.product(range(size), range(size)):
-        mask = context_mask(size, index, zigzag, window=window)
-        mine, theirs = (local_positions(SEQUENCE, size, rank, zigzag) for rank in (index, other))
+        mask = context_mask(size, index, split, window=window)
+        mine, theirs = (local_positions(SEQUENCE, size, rank, split) for rank in (index, other))
         expected = whole[mine][:, theirs].long()
         for rows in (1, 5, 64):
             tiles = mask.blocks(mask.keys_of(size, other), rows)
@@ -108,9 +112,9 @@ def test_tiles_are_the_mask_of_one_device(size: int, zigzag: bool, window: int) 
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
-@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, zigzag: bool, share: float) -> None:
+def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, split: str, share: float) -> None:
     draw = torch.Generator().manual_seed(size)
     documents = (torch.rand(BATCH, SEQUENCE, generator=draw) < share).int().cumsum(1)
     whole = causal_mask(SEQUENCE, SEQUENCE, documents=documents).allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))
@@ -118,9 +122,9 @@ def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, z
     begins[:, 1:] = documents.diff(dim=1) != 0
     first = torch.arange(SEQUENCE).where(begins, 0).cummax(1).values
     for index, other in itertools.product(range(size), range(size)):
-        mine, theirs = (local_positions(SEQUENCE, size, rank, zigzag) for rank in (index, other))
-        at = places(SEQUENCE, size, index, zigzag)
-        mask = ContextMask.of(alone(size, index), at, zigzag, torch.device("cpu"), first[:, mine], first[:, mine], 0)
+        mine, theirs = (local_positions(SEQUENCE, size, rank, split) for rank in (index, other))
+        at = places(SEQUENCE, size, index, split)
+        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], first[:, mine], 0)
         tiles = list(mask.chunks(mask.keys_of(size, other)))
         assert not any(tile.hidden for tile in tiles)
         for row in range(BATCH):
@@ -128,26 +132,27 @@ def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, z
             assert torch.equal(seen(of_row, len(mine), len(theirs)), whole[row, 0][mine][:, theirs].long())
 
 
-def work(size: int, index: int, other: int, zigzag: bool) -> int:
+def work(size: int, index: int, other: int, split: str) -> int:
     """Pairs that a rank multiplies with the keys of another, hidden ones included."""
-    mask = context_mask(size, index, zigzag)
+    mask = context_mask(size, index, split)
     tiles = mask.blocks(mask.keys_of(size, other), 1)
     return sum((tile.keys.stop - tile.keys.start) * (tile.queries.stop - tile.queries.start) for tile in tiles)
 
 
+@pytest.mark.parametrize("split", ["zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_zigzag_work_is_even_in_every_step_and_half_of_the_square(size: int) -> None:
-    mine = [[work(size, index, (index - step) % size, True) for index in range(size)] for step in range(size)]
-    assert all(len(set(step)) == 1 for step in mine)
-    assert max(step[0] for step in mine) <= 1.03 * min(step[0] for step in mine)
+def test_work_is_even_in_every_step_and_half_of_the_square(size: int, split: str) -> None:
+    mine = [[work(size, index, (index - step) % size, split) for index in range(size)] for step in range(size)]
+    assert all(max(step) <= 1.06 * min(step) for step in mine)
+    assert max(step[0] for step in mine) <= 1.06 * min(step[0] for step in mine)
     assert sum(map(sum, mine)) == SEQUENCE * (SEQUENCE + 1) // 2
-    plain = [[work(size, index, (index - step) % size, False) for index in range(size)] for step in range(size)]
+    plain = [[work(size, index, (index - step) % size, "chunks") for index in range(size)] for step in range(size)]
     slowest = sum(max(step) for step in plain)
     assert slowest > 1.4 * sum(step[0] for step in mine)
 
 
 def test_a_window_bounds_the_work() -> None:
-    mask = context_mask(4, 3, False, window=5)
+    mask = context_mask(4, 3, "chunks", window=5)
     assert [sum(1 for _ in mask.blocks(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
 
 
@@ -192,29 +197,29 @@ def on_one_device(widths: str, window: int, packed: bool) -> tuple[tuple[Tensor,
 
 
 def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[str, float]:
-    """On a rank: the worst difference of each case (route, zigzag, widths, window, packed) from one device."""
+    """On a rank: the worst difference of each case (route, split, widths, window, packed) from one device."""
     cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
     worst = {}
     with patch.object(ring, "can_fuse", lambda q, k: fused):
-        for route, zigzag, widths, window, packed in cases:
+        for route, split, widths, window, packed in cases:
             given, whole = on_one_device(widths, window, packed)
             rows = documents() if packed else None
-            mine = tuple(take(x, cp, zigzag) for x in given)
-            local = None if rows is None else take(rows, cp, zigzag)
-            mask = mask_maker(cp, zigzag)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
+            mine = tuple(take(x, cp, split) for x in given)
+            local = None if rows is None else take(rows, cp, split)
+            mask = mask_maker(cp, split)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
             found = with_gradients(context_attend(cp, route), mine, mask)
-            name = f"{route} {'zigzag' if zigzag else 'plain'} {widths} window={window} packed={packed}"
-            worst[name] = max(far(a, take(b, cp, zigzag)) for a, b in zip(found, whole, strict=True))
+            name = f"{route} {split} {widths} window={window} packed={packed}"
+            worst[name] = max(far(a, take(b, cp, split)) for a, b in zip(found, whole, strict=True))
     return worst
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
 def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> None:
-    sights = [(0, False)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
+    sights = [(0, False), (0, True)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
     cases = [
-        (route, zigzag, widths, *sight)
-        for route, zigzag, widths, sight in itertools.product(ROUTES, (False, True), WIDTHS, sights)
+        (route, split, widths, *sight)
+        for route, split, widths, sight in itertools.product(ROUTES, SPLITS, WIDTHS, sights)
     ]
     for worst in on_ranks(size, compare, cases, fused):
         assert len(worst) == len(cases)
@@ -228,14 +233,14 @@ def low_precision(fused: bool, native: bool) -> list[float]:
     given = inputs(WIDTHS["gqa"], torch.bfloat16)
     exact = with_gradients(attend_reference, tuple(x.float() for x in given), Mask())
     plain = with_gradients(plain_causal if fused and native else attend_reference, given, Mask())
-    mine = tuple(take(x, cp, True) for x in given)
+    mine = tuple(take(x, cp, "zigzag") for x in given)
     with (
         patch.object(ring, "can_fuse", lambda q, k: fused),
         patch.object(compat, "cpu_multiplies", lambda dtype: native),
     ):
-        found = with_gradients(context_attend(cp, "ring"), mine, mask_maker(cp, True)(72, 72))
+        found = with_gradients(context_attend(cp, "ring"), mine, mask_maker(cp, "zigzag")(72, 72))
     assert [x.dtype for x in found] == [torch.bfloat16] * 4
-    ours = [_relative(a.float(), take(b, cp, True)) for a, b in zip(found, exact, strict=True)]
+    ours = [_relative(a.float(), take(b, cp, "zigzag")) for a, b in zip(found, exact, strict=True)]
     return [a / _relative(b.float(), c) for a, b, c in zip(ours, plain, exact, strict=True)]
 
 
@@ -273,10 +278,10 @@ def loss_and_gradients(model: Transformer, given: dict[str, Any]) -> dict[str, T
 
 
 def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, float]:
-    """On a rank: the worst difference of each case (shape, route, zigzag, packed, recompute) from one device."""
+    """On a rank: the worst difference of each case (shape, route, split, packed, recompute) from one device."""
     cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
     worst = {}
-    for name, route, zigzag, packed, recompute in cases:
+    for name, route, split, packed, recompute in cases:
         tokens = torch.randint(61, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
         positions = torch.arange(SEQUENCE).expand(BATCH, -1)
         if packed:
@@ -287,27 +292,27 @@ def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, flo
         expected = loss_and_gradients(build(SHAPES[name], seed=1), given)
         model = build(SHAPES[name], seed=1)
         model.seams.call = block_call(recompute)
-        model.seams.mask = mask_maker(cp, zigzag)
+        model.seams.mask = mask_maker(cp, split)
         model.seams.attend = context_attend(cp, route)
-        found = loss_and_gradients(model, {key: x if x is None else take(x, cp, zigzag) for key, x in given.items()})
+        found = loss_and_gradients(model, {key: x if x is None else take(x, cp, split) for key, x in given.items()})
         assert found.keys() == expected.keys()
         errors = [far(cp.all_reduce(found[key].clone()), expected[key]) for key in expected]
-        worst[f"{name} {route} {zigzag} {packed} {recompute}"] = max(errors)
+        worst[f"{name} {route} {split} {packed} {recompute}"] = max(errors)
     return worst
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_models_equal_one_device(size: int) -> None:
     cases = [
-        ("gqa", "ring", True, False, "none"),
-        ("gqa", "ring", True, True, "full"),
-        ("gqa", "ring", False, True, "selective"),
-        ("gqa", "all-gather", True, False, "selective"),
-        ("window", "ring", True, True, "selective"),
+        ("gqa", "ring", "zigzag", False, "none"),
+        ("gqa", "ring", "zigzag", True, "full"),
+        ("gqa", "ring", "striped", True, "selective"),
+        ("gqa", "all-gather", "striped", False, "selective"),
+        ("window", "ring", "striped", True, "selective"),
         ("window", "all-gather", False, False, "full"),
-        ("learned", "ring", True, False, "full"),
-        ("mla", "ring", True, True, "selective"),
-        ("mla", "all-gather", True, True, "none"),
+        ("learned", "ring", "zigzag", False, "full"),
+        ("mla", "ring", "zigzag", True, "selective"),
+        ("mla", "all-gather", "zigzag", True, "none"),
     ]
     for worst in on_ranks(size, train_models, cases):
         assert len(worst) == len(cases)
@@ -318,7 +323,7 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
     """On a rank: bytes kept for the backward pass, and bytes sent forward and backward, by collective."""
     mesh = make_mesh(Layout(cp=torch.distributed.get_world_size()))
     cp, traffic = mesh["cp"], mesh.traffic
-    q, k, v, gradient = (take(x, cp, True) for x in inputs(WIDTHS["gqa"], dtype))
+    q, k, v, gradient = (take(x, cp, "zigzag") for x in inputs(WIDTHS["gqa"], dtype))
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     kept: dict[int, int] = {}
 
@@ -327,7 +332,7 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = context_attend(cp, route)(q, k, v, mask_maker(cp, True)(q.shape[1], k.shape[1]), scale=SCALE)
+        out = context_attend(cp, route)(q, k, v, mask_maker(cp, "zigzag")(q.shape[1], k.shape[1]), scale=SCALE)
     forward = traffic.snapshot()
     out.backward(gradient)
     sent = [{what: size for (_, what), (_, size) in counts.items()} for counts in (forward, traffic.since(forward))]
@@ -352,7 +357,7 @@ def test_dropout_and_foreign_masks_are_refused() -> None:
     given = inputs(WIDTHS["gqa"])[:3]
     attend = context_attend(alone(2, 0), "ring")
     with pytest.raises(IllegalLayout, match=r"recipe.dropout=0.1 .* layout.cp=2 .*take recipe.dropout=0"):
-        attend(*given, context_mask(2, 0, True), scale=SCALE, dropout=0.1)
+        attend(*given, context_mask(2, 0, "zigzag"), scale=SCALE, dropout=0.1)
     with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks was given a mask of one device"):
         attend(*given, Mask(), scale=SCALE)
 
@@ -360,13 +365,13 @@ def test_dropout_and_foreign_masks_are_refused() -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_group_of_one_is_one_device(route: str) -> None:
     given = inputs(WIDTHS["gqa"])
-    mask = mask_maker(alone(1, 0), True)(SEQUENCE, SEQUENCE, window=9, documents=documents())
+    mask = mask_maker(alone(1, 0), "zigzag")(SEQUENCE, SEQUENCE, window=9, documents=documents())
     found = with_gradients(context_attend(alone(1, 0), route), given, mask)
     whole = with_gradients(attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=9, documents=documents()))
     assert max(far(a, b) for a, b in zip(found, whole, strict=True)) < 1e-5
 
 
 def test_places_count_what_lies_before() -> None:
-    held = places(16, 4, 1, True)
+    held = places(16, 4, 1, "zigzag")
     assert [held.upto(position) for position in range(-1, 16)] == [0, 0, 0, 1, 2, *[2] * 8, 3, 4, 4, 4]
     assert held.positions(1, 3).tolist() == [3, 12]

@@ -26,7 +26,9 @@ TWO: list[dict[str, Any]] = [
     {"tp": 2, "sp": True},
     {"tp": 2, "sp": True, "recompute": "selective", "micro_batch": 4},
     {"cp": 2},
-    {"cp": 2, "zigzag": False, "context": "all-gather"},
+    {"cp": 2, "context_split": "chunks", "context": "all-gather"},
+    {"cp": 2, "context_split": "striped"},
+    {"cp": 2, "context_split": "striped", "context": "all-gather"},
     {"cp": 2, "zero": 3, "recompute": "full", "micro_batch": 2},
 ]
 TWO_STAGES: list[dict[str, Any]] = [

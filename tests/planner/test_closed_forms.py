@@ -9,6 +9,7 @@ from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.memory.rank_memory import in_flight, leading
 from meshwright.planner.step.predict import estimator
 from meshwright.spec.cluster import Cluster
@@ -42,6 +43,17 @@ def test_korthikanti_section_4(t: int) -> None:
     assert sequence.kept_bytes("selective") == S * B * D * 34 / t
     assert plain.kept_bytes("full") == 2 * S * B * D
     assert sequence.kept_bytes("full") == 2 * S * B * D / t
+
+
+def test_the_last_of_plain_chunks_has_most_attention() -> None:
+    """Of c ranks in plain order it multiplies (2 c - 1) / c^2 of all pairs, not 1 / c."""
+    core = {
+        split: sum(work.flop for op in block(Layout(cp=4, context_split=split), GPT, MESHWRIGHT).operations
+                   for work in op.forward if isinstance(work, AttentionCore))
+        for split in ("zigzag", "striped", "chunks")
+    }  # fmt: skip
+    assert core["striped"] == core["zigzag"]
+    assert core["chunks"] == core["zigzag"] * 7 / 4
 
 
 def test_without_dropout_and_scores() -> None:

@@ -20,7 +20,7 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"sp": True}, {}, "layout.sp=true shares the sequence"),
     (LLAMA, {"tp": 4, "sp": True}, {"sequence": 4098}, "take recipe.sequence=4096"),
     (LLAMA, {"cp": 4}, {"sequence": 4100}, "two chunks for each of layout.cp=4 ranks: take recipe.sequence=4096"),
-    (LLAMA, {"cp": 4, "zigzag": False}, {"sequence": 4098}, "a chunk for each of layout.cp=4 ranks"),
+    (LLAMA, {"cp": 4, "context_split": "chunks"}, {"sequence": 4098}, "a part for each of layout.cp=4 ranks"),
     (LLAMA, {"pp": 64}, {}, "exceed the model's 32 layers: take layout.pp=32"),
     (LLAMA, {"vp": 2}, {}, "layout.pp=1: take layout.vp=1"),
     (LLAMA, {"pp": 4, "schedule": "zb-v"}, {}, "two stages a rank, not vp=1: take vp=2"),

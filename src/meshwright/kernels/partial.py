@@ -191,7 +191,9 @@ def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tensor) -> None:
     """Takes a part into the result so far, in place; the part is to be divided by exp(part_lse - shift) for its own
-    softmax, and that is left to the one factor that merging needs anyway."""
+    softmax, and that is left to the one factor that merging needs anyway. A query that has seen nothing yet has 0 and
+    -inf, and keeps them where it sees nothing of the part."""
     both = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1)).addcmul_(part, (shift - both).exp_().unsqueeze(-1))
+    base = both.clamp(min=LOWEST)
+    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part, (shift - base).exp_().unsqueeze(-1))
     lse.copy_(both)

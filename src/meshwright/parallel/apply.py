@@ -135,7 +135,7 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:
     """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
-    model.seams.mask = mask_maker(group, layout.zigzag)
+    model.seams.mask = mask_maker(group, layout.context_split)
     model.seams.attend = context_attend(group, layout.context)
 
 

@@ -2,8 +2,9 @@
 
 Of every sequence each rank holds S / c positions. Causal attention gives late positions more to do than early ones, so
 the sequence is cut in 2 c chunks of which rank i holds number i and number 2 c - 1 - i (zig-zag: Llama 3 report,
-arXiv:2407.21783, section 3.3.2): then each rank has the same work with the keys of each other rank. How keys get to the
-queries that see them is the second half, `ring.py`.
+arXiv:2407.21783, section 3.3.2): then each rank has the same work with the keys of each other rank. Or rank i holds
+positions i, i + c, i + 2 c ... (striped: arXiv:2311.09431), where every pair of ranks is causal by itself. How keys get
+to the queries that see them is the second half, `ring.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +22,22 @@ from meshwright.spec.errors import IllegalLayout
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Positions of the sequence: `length` from each of `starts`, which ascend."""
+    """Positions of the sequence: `length` from each of `starts`, which ascend, every `step`-th."""
 
     starts: tuple[int, ...]
     length: int
+    step: int = 1
 
     def upto(self, position: int) -> int:
         """How many of these places are at `position` or before it."""
-        return sum(min(max(position + 1 - start, 0), self.length) for start in self.starts)
+        return sum(min(max((position - start) // self.step + 1, 0), self.length) for start in self.starts)
 
     def pieces(self, rows: int) -> Iterator[tuple[slice, int]]:
-        """(which places, position of the first): runs of at most `rows` neighbours in the sequence."""
+        """(which places, position of the first): runs of at most `rows` that lie `step` apart."""
         for chunk, start in enumerate(self.starts):
             for at in range(0, self.length, rows):
                 first = chunk * self.length + at
-                yield slice(first, first + min(rows, self.length - at)), start + at
+                yield slice(first, first + min(rows, self.length - at)), start + at * self.step
 
     def positions(self, begin: int, end: int, device: torch.device | None = None) -> Tensor:
         """Those of places `begin` to `end` (end - begin,) int64."""
@@ -43,30 +45,36 @@ class Places:
         for chunk, start in enumerate(self.starts):
             low, high = max(begin - chunk * self.length, 0), min(end - chunk * self.length, self.length)
             if low < high:
-                parts.append(torch.arange(start + low, start + high, device=device))
+                parts.append(torch.arange(low, high, device=device) * self.step + start)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def places(sequence: int, size: int, index: int, zigzag: bool) -> Places:
+def places(sequence: int, size: int, index: int, split: str) -> Places:
     """What rank `index` of `size` holds of `sequence` positions."""
-    chunks = 2 * size if zigzag else size
+    chunks = 2 * size if split == "zigzag" else size
     if sequence % chunks:
-        way = f"2 x layout.cp={size} chunks (zig-zag)" if zigzag else f"layout.cp={size} chunks"
+        way = f"2 x layout.cp={size} chunks (zig-zag)" if split == "zigzag" else f"layout.cp={size} chunks"
         nearest = max(1, round(sequence / chunks)) * chunks
         raise IllegalLayout(f"recipe.sequence={sequence} cannot be cut into {way}: take recipe.sequence={nearest}")
     length = sequence // chunks
-    return Places((index * length, (chunks - 1 - index) * length) if zigzag else (index * length,), length)
+    if split == "striped":
+        return Places((index,), length, size)
+    return Places((index * length, (chunks - 1 - index) * length) if split == "zigzag" else (index * length,), length)
 
 
 def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
     """These places of a whole sequence that lies along `dim`."""
+    if at.step > 1:
+        return x.index_select(dim, at.positions(0, at.length, x.device))
     return torch.cat([x.narrow(dim, start, at.length) for start in at.starts], dim)
 
 
-def in_order(parts: Sequence[Tensor], zigzag: bool, dim: int) -> Tensor:
+def in_order(parts: Sequence[Tensor], split: str, dim: int) -> Tensor:
     """The ranks' parts, each (..., S / c, ...), as the whole sequence (..., S, ...) along `dim`."""
+    if split == "striped":
+        return torch.stack(list(parts), dim + 1).flatten(dim, dim + 1)
     size, count = len(parts), parts[0].shape[dim]
-    held = [places(size * count, size, index, zigzag) for index in range(size)]
+    held = [places(size * count, size, index, split) for index in range(size)]
     chunks = [
         (start, part.narrow(dim, place * at.length, at.length))
         for part, at in zip(parts, held, strict=True)
@@ -86,32 +94,32 @@ class ContextMask(Mask):
 
     queries: Places = Places((0,), 0)
     sequence: int = 0
-    zigzag: bool = True
+    split: str = "zigzag"
     device: torch.device | None = None
     first: Tensor | None = None
     bounds: Tensor | None = None
 
     @staticmethod
     def of(
-        group: Group, queries: Places, zigzag: bool, device: torch.device | None, first: Tensor | None,
+        group: Group, queries: Places, split: str, device: torch.device | None, first: Tensor | None,
         bounds: Tensor | None, window: int,
     ) -> "ContextMask":  # fmt: skip
         """For these queries of a rank of `group`."""
         sequence = len(queries.starts) * queries.length * group.size
         return ContextMask(
-            queries=queries, sequence=sequence, zigzag=zigzag, device=device, first=first, bounds=bounds, window=window
+            queries=queries, sequence=sequence, split=split, device=device, first=first, bounds=bounds, window=window
         )
 
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
-        return places(self.sequence, size, index, self.zigzag)
+        return places(self.sequence, size, index, self.split)
 
     def blocks(self, keys: Places, rows: int = ROWS, columns: int = COLUMNS) -> Iterator[Tile]:
         """Tiles of at most `rows` queries and `columns` keys; keys that none of the queries sees are left out."""
         lowest, highest = self._over_rows()
         for queries, start in self.queries.pieces(rows):
             first = keys.upto(lowest[queries.start] - 1) if lowest else 0
-            last = keys.upto(start + queries.stop - queries.start - 1)
+            last = keys.upto(start + (queries.stop - queries.start - 1) * self.queries.step)
             for begin in range(first, last, columns):
                 end = min(begin + columns, last)
                 hidden = (
@@ -121,15 +129,17 @@ class ContextMask(Mask):
                 yield Tile(queries=queries, keys=slice(begin, end), hidden=hidden)
 
     def chunks(self, keys: Places) -> Iterator[Tile]:
-        """Tiles without masks, where there is no window: a run of queries of one document sees what comes before it of
-        that document whole, and itself causally."""
+        """Tiles without masks, where there is no window. A run of queries of one document sees the same keys of that
+        document, or each one more than the query before it: then those are a causal tile."""
         for rows, queries, start, first in self._runs():
-            begin, before = keys.upto(first - 1), keys.upto(start - 1)
-            end = keys.upto(start + queries.stop - queries.start - 1)
-            if begin < before:
-                yield Tile(rows=rows, queries=queries, keys=slice(begin, before))
-            if before < end:
-                yield Tile(rows=rows, queries=queries, keys=slice(before, end), causal=True)
+            begin, seen = keys.upto(first - 1), keys.upto(start)
+            end = keys.upto(start + (queries.stop - queries.start - 1) * self.queries.step)
+            whole = seen if seen == end else max(seen - 1, begin)
+            if begin < whole:
+                yield Tile(rows=rows, queries=queries, keys=slice(begin, whole))
+            if whole < end:  # of stripes that come later the first query sees nothing
+                after = slice(queries.stop - (end - whole), queries.stop)
+                yield Tile(rows=rows, queries=after, keys=slice(whole, end), causal=True)
 
     def _over_rows(self) -> tuple[list[int], list[int]]:
         """The lowest and the highest first position of each query."""
@@ -145,7 +155,7 @@ class ContextMask(Mask):
                 changes = (firsts.diff().nonzero().flatten() + 1).tolist()
                 for begin, end in pairwise([0, *changes, len(firsts)]):
                     here = slice(queries.start + begin, queries.start + end)
-                    yield slice(row, row + 1), here, start + begin, int(firsts[begin])
+                    yield slice(row, row + 1), here, start + begin * self.queries.step, int(firsts[begin])
 
     def _too_early(
         self, keys: Places, queries: slice, begin: int, end: int, highest: list[int]
@@ -164,11 +174,11 @@ class ContextMask(Mask):
         """Causality hides, from some of the queries, keys after the first one, which is at position `start`."""
         past = max(keys.upto(start), begin)
         if past < end:
-            here = torch.arange(start, start + queries.stop - queries.start, device=self.device)
+            here = torch.arange(queries.stop - queries.start, device=self.device) * self.queries.step + start
             yield slice(past - begin, end - begin), keys.positions(past, end, self.device) > here[:, None]
 
 
-def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
+def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
     """What takes the place of kernels.attention.causal_mask, with its signature; sequences are c times the queries.
 
     Documents (B, S / c) are those of this rank's positions, neighbours with equal numbers being one document. Their
@@ -190,22 +200,22 @@ def mask_maker(group: Group, zigzag: bool) -> Callable[..., Mask]:
                 "past keys; generate with layout.cp=1"
             )
         sequence = queries * group.size
-        mine = places(sequence, group.size, group.index, zigzag)
+        mine = places(sequence, group.size, group.index, split)
         window = window if window < sequence else 0
-        first = _first_seen(group, mine, zigzag, window, documents)
+        first = _first_seen(group, mine, split, window, documents)
         if first is None:
-            return ContextMask.of(group, mine, zigzag, device, None, None, window)
-        return ContextMask.of(group, mine, zigzag, device, first.to(device), first.cpu(), window)  # waits for a device
+            return ContextMask.of(group, mine, split, device, None, None, window)
+        return ContextMask.of(group, mine, split, device, first.to(device), first.cpu(), window)  # waits for a device
 
     return make
 
 
-def _first_seen(group: Group, mine: Places, zigzag: bool, window: int, documents: Tensor | None) -> Tensor | None:
+def _first_seen(group: Group, mine: Places, split: str, window: int, documents: Tensor | None) -> Tensor | None:
     """The first position that each of this rank's positions sees (B or 1, S / c); None = that of the sequence."""
     count = len(mine.starts) * mine.length
     first = None
     if documents is not None:
-        whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), zigzag, 1)
+        whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), split, 1)
         begins = torch.ones_like(whole, dtype=torch.bool)
         begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
         starts = torch.arange(whole.shape[1], device=whole.device).where(begins, 0).cummax(1).values

@@ -69,8 +69,8 @@ class Engine:
         cp = self.mesh["cp"]
         if cp.size == 1:
             return None
-        mine = places(sequence, cp.size, cp.index, self.mesh.layout.zigzag)
-        return tuple(start + at for start in mine.starts for at in range(mine.length))
+        mine = places(sequence, cp.size, cp.index, self.mesh.layout.context_split)
+        return tuple(mine.positions(0, sequence // cp.size).tolist())
 
     def total(self, number: int, device: torch.device) -> Tensor:
         """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""

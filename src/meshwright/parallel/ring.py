@@ -108,32 +108,39 @@ class _Ring:
 
 
 class _Gather:
-    """One part: the keys and values of the whole sequence, in its order."""
+    """One part: the keys and values of the whole sequence, in its order; of stripes one part each."""
 
     def __init__(self, group: Group, mask: ContextMask, own: _Packed) -> None:
         self.group, self.mask, self.own = group, mask, own
-        self.sum: Tensor | None = None
+        self.pieces: list[Tensor] = []
 
     def parts(self) -> Iterator[tuple[_Packed, Places]]:
         """All keys at once."""
         buffers = self.group.all_gather(self.own.buffer.unsqueeze(0))
         ranks = [self.own.like(buffer) for buffer in buffers]
-        keys = in_order([rank.keys for rank in ranks], self.mask.zigzag, 2)
-        values = in_order([rank.values for rank in ranks], self.mask.zigzag, 2)
+        if self.mask.split == "striped":
+            yield from ((rank, self.mask.keys_of(len(ranks), index)) for index, rank in enumerate(ranks))
+            return
+        keys = in_order([rank.keys for rank in ranks], self.mask.split, 2)
+        values = in_order([rank.values for rank in ranks], self.mask.split, 2)
         yield _Packed.of(keys, values), Places((0,), self.mask.sequence)
 
     @takes("buffers")
     def give_back(self, gradients: _Packed) -> None:
-        """The sum over the ranks of what each made of the whole sequence; every rank gets its positions."""
+        """Each rank's positions of what this one made."""
+        if self.mask.split == "striped":
+            self.pieces.append(gradients.buffer)
+            return
         size = self.group.size
         ranks = [self.mask.keys_of(size, index) for index in range(size)]
-        pieces = [_Packed.of(take_at(gradients.keys, at, 2), take_at(gradients.values, at, 2)).buffer for at in ranks]
-        self.sum = self.group.reduce_scatter(torch.cat(pieces))
+        self.pieces = [
+            _Packed.of(take_at(gradients.keys, at, 2), take_at(gradients.values, at, 2)).buffer for at in ranks
+        ]
 
+    @takes("buffers")
     def returned(self) -> _Packed:
         """All ranks' gradients of this rank's keys and values, fp32."""
-        assert self.sum is not None
-        return self.own.like(self.sum)
+        return self.own.like(self.group.reduce_scatter(torch.cat(self.pieces)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +202,16 @@ ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _
 @torch.library.custom_op("meshwright::context_attention", mutates_args=())
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
-    window: int, zigzag: bool, scale: float, group: int, route: str,
+    window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As attend, one operator of compiled code; of the mask what a rank cannot know. Also the log-sum-exp."""
-    return _shared(q, first, bounds, window, zigzag, scale, group, route).attend(q, k, v)
+    return _shared(q, first, bounds, window, split, scale, group, route).attend(q, k, v)
 
 
 @context_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
-    window: int, zigzag: bool, scale: float, group: int, route: str,
+    window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
@@ -213,10 +220,10 @@ def _(
 @torch.library.custom_op("meshwright::context_attention_backward", mutates_args=())
 def context_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
-    bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int, route: str,
+    bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, each (B, heads, S/c, width) as the products leave it."""
-    shared = _shared(q, first, bounds, window, zigzag, scale, group, route)
+    shared = _shared(q, first, bounds, window, split, scale, group, route)
     found = shared.gradients(gradient, q, k, v, out, lse)
     of_q, of_k, of_v = (one.transpose(1, 2).contiguous() for one in found)
     shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
@@ -226,20 +233,20 @@ def context_attention_backward(
 @context_attention_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
-    bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int, route: str,
+    bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     of_q, of_k, of_v = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
     return of_q, of_k, of_v
 
 
 def _shared(
-    q: Tensor, first: Tensor | None, bounds: Tensor | None, window: int, zigzag: bool, scale: float, group: int,
+    q: Tensor, first: Tensor | None, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
     route: str,
 ) -> _Shared:  # fmt: skip
     """What an operator was given, put together again."""
     found = numbered(group)
-    queries = places(q.shape[1] * found.size, found.size, found.index, zigzag)
-    mask = ContextMask.of(found, queries, zigzag, q.device, first, bounds, window)
+    queries = places(q.shape[1] * found.size, found.size, found.index, split)
+    mask = ContextMask.of(found, queries, split, q.device, first, bounds, window)
     return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
 
 
@@ -271,7 +278,7 @@ def context_attend(group: Group, route: str) -> Attend:
                 "put parallel.context.mask_maker in the place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
-            given = mask.window, mask.zigzag, scale, group.number, route
+            given = mask.window, mask.split, scale, group.number, route
             out: Tensor = context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
             return out
         shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])

@@ -160,6 +160,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "gradient_checkpointing": "recompute",
         "recompute_activations": "recompute",
         "torch_compile": "compile",
+        "zigzag": "context_split",
     },
     "cluster": {"gpus_per_node": "devices_per_node", "num_nodes": "nodes", "nnodes": "nodes", "gpu": "device"},
 }
@@ -170,6 +171,7 @@ WORDS = {
     "activation_checkpointing": SWITCH,
     "recompute_activations": SWITCH,
     "torch_compile": {"true": "on", "false": "off"},
+    "zigzag": {"true": "zigzag", "false": "chunks"},
     "lr_scheduler_type": {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
     "mixed_precision": {"no": "fp32"},
     "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"},

@@ -38,8 +38,9 @@ class Layout:
     """Sequence-sharded norms and dropout between TP blocks."""
     context: Literal["ring", "all-gather"] = "ring"
     """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
-    zigzag: bool = True
-    """Context parallel: give each rank a chunk from the front and one from the back, so that causal work is even."""
+    context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
+    """Positions of a context-parallel rank: a chunk from the front and one from the back (zigzag), every cp-th one
+    (striped), or one chunk. The first two give causal attention even work."""
     schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
     """Order of the pipeline's forward and backward passes."""
     stages: tuple[int, ...] = ()
@@ -96,6 +97,11 @@ class Layout:
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
             raise IllegalLayout(self._batch_sentence(global_batch))
         return per_rank // size
+
+    @property
+    def sequence_parts(self) -> int:
+        """Equal parts that context parallelism cuts a sequence into; it is a multiple of them."""
+        return self.cp * (2 if self.context_split == "zigzag" and self.cp > 1 else 1)
 
     def _batch_sentence(self, global_batch: int) -> str:
         unit = max(1, self.micro_batch) * self.dp

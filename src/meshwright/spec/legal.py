@@ -83,8 +83,7 @@ def _nearest_tp(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
 
 def _unit(layout: Layout) -> int:
     """What the sequence must be a multiple of."""
-    chunks = 1 if layout.cp == 1 else layout.cp * (2 if layout.zigzag else 1)
-    return chunks * (layout.tp if layout.sp else 1)
+    return layout.sequence_parts * (layout.tp if layout.sp else 1)
 
 
 def _up(number: int, unit: int) -> int:
@@ -93,9 +92,8 @@ def _up(number: int, unit: int) -> int:
 
 
 def _context(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    chunks = 1 if layout.cp == 1 else layout.cp * (2 if layout.zigzag else 1)
-    if recipe.sequence % chunks:
-        how = "two chunks for each of" if layout.zigzag else "a chunk for each of"
+    if recipe.sequence % layout.sequence_parts:
+        how = "two chunks for each of" if layout.context_split == "zigzag" else "a part for each of"
         yield (
             f"recipe.sequence={recipe.sequence} cannot be cut into {how} layout.cp={layout.cp} ranks: "
             f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}"

@@ -46,7 +46,7 @@ def _canonical(drawn: Drawn) -> Drawn:
     """Without settings that change nothing, so that they are not shown."""
     layout = drawn.layout
     if layout.cp == 1:
-        layout = replace(layout, context="ring", zigzag=True)
+        layout = replace(layout, context="ring", context_split="zigzag")
     return replace(drawn, layout=layout)
 
 
@@ -66,7 +66,8 @@ def _layout(random: Random, processes: int) -> Settings:
     found: Settings = dict(degrees)
     found["sp"] = degrees["tp"] > 1 and _often(random, 0.5)
     found["zero"] = random.randrange(4) if degrees["dp_shard"] * degrees["cp"] > 1 else 0
-    found["context"], found["zigzag"] = random.choice(("ring", "all-gather")), _often(random, 0.6)
+    found["context"] = random.choice(("ring", "all-gather"))
+    found["context_split"] = random.choice(("zigzag", "zigzag", "striped", "chunks"))
     found["recompute"] = random.choice(("none", "none", "selective", "full"))
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
@@ -176,7 +177,7 @@ def _pipeline(random: Random, settings: Settings) -> Settings:
 
 def _recipe(random: Random, settings: Settings) -> Settings:
     dp, pp = settings["dp_replicate"] * settings["dp_shard"], settings["pp"]
-    chunks = settings["cp"] * (2 if settings["zigzag"] else 1) if settings["cp"] > 1 else 1
+    chunks = settings["cp"] * (2 if settings["cp"] > 1 and settings["context_split"] == "zigzag" else 1)
     unit = chunks * (settings["tp"] if settings["sp"] else 1)
     rows = random.choice((1, 1, 2))
     passes = random.randint(pp, 3 * pp) if pp > 1 else random.randint(1, 4)

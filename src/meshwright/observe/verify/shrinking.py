@@ -13,7 +13,7 @@ from meshwright.spec.errors import PlanError
 PARTS = ("moe.", "mla.", "rope_scaling.")
 TOGETHER = (
     ("pp", "vp", "schedule", "stages", "micro_batch"),
-    ("cp", "context", "zigzag"),
+    ("cp", "context", "context_split"),
     ("dp_replicate",),
     ("dp_shard",),
     ("tp", "sp"),

@@ -45,7 +45,7 @@ def _dim(of: "Local", value: float) -> float:
 def fused(of: "Local", queries: float, value: float, parts: int) -> Core:
     """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
     keys, dim = _seen(of), _dim(of, value)
-    flop, rows = 2 * of.tokens * keys * (queries + value), 2 * keys / parts
+    flop, rows = 2 * of.tokens * keys * (queries + value) * of.uneven, 2 * keys / parts
     return Core(
         (AttentionCore(flop, sequence=rows, dim=dim, width=of.width),),
         (AttentionCore(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width),),
@@ -63,9 +63,9 @@ def _masked(of: "Local", queries: float, value: float) -> Core:
 
 
 def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Core:
-    """One part for each rank's keys (ring), or one of all (all-gather): results are merged in fp32; gradients are added
-    up in fp32, and in a ring once more with those that arrive."""
-    parts = of.cp if of.ring else 1
+    """One part for each rank's keys (ring, stripes), or one of all (all-gather): results are merged in fp32; gradients
+    are added up in fp32, and in a ring once more with those that arrive."""
+    parts = of.cp if of.ring or of.context_split == "striped" else 1
     kernels = fused(of, queries, value, of.cp)
     tiles = 2 * parts
     keys = of.tokens * keys_values * (1 if of.ring else of.cp)
@@ -79,7 +79,7 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
 def _plain(of: "Local", queries: float, keys_values: float, value: float) -> Core:
     """Under masks, tile by tile: products and softmax in fp32, each an operation of its own."""
     heads = of.shape.heads / of.tp * of.batch
-    rows, keys, dim = of.sequence / of.cp, _seen(of), queries / (of.shape.heads / of.tp)
+    rows, keys, dim = of.sequence / of.cp, _seen(of) * of.uneven, queries / (of.shape.heads / of.tp)
     scores = heads * rows * keys * 4
     tiles = max(1.0, rows / ROWS) * max(float(of.cp), keys / COLUMNS)
     weigh, mix = Product(rows, dim, keys, heads, 4.0), Product(rows, keys, _dim(of, value), heads, 4.0)

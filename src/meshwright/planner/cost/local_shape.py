@@ -27,6 +27,7 @@ class Local:
     ring: bool = True
     width: int = 2
     """Bytes of an activation."""
+    context_split: str = "zigzag"
     product_width: float = 2.0
     """Bytes of an operand of the layers' products."""
     dropout: bool = False
@@ -53,6 +54,11 @@ class Local:
         dropout (kernels/varlen.py), and a window over context-parallel ranks (parallel/ring.py)."""
         window, wide = 0 < self.window < self.sequence, self.gpu and self.width >= 4
         return self.stack.own and (window or self.documents) and (wide or self.dropout or (window and self.cp > 1))
+
+    @property
+    def uneven(self) -> float:
+        """Attention's work of the rank that has most, over the mean: of c chunks the last sees 2 c - 1 halves."""
+        return (2 * self.cp - 1) / self.cp if self.context_split == "chunks" else 1.0
 
     @property
     def gates(self) -> int:
@@ -95,6 +101,7 @@ def local(
         cp=layout.cp,
         ep=layout.ep,
         ring=layout.context == "ring",
+        context_split=layout.context_split,
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
         dropout=stack.dropout or dropout > 0,

@@ -118,11 +118,11 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
 def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
     """(tp, sp, cp) that the shape and the sequence allow."""
     shape, recipe = plan.model, replace(plan.recipe, noise_scale_every=0)
-    zigzag = plan.layout.zigzag
+    split = plan.layout.context_split
     for tp in keep(fixed, "tp", divisors(devices)):
         for sp in keep(fixed, "sp", (True, False) if tp > 1 else (False,)):
             for cp in keep(fixed, "cp", divisors(devices // tp)):
-                if not layout_violations(shape, recipe, Layout(tp=tp, sp=sp, cp=cp, zigzag=zigzag)):
+                if not layout_violations(shape, recipe, Layout(tp=tp, sp=sp, cp=cp, context_split=split)):
                     yield tp, sp, cp
 
 
