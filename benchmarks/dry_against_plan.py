@@ -20,6 +20,7 @@ from meshwright.planner.step.predict import Prediction, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import rank_of
 
@@ -63,7 +64,7 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
             context=draw.choice(("ring", "all-gather")),
             context_split=draw.choice(("zigzag", "zigzag", "striped", "chunks")),
             schedule=schedule,  # type: ignore[arg-type]
-            micro_batch=micro, recompute=draw.choice(("none", "selective", "full")), compile="off",  # type: ignore[arg-type]
+            micro_batch=micro, recompute=draw.choice(RECOMPUTE), compile="off",  # type: ignore[arg-type]
         )  # fmt: skip
         recipe = Recipe(
             sequence=draw.choice((2048, 4096, 8192)), global_batch=dp * micro * accumulate, precision="bf16",

@@ -99,7 +99,7 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--layout", "dp=3"], "does not divide the 8 devices"),
         ([*SMALL, "--layout", "tpp=2"], "nearest: tp"),
         ([*SMALL, "--layout", "tp=0"], "whole number of 1 or more"),
-        ([*SMALL, "--layout", "recompute=some"], "none or selective or full"),
+        ([*SMALL, "--layout", "recompute=some"], "none or norms or selective or all-but-attention or full"),
         ([*SMALL, "--tokens", "many"], "--tokens many must be a number of 1 or more"),
         ([*SMALL, "--price", "-1"], "--price -1.0 must be"),
         ([*SMALL, "--tokens", "0.5"], "--tokens 0.5 must be a number of 1 or more"),

@@ -15,6 +15,7 @@ from meshwright.kernels import fast
 from meshwright.kernels.linear import WeightGradients, splits, splitting
 from meshwright.kernels.target import acting_as, acts
 from meshwright.parallel.recompute import block_call
+from meshwright.spec.layout import RECOMPUTE
 from tests.counting import Operations
 from tests.kernels.exactness import tensors
 from tests.model.shrunk import KINDS, model, tokens
@@ -175,7 +176,7 @@ def test_two_queues_at_once_are_a_mistake() -> None:
         pass
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
 def test_a_backward_pass_on_another_thread_is_split_too(name: str, recompute: str) -> None:
     """As a GPU's is, whose thread has another context; and only that one, whatever this thread does meanwhile."""

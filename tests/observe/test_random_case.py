@@ -89,6 +89,8 @@ FEATURES: dict[str, Asks] = {
     "experts spread": lambda one: one.layout.ep > 1,
     "experts spread over tp": lambda one: one.layout.ep > 1 and one.layout.tp > 1,
     "recomputation of some": lambda one: one.layout.recompute == "selective",
+    "recomputation of norms": lambda one: one.layout.recompute == "norms",
+    "recomputation of all but attention": lambda one: one.layout.recompute == "all-but-attention",
     "recomputation of all": lambda one: one.layout.recompute == "full",
     "accumulation": lambda one: one.layout.pp == 1 and one.layout.micro_batches(one.case.global_batch) > 1,
     "steps of different size": lambda one: len(set(one.case.batches)) > 1,

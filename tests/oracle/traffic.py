@@ -16,6 +16,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.one_device import Case
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.places import place_of
 from tests.parallel.test_traffic import assert_seen, both
 
@@ -42,7 +43,7 @@ def drawn(number: int, seed: int) -> Iterator[Drawn]:
         options: dict[str, Any] = dict(zip(("tp", "cp", "pp", "dp_shard", "dp_replicate"), degrees, strict=True))
         options |= {
             "zero": pick([0, 1, 2, 3]), "sp": pick([True, False]), "micro_batch": pick([1, 2]),
-            "recompute": pick(["none", "selective", "full"]), "context": pick(["ring", "all-gather"]),
+            "recompute": pick(list(RECOMPUTE)), "context": pick(["ring", "all-gather"]),
             "ep": pick([1, 2, 4]) if moe else 1, "schedule": pick(["afab", "1f1b", "zb-h1"]),
         }  # fmt: skip
         case, layout = Case(shape=shape, precision=pick(["fp32", "bf16"])), Layout(**options)

@@ -67,7 +67,7 @@ def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[
     return [trained(case, options, backend, made) for options in both]
 
 
-POLICIES = ("none", "selective", "full")
+POLICIES = ("none", "selective", "all-but-attention", "full")
 LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "data": ("dense", [{"dp_shard": 2, "zero": zero} for zero in (0, 1, 2, 3)]),
     "pipelines": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": name} for name in ("afab", "1f1b", "zb-h1")]),

@@ -10,7 +10,7 @@ from meshwright.parallel import apply_block_call
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 from tests.counting import Alive
 
@@ -56,7 +56,7 @@ def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> L
     return local(shape, MESHWRIGHT, layout, SEQUENCE, batch, 4)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_keeps_what_is_counted(name: str, recompute: str) -> None:
     shape = SHAPES[name]

@@ -25,6 +25,7 @@ from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.shape import MoEShape
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
@@ -51,7 +52,7 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> None:
     """The graph would hold the stage's input, and its gradient."""
     tokens = torch.randint(0, SHAPE.vocab, (1, 32))

@@ -16,6 +16,7 @@ from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.schedule import NAMES, V_PLACED, refusal
 from meshwright.spec.shape import MoEShape
 
@@ -41,7 +42,7 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
         experts = range(1, shape.moe.experts + 1) if shape.moe else [1]
         for zero, ep, (name, vp), micro, recompute in product(
             range(2 if pp > 1 else 4), experts, deals(shape, pp), range(1, batch // (replicate * shard) + 1),
-            ("none", "selective", "full"),
+            RECOMPUTE,
         ):  # fmt: skip
             if (zero == 0 and shard > 1) or batch // (replicate * shard) % micro:
                 continue
@@ -88,7 +89,7 @@ def random_plan(dice: Random) -> tuple[Plan, dict[str, tuple[Any, ...]]]:
     cluster = Cluster(device=presets.device(dice.choice(["h100", "a100-40"])), devices_per_node=per_node, nodes=nodes)
     fixed: dict[str, tuple[Any, ...]] = {"cp": (1,)} if dice.random() < 0.9 else {}
     if dice.random() < 0.9:
-        fixed["recompute"] = (dice.choice(["none", "selective", "full"]),)
+        fixed["recompute"] = (dice.choice(RECOMPUTE),)
     if dice.random() < 0.6:
         fixed["pp"] = (2, 3, 4, 8)
     if dice.random() < 0.4:

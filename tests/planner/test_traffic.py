@@ -13,6 +13,7 @@ from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.collectives import exchanges, of_exchange, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.places import place_of
 from tests.parallel.test_traffic import CASE, HEAD, SHAPE, Sent, sent_by
 
@@ -101,7 +102,7 @@ FOUR: list[dict[str, Any]] = [
     *({"dp_shard": 4, "zero": zero, "micro_batch": 1} for zero in range(4)),
     {"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1},
     {"dp_replicate": 2, "tp": 2},
-    *({"tp": 4, "sp": sp, "recompute": again} for sp in (False, True) for again in ("none", "selective", "full")),
+    *({"tp": 4, "sp": sp, "recompute": again} for sp in (False, True) for again in RECOMPUTE),
     {"cp": 4, "recompute": "selective"},
     {"cp": 4, "context": "all-gather", "recompute": "full"},
     {"tp": 2, "cp": 2, "sp": True, "zero": 3},

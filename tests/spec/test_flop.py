@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.spec import ModelShape, num_active_parameters, num_parameters, parameters, presets
 from meshwright.spec.flop import TokenFlop, token_flop
+from meshwright.spec.layout import RECOMPUTE
 
 
 def gigaflop(name: str, sequence: int, *, causal: bool) -> float:
@@ -114,7 +115,7 @@ def test_latent_attention_of_deepseek_v3() -> None:
 def test_training_is_three_forward_passes_and_recomputation_adds() -> None:
     flop = TokenFlop(layers=100.0, head=20.0, attention=7.0)
     assert flop.forward == 127 and flop.training == 381
-    assert [flop.hardware(policy) for policy in ("none", "selective", "full")] == [381, 388, 488]
+    assert [flop.hardware(policy) for policy in RECOMPUTE] == [381, 381, 388, 481, 488]
 
 
 @pytest.mark.parametrize("name", presets.model_names())

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.schedule import NAMES
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
@@ -50,7 +51,7 @@ def _parts(part: str, layout: Layout) -> list[tuple[str, Any]]:
 def _value(part: str, key: str, value: str) -> Any:
     from difflib import get_close_matches
 
-    words = {"recompute": ("none", "selective", "full"), "schedule": NAMES, "sp": ("true", "false"),
+    words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
              "zero": ("0", "1", "2", "3")}  # fmt: skip
     if key in words and value in words[key]:
         return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)

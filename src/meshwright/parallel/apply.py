@@ -17,7 +17,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import block_call
+from meshwright.parallel.recompute import block_call, kept_attention
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
 from meshwright.parallel.stages import cut, share_embedding
@@ -155,4 +155,6 @@ def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
     """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
     compiled = is_compiled(layout, device)
+    if layout.recompute == "all-but-attention" and not compiled:
+        model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)

@@ -1,24 +1,31 @@
 """Activation recomputation: keep less in the forward pass, make it again in the backward pass.
 
-full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). selective: by operation (Korthikanti et al. 2022,
+full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). all-but-attention: also what the attention core
+reads and makes, with its log-sum-exp, so that all else is made again. selective: by operation (Korthikanti et al. 2022,
 arXiv:2205.05198): keep what is costly to make, the results of products with weights; make the attention core, the
-norms, the rotation and the activation again. Both repeat the same operations, so loss and gradients keep every bit.
+norms, the rotation and the activation again. norms: keep all but what norms make. All repeat the same operations, so
+loss and gradients keep every bit.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.linear import same_split
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
-from meshwright.model.seams import BlockCall, compute
+from meshwright.model.norm import LayerNorm, RMSNorm
+from meshwright.model.seams import BlockCall, compute, same
 from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
+from meshwright.parallel import ring as ring
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -28,8 +35,19 @@ MATRIX_PRODUCTS = frozenset(
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in MATRIX_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+ATTENTION_CORES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+        "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
+    )
+    if hasattr(torch.ops.aten, name)
+) | {torch.ops.meshwright.varlen_attention.default, torch.ops.meshwright.context_attention.default}  # fmt: skip
+"""Of compiled code: it knows no seams, and its operators are all that a policy sees."""
+
+
+def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _call(
@@ -51,11 +69,129 @@ def _call(
     return result
 
 
+class _NormOutput:
+    """What a norm has made, for a tensor that a later operation wanted to save."""
+
+    def __init__(self, norm: nn.Module, given: Tensor, made: Tensor) -> None:
+        self.norm, self.given, self.made = norm, given.detach(), ref(made)
+        self.readers = 0
+        self.again: Tensor | None = None
+
+    @torch.no_grad()
+    def made_again(self) -> Tensor:
+        """Once for all of its readers, and gone after the last."""
+        found: Tensor = self.norm.forward(self.given) if self.again is None else self.again
+        self.readers -= 1
+        self.again = found if self.readers > 0 else None
+        return found
+
+
+class _Norms:
+    """The saved tensors of one call of a block: those that norms have made are made again instead."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[Any, ...], _NormOutput] = {}
+
+    def mark(self, norm: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+        """A forward hook of a norm."""
+        self.found[_place(made)] = _NormOutput(norm, given[0], made)
+
+    def pack(self, saved: Tensor) -> Tensor | tuple[_NormOutput, torch.Size]:
+        """While the norm's own tensor lives, nothing else lies at its place."""
+        found = self.found.get(_place(saved))
+        if found is None or found.made() is None:
+            return saved
+        found.readers += 1
+        return found, saved.shape
+
+    @staticmethod
+    def unpack(packed: Tensor | tuple[_NormOutput, torch.Size]) -> Tensor:
+        """The tensor, or what the norm makes once more."""
+        return packed if isinstance(packed, Tensor) else packed[0].made_again().view(packed[1])
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x.is_contiguous()
+
+
+def _call_without_norms(
+    block: Block, x: Tensor, sight: Sight, cache: Past | None, *, inner: BlockCall
+) -> tuple[Tensor, Tensor | None]:
+    if not torch.is_grad_enabled() or cache is not None:
+        return inner(block, x, sight, cache)
+    norms = _Norms()
+    handles = [
+        part.register_forward_hook(norms.mark) for part in block.modules() if isinstance(part, RMSNorm | LayerNorm)
+    ]
+    try:
+        with saved_tensors_hooks(norms.pack, norms.unpack):
+            return inner(block, x, sight, cache)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _KeptAttention:
+    """One call of a block and its repetitions, which take the result of attention from the first."""
+
+    def __init__(self, inner: BlockCall) -> None:
+        self.inner = inner
+        self.made: Tensor | None = None
+        self.random: Tensor | None = None
+        """State of the generator behind attention's dropout."""
+
+    def __call__(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+        """As the inner call."""
+        before = _repeated.set(self)
+        try:
+            return self.inner(*given)
+        finally:
+            _repeated.reset(before)
+
+    def attended(self, attend: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
+        """Attention of the first call; what its backward pass needs is kept."""
+        device, draws = given[0].device, bool(options.get("dropout"))
+        if self.made is None:
+            with saved_tensors_hooks(same, same):
+                made = attend(*given, **options)
+            self.made, self.random = made.detach(), _random_state(device) if draws else None
+            return made
+        if self.random is not None:
+            torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
+        return self.made.detach().requires_grad_()
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+_repeated: ContextVar[_KeptAttention | None] = ContextVar("repeated", default=None)
+
+
+def kept_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As kernels.attend, for the policy all-but-attention."""
+
+    def kept(*given: Any, **options: Any) -> Tensor:
+        call = _repeated.get()
+        return attend(*given, **options) if call is None else call.attended(attend, *given, **options)
+
+    return kept
+
+
+def _call_but_attention(block: Block, *given: Any, inner: BlockCall) -> tuple[Tensor, Tensor | None]:
+    return _call(block, *given, inner=_KeptAttention(inner), contexts=None)
+
+
 def block_call(recompute: str, inner: BlockCall = compute) -> BlockCall:
-    """The function that runs a block under a policy: none, selective or full. `inner` is what is made again; hooks on
-    the block stay outside of it."""
+    """The function that runs a block under a policy, a word of layout.recompute; of compiled code also `attention`.
+    `inner` is what is made again; hooks on the block stay outside of it."""
     if recompute == "none":
         return inner
+    if recompute == "norms":
+        return partial(_call_without_norms, inner=inner)
+    if recompute == "all-but-attention":
+        return partial(_call_but_attention, inner=inner)
     if recompute == "full":
         return partial(_call, inner=inner, contexts=None)
-    return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, _policy))
+    kept = ATTENTION_CORES if recompute == "attention" else MATRIX_PRODUCTS
+    return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, partial(_policy, kept)))

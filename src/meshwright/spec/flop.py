@@ -34,8 +34,8 @@ class TokenFlop:
 
     def hardware(self, recompute: str) -> float:
         """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core."""
-        again = {"none": 0.0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
-        return self.training + again
+        layers = self.layers if recompute in ("full", "all-but-attention") else 0.0
+        return self.training + layers + (self.attention if recompute in ("full", "selective") else 0.0)
 
 
 def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:

@@ -10,7 +10,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost: tp ranks are neighbours. ep is carved out of dp_shard x cp x tp."""
 
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
@@ -48,7 +48,8 @@ class Layout:
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
     recompute: Recompute = "none"
-    """selective keeps matrix products and repeats the rest (attention, norms, activation); full keeps layer borders."""
+    """What the backward pass makes again. norms: what norms make; selective: all but matrix products (attention,
+    norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "reference"] = "auto"

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.observe.verify.case_text import Drawn, drawn_from
 from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import RECOMPUTE
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """How often each number of processes is drawn, as weights."""
@@ -68,7 +69,7 @@ def _layout(random: Random, processes: int) -> Settings:
     found["zero"] = random.randrange(4) if degrees["dp_shard"] * degrees["cp"] > 1 else 0
     found["context"] = random.choice(("ring", "all-gather"))
     found["context_split"] = random.choice(("zigzag", "zigzag", "striped", "chunks"))
-    found["recompute"] = random.choice(("none", "none", "selective", "full"))
+    found["recompute"] = random.choice(("none", *RECOMPUTE))
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         found["schedule"] = random.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"))

@@ -135,7 +135,7 @@ def _norm_kept(of: "Local", name: str) -> tuple[KeptBytes, KeptBytes]:
     first = of.between_bytes if name == "attention" else 0.0
     return (
         KeptBytes(f"{name} norm input", stream, stream if core else first),
-        KeptBytes(f"{name} norm output", normed, normed if core else 0.0),
+        KeptBytes(f"{name} norm output", normed, normed if core else 0.0, "norm"),
     )
 
 
@@ -154,14 +154,14 @@ def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
         yield KeptBytes("packed", packed, 0.0)
     if of.stack.attention == "flash":
         sums = 4 * of.tokens * of.shape.heads / of.tp
-        yield KeptBytes("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0)
+        yield KeptBytes("log-sum-exp", sums, sums if of.stack.selective == "alternate" else 0.0, "core")
     else:
         scores = of.tokens * of.sequence * of.shape.heads / of.tp
         yield KeptBytes("softmax", scores * (of.width + of.stack.score_kept), 0.0)
         if of.dropout:
             yield KeptBytes("softmax mask and dropout", scores * (MASK_BYTES + of.width), 0.0)
     made = {"core": widths.out, "products": of.shape.hidden, "alternate": widths.out}[of.stack.selective]
-    yield KeptBytes("attention output", word * widths.out, word * made)
+    yield KeptBytes("attention output", word * widths.out, word * made, "core")
 
 
 def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
@@ -170,12 +170,12 @@ def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     whole = word * (widths.queries + widths.keys_values)
     if of.repeats:
         repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
-        yield KeptBytes("queries, keys and values of all heads", repeated, whole)
+        yield KeptBytes("queries, keys and values of all heads", repeated, whole, "core")
         if of.masked:  # made anew for each layer
-            yield KeptBytes("mask", of.batch * of.sequence**2 * of.width, 0.0)
+            yield KeptBytes("mask", of.batch * of.sequence**2 * of.width, 0.0, "core")
         return
     half = word * (widths.queries + widths.keys_values / 2)
-    yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole)
+    yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole, "core")
     if of.shape.qk_norm:
         plain = word * (widths.queries + widths.keys_values / 2)
         yield KeptBytes("queries, keys before their norms", plain, 0.0)
@@ -188,11 +188,11 @@ def _latent_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     word = of.tokens * of.width
     low = mla.q_rank + mla.kv_rank + mla.rope_dim
     yield KeptBytes("low ranks", word * low, word * low)
-    yield KeptBytes("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0)
+    yield KeptBytes("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0, "norm")
     up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
-    yield KeptBytes("queries", word * widths.queries, word * widths.queries)
-    yield KeptBytes("keys", word * widths.queries, 0.0)
-    yield KeptBytes("keys and values", word * up, word * up)
+    yield KeptBytes("queries", word * widths.queries, word * widths.queries, "core")
+    yield KeptBytes("keys", word * widths.queries, 0.0, "core")
+    yield KeptBytes("keys and values", word * up, word * up, "core")
 
 
 def _mlp_kept(of: "Local") -> Iterator[KeptBytes]:

@@ -45,15 +45,20 @@ class LayerWork:
 
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""
-        if recompute == "full":
-            return self.boundary_bytes
-        return sum(kept.none if recompute == "none" else kept.selective for kept in self.kept)
+        if recompute == "selective":
+            return sum(kept.selective for kept in self.kept)
+        if recompute in ("none", "norms"):
+            return sum(kept.none for kept in self.kept if recompute == "none" or kept.of != "norm")
+        core = sum(kept.none for kept in self.kept if kept.of == "core") if recompute == "all-but-attention" else 0.0
+        return self.boundary_bytes + core
 
     def made_again_bytes(self, recompute: str) -> float:
-        """What recomputation brings back for a layer's backward pass, beside what was kept."""
+        """What recomputation brings back for a layer's backward pass, beside what was kept; norms one at a time."""
         if recompute == "selective":
             return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
-        return max(0.0, self.kept_bytes("none") - self.boundary_bytes) if recompute == "full" else 0.0
+        if recompute == "norms":
+            return max((kept.none for kept in self.kept if kept.of == "norm"), default=0.0)
+        return max(0.0, self.kept_bytes("none") - self.kept_bytes(recompute))
 
 
 COLUMNS = ("qkv", "q", "q_down", "kv_down")

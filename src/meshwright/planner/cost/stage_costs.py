@@ -1,6 +1,6 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from meshwright.planner.cost.activations import NONE, Logits
@@ -97,14 +97,22 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 Side = Literal["forward", "inputs", "weights"]
 
 
+NORMS = ("attention_norm", "mlp_norm")
+"""Operations that recomputation of norms repeats."""
+
+
 class BlockTime(NamedTuple):
     """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
-    stands beside no computation). `again`: what selective recomputation repeats of the forward pass."""
+    stands beside no computation). `again`, `norms`: what selective recomputation, and that of norms, repeats of the
+    forward pass."""
 
     forward: tuple[float, float]
     inputs: tuple[float, float]
     weights_s: float
     again: tuple[float, float]
+    norms: tuple[float, float]
+    core: tuple[float, float]
+    """The attention core's forward pass."""
     within_s: float = 0.0
     """Of weights_s: what no split pass leaves for later."""
 
@@ -128,6 +136,8 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         inputs=(inputs[0] + called[1], inputs[1]),
         weights_s=passes.of_pass(block.operations, "weights")[0],
         again=(again[0] + called[2], again[1]),
+        norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
+        core=passes.of_pass(tuple(op for op in block.operations if op.name == "attention"), "forward"),
     )
 
 
@@ -144,7 +154,10 @@ def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
 
 def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> MicroBatchCost:
     """A block's passes and kept bytes, with what recomputation repeats."""
-    again = {"none": (0.0, 0.0), "selective": time.again, "full": time.forward}[recompute]
+    again = {
+        "none": (0.0, 0.0), "norms": time.norms, "selective": time.again,
+        "all-but-attention": (time.forward[0] - time.core[0], time.forward[1] - time.core[1]), "full": time.forward,
+    }[recompute]  # fmt: skip
     kept = block.kept_bytes(recompute)
     own = of.stack.own
     repeated = max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0
@@ -220,6 +233,16 @@ def _launches(work: Work) -> float:
     return work.launches if isinstance(work, MemoryPass) else 1.0
 
 
+class StageKind(NamedTuple):
+    """Layers of a pipeline stage: dense ones like the first, with a window that it has not, routed; and the ends."""
+
+    dense: int
+    windowed: int
+    routed: int
+    first: bool
+    last: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What the stages of a layout are made of."""
@@ -229,14 +252,16 @@ class Costs:
     dense: MicroBatchCost = NO_COST
     windowed: MicroBatchCost = NO_COST
     routed: MicroBatchCost = NO_COST
+    stages: dict[StageKind, MicroBatchCost] = field(default_factory=dict, init=False, compare=False)
+    """Those that were asked for."""
 
-    def stage(self, dense: int, routed: int, *, windowed: int = 0, first: bool, last: bool) -> MicroBatchCost:
-        """A pipeline stage with so many dense and routed layers; `windowed` of the dense ones have a window
-        that the first layer has not."""
-        total = NO_COST.plus(self.dense, dense - windowed).plus(self.windowed, windowed).plus(self.routed, routed)
-        if first:
-            total = total.plus(self.embedding)
-        return total.plus(self.head) if last else total
+    def stage(self, kind: StageKind) -> MicroBatchCost:
+        """A pipeline stage."""
+        if kind not in self.stages:
+            dense, windowed, routed, first, last = kind
+            total = NO_COST.plus(self.dense, dense).plus(self.windowed, windowed).plus(self.routed, routed)
+            self.stages[kind] = total.plus(self.embedding, first).plus(self.head, last)
+        return self.stages[kind]
 
 
 Policies = dict[str, MicroBatchCost]

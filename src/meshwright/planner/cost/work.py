@@ -84,8 +84,10 @@ class LayerOperation:
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation."""
+    """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation. `of`:
+    what a norm makes; what the attention core reads and makes."""
 
     name: str
     none: float
     selective: float
+    of: Literal["", "norm", "core"] = ""

@@ -27,7 +27,7 @@ const KNOBS = [
   {name: "schedule", of: "layout", group: 2, word: "Schedule", options: SCHEDULES, off: ({pp}) => pp === 1},
   {name: "vp", of: "layout", group: 2, word: "Virtual stages", off: ({pp, schedule}) => pp === 1 || schedule !== "interleaved" && schedule !== "zb-h1",
     values: ({pp}) => [...Array(Math.max(1, Math.floor(DATA.model.layers / pp))).keys()].map((n) => n + 1)},
-  {name: "recompute", of: "layout", group: 3, word: "Recompute", options: ["none", "selective", "full"]},
+  {name: "recompute", of: "layout", group: 3, word: "Recompute", options: DATA.time.policies},
 ].filter((knob) => !knob.hidden);
 
 // The state with one value set and what cannot but follow from it; everything else stays, and may become illegal.

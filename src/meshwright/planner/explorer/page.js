@@ -66,7 +66,7 @@ function fromFragment(text) {
   for (const name of ["sequence", "global_batch"]) found.recipe[name] = number(name);
   for (const name of FIELDS)
     found.layout[name] = name === "sp" ? given.get(name) === "true" : name === "schedule" ? SCHEDULES.find((one) => one === given.get(name)) :
-      name === "recompute" ? ["none", "selective", "full"].find((one) => one === given.get(name)) :
+      name === "recompute" ? DATA.time.policies.find((one) => one === given.get(name)) :
       name === "zero" ? [0, 1, 2, 3].find((one) => String(one) === given.get(name)) ?? null : number(name);
   const whole = [...Object.values(found.recipe), ...Object.values(found.layout)].every((value) => value !== null && value !== undefined);
   return whole && found.layout.dp_replicate * found.layout.dp_shard === dpOf(found.layout) ? found : null;

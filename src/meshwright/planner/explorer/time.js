@@ -21,9 +21,10 @@ function passesOf(time, recipe, layout, tokens) {
   const ofLength = (row) => typeof row === "number" ? row : line(row[s], row[s + 1], along);
   const seconds = (rows) => Math.max(0, line(ofLength(rows[t]), ofLength(rows[t + 1]), share)) / 1e6;
   for (const [part, tables] of Object.entries(time.layers)) {
-    const [forward, weight, input, exchange, some, someSent, allSent] =
+    const [forward, weight, input, exchange, ...added] =
       tables[`${cut},${cp},${part === "dense" ? 1 : ep}`].map(seconds);
-    const [again, sent] = {none: [0, 0], selective: [some, someSent], full: [forward, allSent]}[layout.recompute];
+    const policy = 2 * (time.policies.indexOf(layout.recompute) - 1);
+    const [again, sent] = policy < 0 ? [0, 0] : added.slice(policy, policy + 2);
     found[part] = {forward, weight, input: input + again, exchange: exchange + sent};
   }
   for (const [part, rows] of Object.entries(time.ends[`${cut},1,1`])) {

@@ -61,6 +61,7 @@ def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
         "per_node": of.links.per_node,
         "ranks_per_core": of.speeds.ranks_per_core,
         "ends_apart": stack.ends_apart,
+        "policies": list(RECOMPUTE),
         "stack": {name: getattr(stack, name) for name in STACK},
     }
 
@@ -90,13 +91,12 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
 
 
 def _seconds(costs: dict[str, MicroBatchCost]) -> tuple[float, ...]:
-    """Forward, weights, inputs, exposed exchanges; what selective and full recomputation add to both of these (full
-    repeats the whole forward pass)."""
-    none, some, full = (costs[policy] for policy in RECOMPUTE)
-    return (
-        none.forward_s, none.weight_s, none.input_s, none.exchange_s, some.input_s - none.input_s,
-        some.exchange_s - none.exchange_s, full.exchange_s - none.exchange_s,
-    )  # fmt: skip
+    """Forward, weights, inputs, exposed exchanges; then what each further policy adds to both of the last."""
+    none, *others = (costs[policy] for policy in RECOMPUTE)
+    found = [none.forward_s, none.weight_s, none.input_s, none.exchange_s]
+    for some in others:
+        found += [some.input_s - none.input_s, some.exchange_s - none.exchange_s]
+    return tuple(found)
 
 
 def _mean(of: Estimator, costs: Costs) -> MicroBatchCost:

@@ -11,7 +11,7 @@ from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.worlds import differences
 
@@ -93,9 +93,8 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
     tries: list[Layout] = []
-    policies: tuple[Literal["selective", "full"], ...] = ("selective", "full")
-    for recompute in policies:
-        if recompute != layout.recompute and layout.recompute != "full":
+    for recompute in RECOMPUTE:
+        if RECOMPUTE.index(recompute) > RECOMPUTE.index(layout.recompute):
             tries.append(replace(layout, recompute=recompute))
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
     while half:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from meshwright.planner.cost.local_shape import Local
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, Policies
+from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
 from meshwright.planner.time.collectives import Sharing
@@ -24,3 +24,4 @@ class Memo:
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)
     splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)
+    stage_kinds: dict[tuple[object, ...], list[StageKind]] = field(default_factory=dict)

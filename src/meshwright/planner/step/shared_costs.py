@@ -7,7 +7,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, costs, split_by_cost
+from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
@@ -83,23 +83,24 @@ class SharedCosts:
         key = self._stages_key(layout)
         if key not in self._known.stages:
             _, found = self.parts(layout)
-            split = self.split(layout)
-            made: dict[tuple[int, int, int, bool, bool], MicroBatchCost] = {}
-            stages = []
-            for s, layers in enumerate(split):
-                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                windowed = self.windowed(layers)
-                kind = len(layers), routed, windowed, s == 0, s == len(split) - 1
-                if kind not in made:
-                    made[kind] = found.stage(
-                        len(layers) - routed, routed, windowed=windowed, first=kind[3], last=kind[4]
-                    )
-                stages.append(made[kind])
+            stages = [found.stage(kind) for kind in self._stage_kinds(layout)]
             if len(self._known.stages) >= KEPT:
                 self._known.stages.clear()
                 self._known.standing.clear()
             self._known.stages[key] = stages
         return self._known.stages[key]
+
+    def _stage_kinds(self, layout: Layout) -> list[StageKind]:
+        """Of each pipeline stage."""
+        key = layout.pp, layout.vp, layout.stages
+        if key not in self._known.stage_kinds:
+            split = self.split(layout)
+            kinds = self._known.stage_kinds[key] = []
+            for s, layers in enumerate(split):
+                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+                windowed = self.windowed(layers)
+                kinds.append(StageKind(len(layers) - routed - windowed, windowed, routed, s == 0, s == len(split) - 1))
+        return self._known.stage_kinds[key]
 
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
         return (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)

@@ -173,7 +173,8 @@ def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
     for place, op in enumerate(block.operations):
         yield from op.exchanges.forward
         yield from op.exchanges.backward
-        if recompute != "none" and any(later.inputs for later in block.operations[place:-1]):
+        kept = recompute in ("none", "norms") or (recompute == "all-but-attention" and op.name == "attention")
+        if not kept and any(later.inputs for later in block.operations[place:-1]):
             yield from op.exchanges.forward
 
 
