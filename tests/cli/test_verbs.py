@@ -193,6 +193,29 @@ def test_eval_of_a_run_and_its_export_on_a_text_agree(
     assert "bits per byte" in call(capsys, "eval", run)[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "another"),
+    [
+        (["report", "{run}", "-o", "{place}.html"], "another --out"),
+        (["export", "{run}", "{place}"], "another OUT"),
+        (["import", "{hf}", "{place}"], "another RUN"),
+        (["plan", "llama-tiny", "--cluster", "h100", "--save", "{place}.yaml"], "another file (--save)"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_with_its_option(
+    words: list[str], another: str, run: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, _, err = call(capsys, *(word.format(run=run, hf=hf, place=tmp_path / "x") for word in words))
+    assert code == 2 and "no space left on device" in err.lower() and err.count("\n") == 1
+    assert str(tmp_path / "x") in err and err.rstrip().endswith(another)
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_show_names_the_texts(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "data", "show", f"data={texts}", "recipe.sequence=16", "--json")
     assert code == 0 and isinstance(json.loads(out), dict)

@@ -103,7 +103,7 @@ class PlannedLayout:
             warmup = -1 if follows else min(recipe.warmup_steps, steps)
             best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))
         best.check()
-        planfile.write(best, file, open_warmup=True)
+        planfile.write(best, file, open_warmup=True, another="file (--save)")
         return Path(file)
 
     def row(self) -> dict[str, Any]:

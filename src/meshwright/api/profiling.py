@@ -19,8 +19,7 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
 from meshwright.store import default_folders
 from meshwright.store.default_folders import point_latest
-from meshwright.store.durable import replace_file
-from meshwright.store.run_folder import one_line
+from meshwright.store.durable import one_line, replace_file
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
