@@ -33,7 +33,10 @@ EIGHT = {"cluster": "h100x8"}
             "layout='context=ring': plan does not search context; write layout.context",
         ),
         ({**EIGHT, "tokens": "many"}, "tokens=many must be a number"),
-        ({**EIGHT, "recipe": {"sequenc": 4}}, "recipe.sequenc is not known"),
+        (
+            {**EIGHT, "recipe": {"sequenc": 4}},
+            "recipe='sequenc=4': sequenc is not known: the nearest known key is sequence",
+        ),
         ({}, 'cluster= is missing: name a device and how many of it a node has, as cluster="h100x8"'),
     ],
 )

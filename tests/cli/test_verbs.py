@@ -191,6 +191,7 @@ def test_eval_of_a_run_and_its_export_on_a_text_agree(
     few = json.loads(call(capsys, "eval", run, "--data", texts / "a.py", "--sequences", "3", "--json")[1])
     assert 0 < few["tokens"] <= 3 * 32 < ours["tokens"]
     assert "bits per byte" in call(capsys, "eval", run)[1]
+    refused(capsys, "--data none.txt does not exist", "eval", run, "--data", "none.txt")
 
 
 @pytest.mark.parametrize(

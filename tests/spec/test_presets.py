@@ -191,7 +191,7 @@ def test_other_spellings(name: str, meant: str) -> None:
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"model='llama-3.1-9b' is not known; nearest: llama-3.1-8b"):
         presets.model("llama-3.1-9b")
-    with pytest.raises(PlanError, match=r"cluster.device='h10' is not known; nearest: h100"):
+    with pytest.raises(PlanError, match=r"cluster='h10x8' is not known; nearest: h100"):
         presets.cluster("h10x8")
     with pytest.raises(PlanError, match="nearest: "):
         presets.model("")

@@ -144,7 +144,7 @@ def in_options(line: str, words: Sequence[str]) -> str:
         known = options.get(f"no_{name}" if truth == "False" else name, "")
         return f"{known} {quoted or ''}" if known and (quoted or follows) else known or found[0]
 
-    return re.sub(r"""(?<![\w.'"-])(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
+    return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
 
 
 def usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:

@@ -65,9 +65,10 @@ def published(name: str) -> Published:
     return _models()[_find(name, _models(), "model")]
 
 
-def device(name: str) -> Device:
-    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`."""
-    return _devices()[_find(name, _devices(), "cluster.device")]
+def device(name: str, given: str = "") -> Device:
+    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
+    was `given`: cluster='h100x8'."""
+    return _devices()[_find(name, _devices(), "cluster.device", given)]
 
 
 def device_names() -> tuple[str, ...]:
@@ -80,8 +81,17 @@ def device_names() -> tuple[str, ...]:
 
 def cluster(name: str, nodes: int = 1) -> Cluster:
     """`DEVICE` or `DEVICExN` (N of them in a node, as h100x8) on `nodes` nodes; errors as `model`."""
+    known, per_node = devices_in_node(name)
+    return Cluster(device=known, devices_per_node=per_node, nodes=nodes)
+
+
+def devices_in_node(name: str) -> tuple[Device, int]:
+    """The device and how many of it a node has; errors as `model`."""
     known, per_node = split_cluster(name)
-    return Cluster(device=device(known), devices_per_node=per_node, nodes=nodes)
+    found = device(known, f"cluster={name[:LONGEST]!r}")
+    if not per_node:
+        raise PlanError(f"cluster={name!r}: a node has at least 1 device, as {known}x8")
+    return found, per_node
 
 
 def split_cluster(name: str) -> tuple[str, int]:
@@ -98,10 +108,11 @@ def nearest(name: str, known: Iterable[str], most: int = 3, least: float = 0.0) 
     return get_close_matches(name, names, most, CLOSE) or get_close_matches(name, names, 1, least)
 
 
-def _find(name: str, known: Mapping[str, object], key: str) -> str:
+def _find(name: str, known: Mapping[str, object], key: str, given: str = "") -> str:
     plain = _plain(name)
     if plain not in known:
-        raise PlanError(f"{key}={name[:LONGEST]!r} is not known; nearest: {', '.join(nearest(plain, known))}")
+        given = given or f"{key}={name[:LONGEST]!r}"
+        raise PlanError(f"{given} is not known; nearest: {', '.join(nearest(plain, known))}")
     return plain
 
 
