@@ -155,6 +155,20 @@ def test_every_number_has_a_source(folder: str) -> None:
             assert ("active" in preset) <= ("active_source" in preset), name
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hiden": 8}, "model.hiden is not known; nearest: hidden"),
+        ({"moe": {"expert": 8}}, "moe.expert is not known; nearest: experts"),
+        ({"moe": {"experts": 8}}, "moe.top_k is missing"),
+        ({}, "model.vocab is missing"),
+    ],
+)
+def test_a_key_that_a_shape_has_not_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        presets.shape_of(fields)
+
+
 def test_presets_carry_their_name_and_fit_their_family() -> None:
     for name in MODELS:
         shape = presets.model(name)

@@ -3,6 +3,7 @@
 A model or device is added by adding a table to a file of `models/` or `devices/`; nothing else needs to change.
 """
 
+import inspect
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,9 +51,22 @@ def model(name: str) -> ModelShape:
 
 
 def shape_of(fields: Mapping[str, Any]) -> ModelShape:
-    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; errors as ModelShape."""
-    parts = {key: part(**fields[key]) for key, part in PARTS.items() if fields.get(key) is not None}
-    return ModelShape(**{**fields, **parts})
+    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; PlanError with the nearest key for one
+    that is not known, else errors as ModelShape."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    parts: dict[str, Any] = {key: _made(part, key, given[key]) for key, part in PARTS.items() if key in given}
+    return _made(ModelShape, "model", {**fields, **parts})
+
+
+def _made(kind: type[T], where: str, given: Mapping[str, Any]) -> T:
+    """A dataclass of these fields."""
+    known = inspect.signature(kind).parameters
+    for key in given.keys() - known.keys():
+        raise PlanError(f"{where}.{key} is not known; nearest: {', '.join(nearest(key, known))}")
+    for key, field in known.items():
+        if field.default is field.empty and key not in given:
+            raise PlanError(f"{where}.{key} is missing: give it")
+    return kind(**given)
 
 
 def model_names() -> tuple[str, ...]:
@@ -136,7 +150,7 @@ def _models() -> Mapping[str, Published]:
             parts = {part: entry.pop(part) for part in PARTS if part in entry}
             fields = {"name": name, **table.get("shape", {}), **entry.pop("shape"), **parts}
             names = [name, *entry.pop("aliases", [])]
-            _add(found, names, Published(name=name, fields=MappingProxyType(fields), **entry))
+            _add(found, names, _made(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
     return MappingProxyType(found)
 
 
