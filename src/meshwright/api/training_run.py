@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
-from meshwright.api.arguments import checked
+from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.determinism import set_environment
 from meshwright.api.markup import curve, line, whole
 from meshwright.api.plan_reading import read_plan
@@ -101,11 +101,11 @@ class TrainAnswer(Answer):
 
 @checked
 def train(
-    *plan: Any,
+    *plan: str | Path | Plan | HasPlan,
     resume: str = "no",
     dry_run: bool = True,
     anyway: bool = False,
-    watchers: "Sequence[Watcher] | None" = None,
+    watchers: Sequence[Watcher] | None = None,
     **keys: Any,
 ) -> TrainAnswer:
     """Train a plan in this process; without one, the default plan.
