@@ -82,7 +82,7 @@ def test_a_plan_file_with_changes_and_resume_auto_goes_on(
     assert call(capsys, *words, "recipe.steps=4", "resume=auto")[0] == 0, "auto is no error where there is no run"
     code, out, _ = call(capsys, *words, "recipe.steps=6", "resume=auto")
     assert code == 0
-    assert "steps 5 to 6" in out and "step 5/6" in out and "step 4/6" not in out
+    assert "continued after step 4: steps 5 to 6" in out and "step 5/6" in out and "step 4/6" not in out
     steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
 
