@@ -97,6 +97,7 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--recipe", "sequence=-4"], "sequence=-4': sequence=-4 must be at least 1"),
         ([*SMALL, "--recipe", "sequenc=4"], "nearest"),
         ([*SMALL, "--recipe", "nonsense"], "is not KEY=VALUE"),
+        ([*SMALL, "--layout", "plan"], "--layout plan is made for 1 device, and the cluster has 8 (1 x 8)"),
         ([*SMALL, "--layout", "dp=3"], "does not divide the 8 devices"),
         ([*SMALL, "--layout", "tpp=2"], "nearest: tp"),
         ([*SMALL, "--layout", "tp=0"], "whole number of 1 or more"),
@@ -352,5 +353,15 @@ def test_a_plan_is_saved_where_it_can_be_and_replaces_nobodys_own_file(
 
 
 def test_a_layout_is_taken_with_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json", "--layout", "dp_shard=8 zero=1 micro_batch=1 (recommended, no faster or slower with vp=8 to 9)"]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                "--json",
+                "--layout",
+                "dp_shard=8 zero=1 micro_batch=1 (recommended, no faster or slower with vp=8 to 9)",
+            ]
+        )
+        == 0
+    )
     assert '"dp_shard": 8' in capsys.readouterr().out
