@@ -74,8 +74,8 @@ def _made_for(asked: Plan) -> None:
     if world != cluster.devices:
         raise ArgumentError(
             f"layout=plan is made for {many(world, 'device')}, and the cluster has {cluster.devices} "
-            f"({cluster.nodes} x {cluster.devices_per_node}): ask about a cluster of {world}, or leave layout= out to have "
-            "one searched"
+            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out to "
+            "search one"
         )
 
 
