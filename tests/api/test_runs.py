@@ -1,6 +1,7 @@
 """`mw.train`, `load`, `dry_run`, `profile`, `compare`, `report` of one small run, beside what the command line says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_a_call_without_watchers_prints_a_line_a_step(
     assert further.run == run.run and further.summary.step == 3
     with pytest.raises(RunError, match="resume=auto"):
         mw.train(run, dry_run=False, watchers=())
+
+
+def test_a_run_that_was_terminated_says_so(run: Any) -> None:
+    run.check()
+    ended = replace(run, summary=replace(run.summary, stopped="terminated", step=4))
+    said = 'stopped by SIGTERM after step 4 of 6 and saved; resume="auto" continues'
+    assert not ended.done and said in repr(ended)
+    with pytest.raises(RunError, match=said):
+        ended.check()
 
 
 def test_a_trained_model_says_what_generate_says(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.C
     code, out, _ = call(capsys, "compare", run, "--no-dry-run")
     assert code == 0 and re.match(r"AGREES  (\d+) of \1 rows agree \(tolerance 10%, traffic exact\)", out)
     assert " equal (--all)" in out
+    assert "peak not measured: resident memory of a process" in out and "step not planned: the plan's device" in out
     code, out, _ = call(capsys, "compare", run, "--no-dry-run", "--all")
     assert code == 0 and re.search(r"moments +[\d.]+ += +- +[\d.]+ [KM]iB", out)
     code, out, _ = call(capsys, "report", run)

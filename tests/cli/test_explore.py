@@ -40,7 +40,7 @@ def test_nothing_fits_still_writes_the_page(tmp_path: Path) -> None:
         (["explore", "llama-10m"], "--cluster is missing"),
         (["explore", "llama-10m", "--cluster", "h100x8", "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([*SMALL, "--recipe", "sequence"], "is not KEY=VALUE"),
-        ([*SMALL, "--recipe", "sequence=-4"], "recipe.sequence=-4 must be at least 1"),
+        ([*SMALL, "--recipe", "sequence=-4"], "sequence=-4': sequence=-4 must be at least 1"),
         ([*SMALL, "--out", "no/such/folder/page.html"], "there is no folder no/such/folder"),
         ([*SMALL, "--out", "."], "is a folder: name a file"),
         (["explore", "gpt2", "--cluster", "h100x8", "--recipe", "sequence=2048"], "exceeds the 1024 learned positions"),

@@ -155,7 +155,11 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
             patch.setattr(PlainDisplay, "stepped", press)
             found, out, err = call(capsys, "train", "--no-dry-run", "plan.yaml", "recipe.steps=9")
         assert found == code and not err
-        [line] = [line for line in out.splitlines() if line.startswith("to resume: ")]
+        [line] = [line for line in out.splitlines() if " to continue: " in line]
         run = os.readlink("runs/latest")
-        assert f" run=runs/{run} " in line and line.endswith(" resume=auto")
+        assert (
+            line.startswith("Saved after step 1 of 9; ")
+            and f" run=runs/{run} " in line
+            and line.endswith(" resume=auto")
+        )
         assert (project / "runs/latest/checkpoints/step-000001/COMMIT").is_file()

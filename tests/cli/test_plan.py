@@ -89,13 +89,15 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "said"),
     [
         (["plan", "llama-3.1-8", "--cluster", "h100x8"], "nearest: llama-3.1-8b"),
-        (["plan", "llama-3.1-8b", "--cluster", "h10x8"], "nearest: h100"),
+        (["plan", "llama-3.1-8b", "--cluster", "h10x8"], "--cluster 'h10x8' is not known; nearest: h100"),
+        (["plan", "llama-3.1-8b", "--cluster", "h100x0"], "--cluster 'h100x0': a node has at least 1 device"),
         (["plan", "llama-3.1-8b"], "--cluster is missing"),
         ([*SMALL, "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([*SMALL, "--nodes", "-3"], "--nodes -3 must be at least 1"),
-        ([*SMALL, "--recipe", "sequence=-4"], "recipe.sequence=-4 must be at least 1"),
+        ([*SMALL, "--recipe", "sequence=-4"], "sequence=-4': sequence=-4 must be at least 1"),
         ([*SMALL, "--recipe", "sequenc=4"], "nearest"),
         ([*SMALL, "--recipe", "nonsense"], "is not KEY=VALUE"),
+        ([*SMALL, "--layout", "plan"], "--layout plan is made for 1 device, and the cluster has 8 (1 x 8)"),
         ([*SMALL, "--layout", "dp=3"], "does not divide the 8 devices"),
         ([*SMALL, "--layout", "tpp=2"], "nearest: tp"),
         ([*SMALL, "--layout", "tp=0"], "whole number of 1 or more"),
@@ -105,11 +107,11 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--tokens", "0.5"], "--tokens 0.5 must be a number of 1 or more"),
         ([*SMALL, "--price", "2"], "as --tokens 15T"),
         ([*SMALL, "--nodes", "999999999999"], "at most 131,072"),
-        ([*SMALL, "--layout", "ep=2"], "layout.ep=2 spreads experts, and the model has none: take layout.ep=1"),
-        ([*SMALL, "--layout", "tp=8,dp=1,zero=3"], "layout.zero=3 shards over dp_shard x cp, which is one rank"),
+        ([*SMALL, "--layout", "ep=2"], "--layout 'ep=2': ep=2 spreads experts, and the model has none: take ep=1"),
+        ([*SMALL, "--layout", "tp=8,dp=1,zero=3"], "zero=3 shards over dp_shard x cp, which is one rank"),
         ([*SMALL, "--layout", "pp=2,vp=40"], "stages exceed the model's 16 layers"),
         ([*SMALL, "--layout", "micro_batch=5"], "recipe.global_batch=64 is not micro_batch=5 x accumulation"),
-        ([*SMALL, "--layout", "sp=true,tp=1"], "take layout.sp=false or a larger tp"),
+        ([*SMALL, "--layout", "sp=true,tp=1"], "take sp=false or a larger tp"),
         ([*SMALL, "--layout", "zero=5"], "zero takes 0 or 1 or 2 or 3"),
         ([*SMALL, "--layout", "dp_replicate=16"], "16 does not divide the 8 devices"),
         ([*SMALL, "--layout", "dp=4,dp_shard=8"], "8 does not divide it"),
@@ -351,5 +353,15 @@ def test_a_plan_is_saved_where_it_can_be_and_replaces_nobodys_own_file(
 
 
 def test_a_layout_is_taken_with_what_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json", "--layout", "dp_shard=8 zero=1 micro_batch=1 (recommended, vp=8..9 as fast)"]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                "--json",
+                "--layout",
+                "dp_shard=8 zero=1 micro_batch=1 (recommended, no faster or slower with vp=8 to 9)",
+            ]
+        )
+        == 0
+    )
     assert '"dp_shard": 8' in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_a_plan_file_with_changes_and_resume_auto_goes_on(
     assert call(capsys, *words, "recipe.steps=4", "resume=auto")[0] == 0, "auto is no error where there is no run"
     code, out, _ = call(capsys, *words, "recipe.steps=6", "resume=auto")
     assert code == 0
-    assert "steps 5 to 6" in out and "step 5/6" in out and "step 4/6" not in out
+    assert "continued after step 4: steps 5 to 6" in out and "step 5/6" in out and "step 4/6" not in out
     steps = [json.loads(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
 
@@ -191,6 +191,30 @@ def test_eval_of_a_run_and_its_export_on_a_text_agree(
     few = json.loads(call(capsys, "eval", run, "--data", texts / "a.py", "--sequences", "3", "--json")[1])
     assert 0 < few["tokens"] <= 3 * 32 < ours["tokens"]
     assert "bits per byte" in call(capsys, "eval", run)[1]
+    refused(capsys, "--data none.txt does not exist", "eval", run, "--data", "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("words", "another"),
+    [
+        (["report", "{run}", "-o", "{place}.html"], "another --out"),
+        (["export", "{run}", "{place}"], "another OUT"),
+        (["import", "{hf}", "{place}"], "another RUN"),
+        (["plan", "llama-tiny", "--cluster", "h100", "--save", "{place}.yaml"], "another file (--save)"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_with_its_option(
+    words: list[str], another: str, run: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, _, err = call(capsys, *(word.format(run=run, hf=hf, place=tmp_path / "x") for word in words))
+    assert code == 2 and "no space left on device" in err.lower() and err.count("\n") == 1
+    assert str(tmp_path / "x") in err and err.rstrip().endswith(another)
+    assert not list(tmp_path.iterdir())
 
 
 def test_data_show_names_the_texts(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

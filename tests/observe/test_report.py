@@ -223,7 +223,7 @@ def test_cards_say_where_they_are_from_and_rows_have_one_unit(browser: Browser, 
 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 900, 1400])
+@pytest.mark.parametrize("width", [400, 900, 1300, 1400])
 def test_it_fits_every_width_in_light_and_dark(
     browser: Browser, pages: dict[str, Path], width: int, dark: bool
 ) -> None:
@@ -237,6 +237,8 @@ def test_it_fits_every_width_in_light_and_dark(
         "[...document.querySelectorAll('svg text')].filter((t) => t.getBoundingClientRect().right > innerWidth).length"
     )
     assert browser.evaluate(small) == 0
+    cut = "[...document.querySelectorAll('.tile b, .tile small')].filter((t) => t.scrollWidth > t.clientWidth).length"
+    assert browser.evaluate(cut) == 0
     assert len(browser.picture()) > 30_000 and browser.complaints == []
 
 

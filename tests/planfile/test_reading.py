@@ -214,7 +214,7 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
         ("model: {layers: 2}\n", "model.vocab is missing: give it, or start from a preset (and 4 more)"),
         ("model: lama-tiny\n", "plan.yaml:1: model='lama-tiny' is not known; nearest: llama-tiny"),
         ("model: {preset: gpt2, rope_scaling: linear}\n", "model.rope_scaling=linear must be a mapping of keys"),
-        ("cluster: h10x8\n", "plan.yaml:1: cluster.device='h10' is not known; nearest: h100"),
+        ("cluster: h10x8\n", "plan.yaml:1: cluster='h10x8' is not known; nearest: h100"),
         ("cluster: {device: {name: x, memory_bytes: -1}}\n", "cluster.device.memory_bytes=-1 must be"),
         ("recipe:\n  learning_rate: .nan\n", "recipe.learning_rate=.nan must be a number"),
         ("recipe:\n  learning_rate: nan\n", "plan.yaml:2: recipe.learning_rate=nan must be a finite number"),

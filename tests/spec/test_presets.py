@@ -155,6 +155,20 @@ def test_every_number_has_a_source(folder: str) -> None:
             assert ("active" in preset) <= ("active_source" in preset), name
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hiden": 8}, "model.hiden is not known; nearest: hidden"),
+        ({"moe": {"expert": 8}}, "moe.expert is not known; nearest: experts"),
+        ({"moe": {"experts": 8}}, "moe.top_k is missing"),
+        ({}, "model.vocab is missing"),
+    ],
+)
+def test_a_key_that_a_shape_has_not_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        presets.shape_of(fields)
+
+
 def test_presets_carry_their_name_and_fit_their_family() -> None:
     for name in MODELS:
         shape = presets.model(name)
@@ -191,7 +205,7 @@ def test_other_spellings(name: str, meant: str) -> None:
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"model='llama-3.1-9b' is not known; nearest: llama-3.1-8b"):
         presets.model("llama-3.1-9b")
-    with pytest.raises(PlanError, match=r"cluster.device='h10' is not known; nearest: h100"):
+    with pytest.raises(PlanError, match=r"cluster='h10x8' is not known; nearest: h100"):
         presets.cluster("h10x8")
     with pytest.raises(PlanError, match="nearest: "):
         presets.model("")

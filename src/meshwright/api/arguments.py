@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.presets import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +60,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in names.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = names.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _misnamed(function.__name__, str(error), list(names.parameters), list(kwargs)) from None
+        for name, value in bound.arguments.items():
             one = names.parameters[name]
             for item in value if one.kind is Parameter.VAR_POSITIONAL else (value,):
                 if one.kind is not Parameter.VAR_KEYWORD and not _fits(item, one.annotation):
@@ -67,6 +72,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _misnamed(function: str, error: str, known: list[str], given: list[str]) -> ArgumentError:
+    """About a keyword that is not known; else what is wrong with the call in Python's own words."""
+    for name in given:
+        if name not in known:
+            return ArgumentError(f"{name}= is not known to {function}; nearest: {nearest(name, known, 1)[0]}=")
+    return ArgumentError(f"{function}: {error}; it takes {', '.join(known)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

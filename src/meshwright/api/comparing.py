@@ -22,7 +22,7 @@ from meshwright.observe.shared_document import SharedDocument
 from meshwright.observe.shared_document import checked as checked_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
-from meshwright.store.durable import replace_file
+from meshwright.store.durable import one_line, replace_file
 
 Told = Callable[[str], None]
 
@@ -141,7 +141,8 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
     check_page(target, "report.html")
     found = [open_run(folder) for folder in folders]
     planners = [planner_of(run.plan_as_run, cluster) for run in found]
-    replace_file(target, page(found, planners, tolerance).encode())
+    with one_line(target, "out="):
+        replace_file(target, page(found, planners, tolerance).encode())
     return target
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
-from meshwright.api.arguments import checked
+from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.markup import LISTED, line, memory_bar, table, whole
 from meshwright.observe.dryrun.dryrun_document import Room, dry, needed_bytes, room_of, unfit
 from meshwright.observe.dryrun.simulate import DryRun
@@ -114,7 +115,7 @@ class DryRunAnswer(Answer):
 
 @checked
 def dry_run(
-    *plan: Any,
+    *plan: str | Path | Plan | HasPlan,
     ranks: Sequence[int] = (),
     device: str = "",
     load: float = 1.0,

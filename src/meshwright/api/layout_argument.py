@@ -9,6 +9,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.schedule import NAMES
+from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
 WORDS = ("recompute", "schedule", "sp")
@@ -22,7 +23,7 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     says of them in brackets."""
     found: Fixed = {}
     for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
-        for key, value in _parts(part, asked.layout):
+        for key, value in _parts(part, asked):
             if found.setdefault(key, (value,)) != (value,):
                 raise ArgumentError(
                     f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
@@ -31,11 +32,12 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     return found
 
 
-def _parts(part: str, layout: Layout) -> list[tuple[str, Any]]:
+def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
     if not part:
         return []
     if part == "plan":
-        return [(name, getattr(layout, name)) for name in SEARCHED]
+        _made_for(asked)
+        return [(name, getattr(asked.layout, name)) for name in SEARCHED]
     key, equals, value = part.partition("=")
     key, value = key.strip().removeprefix("layout."), value.strip()
     if not equals and key == "sp":
@@ -65,6 +67,17 @@ def _value(part: str, key: str, value: str) -> Any:
         raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
     near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)
     raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
+
+
+def _made_for(asked: Plan) -> None:
+    """Raise where the plan's layout is of another number of devices than the cluster that is asked about."""
+    cluster, world = asked.cluster, asked.layout.world
+    if world != cluster.devices:
+        raise ArgumentError(
+            f"layout=plan is made for {many(world, 'device')}, and the cluster has {cluster.devices} "
+            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out to "
+            "search one"
+        )
 
 
 def _agree(asked: Plan, found: Fixed) -> None:

@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
+from meshwright.planfile.reading import MUST_SAY
 from meshwright.spec import ModelShape, Plan
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError
 
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
@@ -24,6 +26,9 @@ def read_plan(
     shares out; None = the devices of the plan's cluster. What was read under another tool's name is said in `notes`,
     or as a warning. PlanError, as on the command line.
     """
+    for key in MUST_SAY:
+        if isinstance(keys.get(key), Real):
+            raise ArgumentError(f"{key}={keys[key]} must be text or a path")
     found = [(word, plan_of(word)) for word in words]
     path, overrides, resume = sort_words([str(word) for word, plan in found if plan is None])
     plans = [plan for _, plan in found if plan is not None]

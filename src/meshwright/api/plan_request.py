@@ -1,7 +1,8 @@
 """Model, cluster and recipe as the plan that is asked about, for `plan` and `explore`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -12,7 +13,7 @@ from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import Cluster, Layout, Plan, presets
-from meshwright.spec.errors import ArgumentError, IllegalLayout
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.legal import layout_violations
 
 SEQUENCE = 8192
@@ -36,7 +37,8 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
         folder = path.parent if path.name == "config.json" else path
         words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
     file = path if given and plan is None else None
-    found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
+    with as_typed("recipe", _words(recipe)):
+        found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
     _nodes(nodes)
     if cluster is not None:
         found = replace(found, cluster=_cluster(cluster, nodes or (found.cluster.nodes if given else 1)))
@@ -45,7 +47,7 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     elif nodes is not None:
         found = replace(found, cluster=replace(found.cluster, nodes=nodes))
     if cluster is None or not is_file(cluster):  # a measured machine has curves instead
-        _known(found)
+        _known(found, f"cluster={cluster!r}" if cluster else f"cluster.device {found.cluster.device.name!r}")
     if not given:
         found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
     _any_layout(found)
@@ -67,6 +69,18 @@ def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
     if cluster is None:
         return None
     return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
+
+
+@contextmanager
+def as_typed(argument: str, words: Sequence[str]) -> Iterator[None]:
+    """What is wrong with a key of a section, said of the words of an argument: they have no section's name."""
+    try:
+        yield
+    except PlanError as error:
+        said = str(error)
+        if not words or not said.startswith(f"{argument}."):
+            raise
+        raise type(error)(f"{argument}={','.join(words)!r}: {said.replace(f'{argument}.', '')}") from None
 
 
 def _cluster(name: str, nodes: int) -> Cluster:
@@ -127,8 +141,9 @@ def _batch(wanted: int, devices: int) -> int:
     return odd << max(0, round(log2(max(1, wanted) / odd)))
 
 
-def _known(found: Plan) -> None:
-    """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number."""
+def _known(found: Plan, given: str) -> None:
+    """Raise where figures are missing that the answer is made of: nothing is derived from an unknown number. `given`:
+    what lacks them."""
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
     needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]
@@ -137,6 +152,6 @@ def _known(found: Plan) -> None:
     missing = [name for name in needed if not getattr(device, name)]
     if missing:
         raise ArgumentError(
-            f"cluster.device {device.name!r} lacks {', '.join(missing)}: name a known device, as "
+            f"{given} lacks {', '.join(missing)}: name a known device, as "
             'cluster="h100x8", or give these figures in a plan file'
         )

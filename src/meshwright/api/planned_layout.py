@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
+from meshwright.api.arguments import checked
 from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
 from meshwright.planner.explain import layout_words
 from meshwright.planner.search.recommend import is_tight
@@ -89,6 +90,7 @@ class PlannedLayout:
         """Whether hardly any memory is left: the planner errs by several percent."""
         return is_tight(self.prediction)
 
+    @checked
     def save(self, file: str | Path) -> Path:
         """Write the plan as `train` reads it, with as many steps as the token budget gives."""
         best, recipe = self.plan, self.plan.recipe
@@ -103,7 +105,7 @@ class PlannedLayout:
             warmup = -1 if follows else min(recipe.warmup_steps, steps)
             best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))
         best.check()
-        planfile.write(best, file, open_warmup=True)
+        planfile.write(best, file, open_warmup=True, another="file (--save)")
         return Path(file)
 
     def row(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
 from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
-from meshwright.api.plan_request import asked_estimator, asked_plan
+from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
@@ -145,11 +145,13 @@ def plan(
         raise ArgumentError(f"listed={listed} must be at least 1")
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
-    fixed = fixed_layout(asked, section_words(layout))
+    words = section_words(layout)
+    fixed = fixed_layout(asked, words)
     of = asked_estimator(asked, cluster)
-    found = search(of, asked, fixed=fixed, listed=listed or LISTED)
-    if not found.legal:
-        found = answered(of, asked, fixed)
+    with as_typed("layout", words):
+        found = search(of, asked, fixed=fixed, listed=listed or LISTED)
+        if not found.legal:
+            found = answered(of, asked, fixed)
     if not found.best:
         raise _does_not_fit(of, found, free=not (fixed and search(of, asked, listed=1).best))
     found = recommended(of, asked, found, fixed)

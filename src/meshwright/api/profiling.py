@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import planfile
 from meshwright.api.answer import Answer
-from meshwright.api.arguments import checked
+from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.determinism import set_environment
 from meshwright.api.documents import plain
 from meshwright.api.markup import LISTED, line, memory_bar, table, time_bar, whole
@@ -19,8 +19,7 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
 from meshwright.store import default_folders
 from meshwright.store.default_folders import point_latest
-from meshwright.store.durable import replace_file
-from meshwright.store.run_folder import one_line
+from meshwright.store.durable import one_line, replace_file
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
@@ -122,7 +121,9 @@ class ProfileAnswer(Answer):
 
 
 @checked
-def profile(*plan: Any, steps: int = 4, told: Callable[[str], None] | None = None, **keys: Any) -> ProfileAnswer:
+def profile(
+    *plan: str | Path | Plan | HasPlan, steps: int = 4, told: Callable[[str], None] | None = None, **keys: Any
+) -> ProfileAnswer:
     """Make a few real steps of a plan and measure them, on processes of this machine that it starts itself: one for
     each GPU, or of a CPU.
 

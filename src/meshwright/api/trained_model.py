@@ -138,7 +138,10 @@ class TrainedModel:
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: put its tokenizer there")
         if path is not None:
-            return prepare(Data(path=str(path), tokenizer=self.tokenizer_file, validation=0.0)).train
+            try:
+                return prepare(Data(path=str(path), tokenizer=self.tokenizer_file, validation=0.0)).train
+            except DataError as error:
+                raise DataError(str(error).replace("data.path=", "data=")) from None
         if self.plan is None:
             raise ArgumentError(f'{self.path} does not say which text to score it on: give data=PATH, or data="stdlib"')
         return prepare(replace(self.plan.data, tokenizer=self.tokenizer_file)).validation

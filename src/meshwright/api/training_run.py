@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
-from meshwright.api.arguments import checked
+from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.determinism import set_environment
 from meshwright.api.markup import curve, line, whole
 from meshwright.api.plan_reading import read_plan
 from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import IllegalLayout, RunError
 from meshwright.spec.units import count, duration
 from meshwright.spec.worlds import world_violation
 from meshwright.store.run_folder import RunFolder
@@ -54,6 +54,11 @@ class TrainAnswer(Answer):
         """Whether it went to its last step; else it was interrupted, and resume="auto" goes on."""
         return self.summary.stopped == "done"
 
+    def check(self) -> None:
+        """RunError where a signal ended it before its last step: where it stands, and how it goes on."""
+        if not self.done:
+            raise RunError(f"{self.run}: {stopped(self.summary)}")
+
     @cached_property
     def _records(self) -> "tuple[tuple[Record, ...], tuple[Record, ...]]":
         return records(self.run / "metrics.jsonl")
@@ -84,7 +89,7 @@ class TrainAnswer(Answer):
 
     def __repr__(self) -> str:
         score = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} bits per byte on held-out text"
-        how = "" if self.done else f", {self.summary.stopped}"
+        how = "" if self.done else f", {stopped(self.summary)}"
         return (
             f"{self.run}: step {self.summary.step} of {self.summary.steps} in {duration(self.summary.seconds)}{how}: "
             f"loss {self.loss:.3f}{score}"
@@ -101,11 +106,11 @@ class TrainAnswer(Answer):
 
 @checked
 def train(
-    *plan: Any,
+    *plan: str | Path | Plan | HasPlan,
     resume: str = "no",
     dry_run: bool = True,
     anyway: bool = False,
-    watchers: "Sequence[Watcher] | None" = None,
+    watchers: Sequence[Watcher] | None = None,
     **keys: Any,
 ) -> TrainAnswer:
     """Train a plan in this process; without one, the default plan.
@@ -157,6 +162,12 @@ def run(
     return TrainAnswer(run=chosen.run, summary=summary)
 
 
+def stopped(summary: Summary) -> str:
+    """Of a run that a signal ended."""
+    signal = {"interrupted": "Ctrl-C", "terminated": "SIGTERM"}[summary.stopped]
+    return f'stopped by {signal} after step {summary.step} of {summary.steps} and saved; resume="auto" continues'
+
+
 class Chosen(Watcher):
     """The run folder, once it is chosen."""
 
@@ -184,3 +195,8 @@ class Lines(Watcher):
     def evaluated(self, metrics: "EvalMetrics") -> None:
         """On held-out text."""
         print(f"step {metrics.step}: held out {metrics.loss:.3f}, {metrics.bits_per_byte:.3f} bits per byte")
+
+    def ended(self, summary: "Summary") -> None:
+        """Where it was not the last step."""
+        if summary.stopped != "done":
+            print(stopped(summary))

@@ -131,8 +131,11 @@ def run(words: Sequence[str]) -> None:
 
 def in_options(line: str, words: Sequence[str]) -> str:
     """A sentence that names arguments of Python functions, with the options of this verb: tokens=15T is --tokens 15T,
-    dry_run=False is --no-dry-run."""
+    dry_run=False is --no-dry-run, another run= is another RUN where that is an argument."""
     verb: Any = getattr(typer.main.get_command(app), "commands", {}).get(next(iter(words), ""))
+    arguments = (one for one in verb.params if one.param_type_name == "argument") if verb else ()
+    places = {one.name: one.metavar.strip("[].") for one in arguments}
+    line = re.sub(r"another (\w+)=", lambda found: f"another {places.get(found[1], found[1] + '=')}", line)
     every = (option for one in verb.params for option in (*one.opts, *one.secondary_opts)) if verb else ()
     options = {option[2:].replace("-", "_"): option for option in every if option.startswith("--")}
 
@@ -141,7 +144,7 @@ def in_options(line: str, words: Sequence[str]) -> str:
         known = options.get(f"no_{name}" if truth == "False" else name, "")
         return f"{known} {quoted or ''}" if known and (quoted or follows) else known or found[0]
 
-    return re.sub(r"""(?<![\w.'"-])(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
+    return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
 
 
 def usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:

@@ -53,7 +53,7 @@ def _ran(words: Sequence[str], *, debug: bool) -> int:
     """Not typer's own way to run a program: it would answer Ctrl-C and closed pipes in its own words."""
     from meshwright.cli.process.failure import explain
     from meshwright.cli.process.launch import fail, processes, rank
-    from meshwright.spec.errors import ArgumentError, DoesNotFit, RunError
+    from meshwright.spec.errors import MeshwrightError
 
     try:
         from meshwright.cli import commands
@@ -76,7 +76,7 @@ def _ran(words: Sequence[str], *, debug: bool) -> int:
 
             traceback.print_exc()
         line, code = commands.usage(error, words) if isinstance(error, commands.USAGE_ERROR) else explain(error)
-        line = commands.in_options(line, words) if isinstance(error, (ArgumentError, DoesNotFit, RunError)) else line
+        line = commands.in_options(line, words) if isinstance(error, MeshwrightError) else line
         if processes() > 1:
             fail(error, line, code)
         else:

@@ -164,8 +164,8 @@ class Tokenizer:
         """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder."""
         folder = Path(folder)
         library = tokenizers.Tokenizer.from_str(self.json)
-        _write(folder / "tokenizer.json", library.to_str(pretty=True) + "\n")
-        _write(folder / "tokenizer_config.json", self._config or self._minimal_config())
+        (folder / "tokenizer.json").write_text(library.to_str(pretty=True) + "\n", encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(self._config or self._minimal_config(), encoding="utf-8")
 
     def _minimal_config(self) -> str:
         bos, eos = self._marks
@@ -228,10 +228,3 @@ def _spelling(token: Any) -> str | None:
 def _marks_by_name(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:
     known = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     return next(((bos, eos) for bos, eos in _PAIRS if bos in known and eos in known), (None, None))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error

@@ -6,7 +6,7 @@ Letters: B batch, S sequence, D hidden, V vocab.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,7 @@ class Transformer(nn.Module):
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.max_positions, shape.hidden)
         else:
+            self.inverse: Tensor
             self.register_buffer("inverse", frequencies(shape), persistent=False)
         self.layers = nn.ModuleDict(
             {str(layer): Block(shape, layer, kernels, self.seams, dropout) for layer in range(shape.layers)}
@@ -182,13 +183,18 @@ class Transformer(nn.Module):
             x = x + self.positions(self.seams.positions(positions))
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers that it holds, in order."""
+        return cast(list[Block], list(self.layers.values()))
+
     def run_layers(
         self, x: Tensor, sights: dict[int, Sight], cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) through all layers that this model holds; the balance loss (B,) is a mean over all of the shape's
         routed layers, so that those of pipeline stages add up to it."""
         balances: list[Tensor] = []
-        for index, block in enumerate(self.layers.values()):
+        for index, block in enumerate(self.blocks):
             x, balance = block(x, sights[block.window], cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
@@ -202,7 +208,7 @@ class Transformer(nn.Module):
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
         queries = positions.shape[1]
-        windows = {block.window for block in self.layers.values()}
+        windows = {block.window for block in self.blocks}
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
         return {window: Sight(mask(window=window), cos, sin) for window in windows}
 

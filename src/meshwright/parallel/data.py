@@ -17,6 +17,7 @@ dtype of the shards, and add micro-batches up in that.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
 from meshwright.model import Transformer
+from meshwright.model.moe import MoE
 from meshwright.parallel.mesh import Mesh, device_mesh
 from meshwright.parallel.sharding import tell
 from meshwright.spec.boxes import Box, shard, sharded_dim
@@ -56,11 +58,11 @@ def apply_data_parallel(
     dense, expert = _meshes(mesh, device, experts=routed)
     first, last = _ends(model)
     blocks: list[list[nn.Module]] = []
-    for block in model.layers.values():
+    for block in model.blocks:
         blocks.append([block])
         if expert is not None and block.routed:
-            _shard([block.mlp.experts], mesh, "expert_shard", expert, policy, frees=frees)
-            blocks[-1].append(block.mlp.experts)
+            blocks[-1].append(cast(MoE, block.mlp).experts)
+            _shard(blocks[-1][1:], mesh, "expert_shard", expert, policy, frees=frees)
         _shard([block], mesh, "shard", dense, policy, frees=frees)
     _shard(first, mesh, "shard", dense, policy, frees=frees)
     _shard(last, mesh, "shard", dense, policy, frees=False)

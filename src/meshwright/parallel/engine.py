@@ -72,7 +72,7 @@ class Engine:
         mine = places(sequence, cp.size, cp.index, self.mesh.layout.context_split)
         return tuple(mine.positions(0, sequence // cp.size).tolist())
 
-    def total(self, number: int, device: torch.device) -> Tensor:
+    def total(self, number: float, device: torch.device) -> Tensor:
         """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""
         return self.mesh["data"].all_reduce(torch.full((), float(number), dtype=torch.float64, device=device))
 

@@ -13,6 +13,7 @@ Buckets start in one order on every rank, each after the ones before it.
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 from weakref import ref
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
+from meshwright.model.moe import MoE
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.purpose import takes
@@ -110,9 +112,9 @@ def replicate(stages: Iterable[Transformer], mesh: Mesh) -> tuple[Replicas, ...]
 def _replicate(model: Transformer, mesh: Mesh) -> Replicas:
     experts = {
         parameter
-        for block in model.layers.values()
+        for block in model.blocks
         if block.routed and mesh["ep"].size > 1
-        for parameter in block.mlp.experts.parameters()
+        for parameter in cast(MoE, block.mlp).experts.parameters()
     }
     blocks = [list(block.parameters()) for block in model.layers.values()]
     inside = {parameter for block in blocks for parameter in block}

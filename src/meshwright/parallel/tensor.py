@@ -65,7 +65,8 @@ class _Leave(torch.autograd.Function):
 def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
     """Before a product whose matrix is split by rows (outputs)."""
     if torch.compiler.is_compiling():
-        return operators.enter(x, group.number, sp)
+        traced: Tensor = operators.enter(x, group.number, sp)
+        return traced
     found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
@@ -73,7 +74,8 @@ def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
 def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
     """After a product whose matrix is split by columns (inputs)."""
     if torch.compiler.is_compiling():
-        return operators.leave(x, group.number, sp)
+        traced: Tensor = operators.leave(x, group.number, sp)
+        return traced
     found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 

@@ -199,8 +199,8 @@ class _Reader:
             base = self._model(name, weights=init is None)
             base["name"] = f"{base['name']} (changed)" if fields else base["name"]
         elif section == "cluster":
-            device, per_node = presets.split_cluster(name)
-            base = {"device": asdict(presets.device(device)), "devices_per_node": per_node}
+            device, per_node = presets.devices_in_node(name)
+            base = {"device": asdict(device), "devices_per_node": per_node}
         else:
             base = asdict(presets.device(name))
         return _merged(base, fields)

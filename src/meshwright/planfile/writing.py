@@ -7,6 +7,7 @@ import ast
 import inspect
 import os
 import textwrap
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,11 +41,11 @@ def dump(plan: Plan) -> dict[str, Any]:
     return {key: _plain(value) for key, value in as_document(plan).items()}
 
 
-def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
+def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = "run=") -> None:
     """Put the plan into a file, whole or not at all; `read` gives the same plan back. PlanError where it cannot be.
 
     `open_warmup`: a number of warm-up steps that follows from the number of steps is written as -1, so that it still
-    does where that is changed.
+    does where that is changed. `another`: what a user names to have the file elsewhere.
     """
     path = Path(path)
     text = content(plan, path.parent, open_warmup=open_warmup)
@@ -56,9 +57,11 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False) -> None:
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
-        raise PlanError(f"{path}: the plan cannot be written, {(error.strerror or str(error)).lower()}") from error
+        reason = (error.strerror or str(error)).lower()
+        raise PlanError(f"{path}: the plan cannot be written, {reason}; choose another {another}") from error
     finally:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that may only be read
+            fresh.unlink(missing_ok=True)
 
 
 def content(plan: Plan, folder: Path, *, open_warmup: bool = False) -> str:

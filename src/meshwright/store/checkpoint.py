@@ -223,11 +223,12 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
     place = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(place).free)} are free"
+    kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
     if error.errno == errno.EFBIG:
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
     else:
-        advice = "free some space and resume" if error.errno in _SPACE else "fix that and resume"
-    kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
+        advice = "free some space" if error.errno in _SPACE else "fix that"
+        advice += " and resume" if kept else ", or choose another run="
     return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{kept}: {advice}")
 
 

@@ -1,7 +1,11 @@
 """Files that are whole or not there at all, also after a power cut."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from meshwright.spec.errors import RunError
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -31,3 +35,13 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def one_line(path: Path, another: str = "run=") -> Iterator[None]:
+    """What the operating system refuses, as a sentence; `another`: what a user names to have it elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"{path}: {reason}; fix that, or choose another {another}") from None

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +13,7 @@ from meshwright.data import Tokenizer
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.store import checkpoint_folder
-from meshwright.store.durable import replace_file
+from meshwright.store.durable import one_line, replace_file
 from meshwright.store.lock import RunLock
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -297,14 +296,3 @@ def _heard(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _heard(inner) for name, inner in value.items()}
     return [_heard(inner) for inner in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def one_line(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"{error.filename or path}: {error.strerror or error}; fix that, or choose another run="
-        ) from None

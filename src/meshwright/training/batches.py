@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -130,7 +131,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
     counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
-        part = _each_tensor(batch, lambda tensor, rows=rows: tensor[rows])
+        part = _each_tensor(batch, itemgetter(rows))
         documents = batch.documents_of_rows[rows]
         parts.append(replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents))
     return parts
@@ -159,7 +160,8 @@ def forms(batch: Batch) -> dict[bool, Batch]:
 def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
     more = {name: change(tensor) for name, tensor in batch.more.items()}
-    return replace(batch, more=more, **{name: None if t is None else change(t) for name, t in put.items()})
+    changed: dict[str, Any] = {name: None if t is None else change(t) for name, t in put.items()}
+    return replace(batch, more=more, **changed)
 
 
 class BatchSource(Protocol):

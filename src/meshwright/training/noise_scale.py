@@ -21,7 +21,7 @@ class NoiseScale:
     signal: float = 0.0
     weight: float = 0.0
 
-    def add(self, small_squared: Sequence[float], small_tokens: Sequence[int], big_squared: float) -> None:
+    def add(self, small_squared: Sequence[float], small_tokens: Sequence[float], big_squared: float) -> None:
         """One measurement: squared norms of mean gradients of each micro-batch and of the whole step.
 
         Micro-batches without a valid token say nothing; a step with fewer than two others, or whose gradient

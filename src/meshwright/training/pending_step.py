@@ -29,7 +29,7 @@ class PendingStep:
     data_wait_s: float
     part: Tensor
     """Of StepResult."""
-    micro_tokens: tuple[int, ...]
+    micro_tokens: tuple[float, ...]
     numbers: Readback
 
 

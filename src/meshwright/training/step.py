@@ -68,7 +68,7 @@ class StepResult:
     """Why, as a number of training.skipping.REASONS, fp32."""
     micro_squared: tuple[Tensor, ...] = ()
     """Squared norm of each micro-batch's mean gradient, when noise is measured."""
-    micro_tokens: tuple[int, ...] = ()
+    micro_tokens: tuple[float, ...] = ()
 
 
 def train_step(
@@ -97,11 +97,13 @@ def train_step(
         raise IllegalLayout(f"cp={cp} splits the sequences, which this objective needs whole: try cp=1")
     device = micro_batches[0].tokens.device
     weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
+    token = weights.token
+    assert token is not None, "Weights.of gives all"
     gradients = _Gradients(optimizer, measure_noise)
     passes = [MicroPass(batch, weights, objective) for batch in micro_batches]
     engine.forward_backward(
         passes,
-        after=lambda one: gradients.collect(objective.count(one.batch) * weights.token) if measure_noise else None,
+        after=lambda one: gradients.collect(objective.count(one.batch) * token) if measure_noise else None,
     )
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
@@ -138,8 +140,8 @@ class Weights:
 
     token: Tensor | None
     sequence: Tensor | None = None
-    balance: Tensor | None = None
-    scale: Tensor | None = None
+    balance: Tensor | float = 0.0
+    scale: Tensor | float = 1.0
 
     @staticmethod
     def of(
@@ -152,7 +154,7 @@ class Weights:
         """Counts of all ranks together. Every tp rank goes through all of a router's loss, and gradients are summed:
         each takes its share of that."""
         device = micro_batches[0].tokens.device
-        tokens = engine.total(sum(map(objective.count, micro_batches)), device)
+        tokens = engine.total(sum((objective.count(batch) for batch in micro_batches), 0.0), device)
         tokens = tokens.where(tokens > 0, 1.0)
         sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
         scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from meshwright.spec import Plan
 
@@ -129,6 +129,7 @@ class Summary:
     """`done`, or why it ended before: `interrupted` (Ctrl-C), `terminated` (SIGTERM)."""
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """Whoever wants to see a run: a display, a file, a tracking service. Called on rank 0, between steps.
     One that inherits from it looks away from what it does not override."""

@@ -38,5 +38,5 @@ def _system(error: OSError) -> str:
     place = f" ({error.filename})" if error.filename else ""
     line = f"{error.strerror}{place}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        line += ": free some space; a run goes on from its last checkpoint with resume=auto"
+        line += ": free some space"
     return _one_line(line)

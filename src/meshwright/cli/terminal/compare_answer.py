@@ -40,10 +40,19 @@ def answer(found: Comparison, run: str, *, every: bool = False) -> Iterator[str]
             yield from _rest(found, [row for row in rows if row.section == section and row not in listed], section)
     yield ""
     own = [row for row in found.rows if row.rank in (None, found.rank)]
-    for sentence in (*peaks(found), *notes(own), *(missing(found) if every else [UNKNOWN])):
+    for sentence in (*peaks(found), *notes(own), *(missing(found) if every else [*_unjudged(found), UNKNOWN])):
         yield from wrapped(sentence, columns, "", "  ")
     for column in found.columns:
         yield from wrapped(column.about, columns, f"{column.title + ':':<10}")
+
+
+def _unjudged(found: Comparison) -> Iterator[str]:
+    """Why the figures that people look for first, peak and time of a step, are not judged."""
+    for row in found.rows:
+        if row.what in ("peak", "step") and row.rank in (None, found.rank):
+            for place in (0, 2):
+                if row.values[place] is None and row.missing[place]:
+                    yield f"{row.what} not {TITLES[place]}: {row.missing[place]}"
 
 
 def _verdict(found: Comparison, run: str) -> Iterator[str]:

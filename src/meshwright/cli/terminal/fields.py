@@ -72,7 +72,9 @@ def _how(layout: Layout, axis: str) -> str:
 def _steps(info: RunInfo) -> str:
     if info.first_step >= info.steps:
         return f"all {many(info.steps, 'step')} done"
-    return f"steps {info.first_step + 1} to {info.steps}" if info.first_step else many(info.steps, "step")
+    if not info.first_step:
+        return many(info.steps, "step")
+    return f"continued after step {info.first_step}: steps {info.first_step + 1} to {info.steps}"
 
 
 def memory(metrics: StepMetrics, device: str) -> str:

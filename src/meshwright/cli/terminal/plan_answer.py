@@ -80,18 +80,23 @@ def headline(plan: Plan) -> Iterator[str]:
 
 def _note(vps: list[int], *, recommended: bool) -> str:
     words = ["recommended"] if recommended else []
-    return ", ".join(words + ([f"vp={_runs(vps)} as fast"] if vps else []))
+    return ", ".join(words + ([_same_speed(vps)] if vps else []))
+
+
+def _same_speed(vps: list[int]) -> str:
+    """Of layouts that differ from a row in vp only, and are not listed themselves."""
+    return f"no faster or slower with vp={_runs(vps)}"
 
 
 def _runs(numbers: list[int]) -> str:
-    """`14..18, 20`."""
+    """`14 to 18 or 20`."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:
             found[-1].append(number)
         else:
             found.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in found)
+    return " or ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
 
 
 def _verdict(best: Prediction, note: str) -> Iterator[str]:
@@ -144,7 +149,7 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
         idle = f"{one.time.bubble_s / one.step_s:7.1%}  " if bubble else ""
         lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} "
         mark = "!" if is_tight(one) else " "
-        note = f" (vp={_runs(vps)} as fast)" if vps else ""
+        note = f" ({_same_speed(vps)})" if vps else ""
         yield from marked(wrapped(explain.words_of(one.plan) + note, columns, f"{lead}{mark}  {idle}"), "!", "yellow")
     if any(is_tight(one) for one, _ in rows):
         room = short_gib(usable_bytes(rows[0][0].plan))

@@ -46,11 +46,12 @@ def calibrate(
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
     from meshwright.planner.machine.clusterfile_writer import text
-    from meshwright.store.durable import replace_file
+    from meshwright.store.durable import one_line, replace_file
 
     found = _learned(cluster, runs) if cluster and runs else _measured(quick)
     if out is not None:
-        replace_file(out, text(found).encode())
+        with one_line(out, "--out"):
+            replace_file(out, text(found).encode())
     if json:
         import tomllib
 

@@ -27,12 +27,13 @@ def explore(
     from meshwright.api.documents import check_page
     from meshwright.api.plan_request import asked_estimator, asked_plan
     from meshwright.planner.explorer.explorer_page import page
-    from meshwright.store.durable import replace_file
+    from meshwright.store.durable import one_line, replace_file
 
     asked = asked_plan(model, cluster, nodes, recipe or [])
     check_page(out, "explorer.html")
     command = _command(model, cluster, nodes, recipe or [])
-    replace_file(out, page(asked, asked_estimator(asked, cluster), command).encode())
+    with one_line(out, "--out"):
+        replace_file(out, page(asked, asked_estimator(asked, cluster), command).encode())
     print(f"{out}: {asked.model.name} on {asked.cluster.devices} {asked.cluster.device.name}; open it in a browser")
 
 

@@ -33,6 +33,7 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     """
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+    from meshwright.store.durable import one_line
     from meshwright.store.model_weights import locate, weights
     from meshwright.training.precision import DTYPES
 
@@ -41,14 +42,15 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     run, checkpoint = locate(source)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     template = run.path / TEMPLATE
-    export_folder(
-        out,
-        model_tensors=weights(checkpoint, wanted, verified=True),
-        shape=run.plan.model,
-        tokenizer=run.known_tokenizer(checkpoint),
-        dtype=wanted,
-        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-        generation=read_json(run.path / GENERATION),
-        dropout=run.plan.recipe.dropout,
-    )
+    with one_line(out, "OUT"):
+        export_folder(
+            out,
+            model_tensors=weights(checkpoint, wanted, verified=True),
+            shape=run.plan.model,
+            tokenizer=run.known_tokenizer(checkpoint),
+            dtype=wanted,
+            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            generation=read_json(run.path / GENERATION),
+            dropout=run.plan.recipe.dropout,
+        )
     return checkpoint

@@ -58,7 +58,7 @@ def quickstart(
     people = console(json=json)
     outcome = run(plan, people)
     if isinstance(outcome, str):
-        people.print(f"\nSaved. To resume:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
+        people.print(f"\nSaved; to continue:\n  {_longer(plan, plan.recipe.steps)}", markup=False, soft_wrap=True)
         if outcome == "interrupted":
             raise typer.Exit(INTERRUPTED)
     elif json:

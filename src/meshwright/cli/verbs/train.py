@@ -81,7 +81,8 @@ def train(
             if json:
                 print_json(answer.to_dict())
             elif not answer.done:
-                print(f"to resume: {again(words or (), str(answer.run))}", flush=True)
+                where = f"step {answer.summary.step} of {answer.summary.steps}"
+                print(f"Saved after {where}; to continue: {again(words or (), str(answer.run))}", flush=True)
             elif foresight and (said := hindsight(answer.run, answer.summary)):
                 print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":

@@ -3,6 +3,7 @@
 A model or device is added by adding a table to a file of `models/` or `devices/`; nothing else needs to change.
 """
 
+import inspect
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,9 +51,22 @@ def model(name: str) -> ModelShape:
 
 
 def shape_of(fields: Mapping[str, Any]) -> ModelShape:
-    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; errors as ModelShape."""
-    parts = {key: part(**fields[key]) for key, part in PARTS.items() if fields.get(key) is not None}
-    return ModelShape(**{**fields, **parts})
+    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; PlanError with the nearest key for one
+    that is not known, else errors as ModelShape."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    parts: dict[str, Any] = {key: _made(part, key, given[key]) for key, part in PARTS.items() if key in given}
+    return _made(ModelShape, "model", {**fields, **parts})
+
+
+def _made(kind: type[T], where: str, given: Mapping[str, Any]) -> T:
+    """A dataclass of these fields."""
+    known = inspect.signature(kind).parameters
+    for key in given.keys() - known.keys():
+        raise PlanError(f"{where}.{key} is not known; nearest: {', '.join(nearest(key, known))}")
+    for key, field in known.items():
+        if field.default is field.empty and key not in given:
+            raise PlanError(f"{where}.{key} is missing: give it")
+    return kind(**given)
 
 
 def model_names() -> tuple[str, ...]:
@@ -65,9 +79,10 @@ def published(name: str) -> Published:
     return _models()[_find(name, _models(), "model")]
 
 
-def device(name: str) -> Device:
-    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`."""
-    return _devices()[_find(name, _devices(), "cluster.device")]
+def device(name: str, given: str = "") -> Device:
+    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
+    was `given`: cluster='h100x8'."""
+    return _devices()[_find(name, _devices(), "cluster.device", given)]
 
 
 def device_names() -> tuple[str, ...]:
@@ -80,8 +95,17 @@ def device_names() -> tuple[str, ...]:
 
 def cluster(name: str, nodes: int = 1) -> Cluster:
     """`DEVICE` or `DEVICExN` (N of them in a node, as h100x8) on `nodes` nodes; errors as `model`."""
+    known, per_node = devices_in_node(name)
+    return Cluster(device=known, devices_per_node=per_node, nodes=nodes)
+
+
+def devices_in_node(name: str) -> tuple[Device, int]:
+    """The device and how many of it a node has; errors as `model`."""
     known, per_node = split_cluster(name)
-    return Cluster(device=device(known), devices_per_node=per_node, nodes=nodes)
+    found = device(known, f"cluster={name[:LONGEST]!r}")
+    if not per_node:
+        raise PlanError(f"cluster={name!r}: a node has at least 1 device, as {known}x8")
+    return found, per_node
 
 
 def split_cluster(name: str) -> tuple[str, int]:
@@ -98,10 +122,11 @@ def nearest(name: str, known: Iterable[str], most: int = 3, least: float = 0.0) 
     return get_close_matches(name, names, most, CLOSE) or get_close_matches(name, names, 1, least)
 
 
-def _find(name: str, known: Mapping[str, object], key: str) -> str:
+def _find(name: str, known: Mapping[str, object], key: str, given: str = "") -> str:
     plain = _plain(name)
     if plain not in known:
-        raise PlanError(f"{key}={name[:LONGEST]!r} is not known; nearest: {', '.join(nearest(plain, known))}")
+        given = given or f"{key}={name[:LONGEST]!r}"
+        raise PlanError(f"{given} is not known; nearest: {', '.join(nearest(plain, known))}")
     return plain
 
 
@@ -125,7 +150,7 @@ def _models() -> Mapping[str, Published]:
             parts = {part: entry.pop(part) for part in PARTS if part in entry}
             fields = {"name": name, **table.get("shape", {}), **entry.pop("shape"), **parts}
             names = [name, *entry.pop("aliases", [])]
-            _add(found, names, Published(name=name, fields=MappingProxyType(fields), **entry))
+            _add(found, names, _made(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
     return MappingProxyType(found)
 
 

@@ -33,7 +33,7 @@ function drawTiles() {
   if (run.pp > 1 && (bubble.measured ?? bubble.planned) !== null) add(profiled, "bubble", percent(bubble.measured ?? bubble.planned), bubble.measured !== null ? "measured" : "planned");
   const about = run.comparison.columns.measured, source = about.there ? "From the measured run or profile" : "From plan and dry run";
   const title = (words, list) => list.length ? `<h2>${words}</h2>` + list.map(([name, value, more]) =>
-    `<div class="tile"><span>${name}</span><b>${value}</b><small title="${more}">${more}</small></div>`).join("") : "";
+    `<div class="tile"><span>${name}</span><b>${value}</b><small>${more}</small></div>`).join("") : "";
   element("tiles").innerHTML = title(`Training: ${escaped(run.name)}`, trained) + title(`${source}: ${escaped(about.there ? about.about : run.name)}`, profiled);
 }
 
