@@ -50,6 +50,8 @@ MOE = replace(LLAMA, name="mixture", family="mixtral", moe=MoEShape(experts=4, t
 CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "one": (LLAMA, 16, 128, {"micro_batch": 8}),
     "one-selective": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "selective"}),
+    "one-norms": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "norms"}),
+    "one-but-attention": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "all-but-attention"}),
     "one-full": (LLAMA, 16, 128, {"micro_batch": 8, "recompute": "full"}),
     "one-long": (LLAMA, 2, 1024, {"micro_batch": 1}),
     "one-packed": (LLAMA, 2, 1024, {"micro_batch": 1, "documents": True}),

@@ -55,9 +55,16 @@ REAL = {
     "z3": plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8),
     "dp-async": plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async"),
     "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
+    "norms": plan(SMALL, 32, cp=2, context_split="striped", micro_batch=16, recompute="norms"),
+    "but attention": plan(SMALL, 32, cp=2, micro_batch=16, recompute="all-but-attention"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
 }
+
+
+@pytest.mark.parametrize("name", ["norms", "but attention"])
+def test_context_parallel_plans_run_without_values(name: str) -> None:
+    assert dry_run(REAL[name], ranks=(1,), device="cuda").ranks[0].peak_bytes > 0
 
 
 @pytest.mark.slow

@@ -161,8 +161,10 @@ def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own cut between forward and backward pass obeys the policy; checked without code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     none, norms, selective, attention, full = (compiled("llama-3.1-8b", recompute, graphs=1) for recompute in POLICIES)
-    assert norms == none > 1.2 * selective > 1.8 * max(attention, full), (none, selective, attention, full)
+    assert none > 1.2 * max(norms, selective) and min(norms, selective) > 1.5 * max(attention, full)
+    assert norms <= 1.05 * memory("llama-3.1-8b", "norms", length=20)[0], "no more than uncompiled blocks keep"
     compiled("mixtral-8x7b", "full", graphs=4)
+    assert compiled("mixtral-8x7b", "norms", graphs=4) == compiled("mixtral-8x7b", "none", graphs=4)
 
 
 def compiled(name: str, recompute: str, *, graphs: int) -> int:

@@ -52,7 +52,7 @@ def alive(shape: ModelShape, recompute: str, batch: int = BATCH, *, whole: bool 
 
 def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> Local:
     """The same for the planner: fp32, one rank."""
-    layout = Layout(recompute=recompute, micro_batch=batch)  # type: ignore[arg-type]
+    layout = Layout(recompute=recompute, micro_batch=batch, compile="off")  # type: ignore[arg-type]
     return local(shape, MESHWRIGHT, layout, SEQUENCE, batch, 4)
 
 

@@ -67,18 +67,16 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     Dense blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees
     any more, selective would keep nothing. Routed ones cannot be, since the compiler does not recompute a part that it
     must leave alone: their recomputation is around what is compiled of them, and selective keeps the experts' products
-    only. The compiler makes norms again by itself, so that `norms` is `none` here; all-but-attention keeps the results
-    of dense blocks' attention and is `full` for routed ones. With a cache every token has another length and would be
+    only. Of dense blocks norms and all-but-attention keep the results of products and of attention, or those of
+    attention; of routed ones they are `none` and `full`. With a cache every token has another length and would be
     compiled anew: generation stays as it is.
     """
     torch_compile.raise_recompile_limit(VARIANTS)
     torch_compile.when_recompile_limit_is_hit(_say_limit)
     # Experts take runs of rows whose lengths would become constants of the code: every step would compile anew.
     model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
-    inside, around = {"norms": ("none", "none"), "all-but-attention": ("attention", "full")}.get(
-        recompute, (recompute,) * 2
-    )
-    dense = torch.compile(block_call(inside), dynamic=False)
+    around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
+    dense = torch.compile(block_call(recompute, compiled=True), dynamic=False)
     routed = block_call(around, torch.compile(compute, dynamic=False))
 
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:

@@ -70,7 +70,7 @@ class Engine:
         if cp.size == 1:
             return None
         mine = places(sequence, cp.size, cp.index, self.mesh.layout.context_split)
-        return tuple(mine.positions(0, sequence // cp.size).tolist())
+        return tuple(start + at * mine.step for start in mine.starts for at in range(mine.length))
 
     def total(self, number: float, device: torch.device) -> Tensor:
         """The sum over all data-parallel ranks of a number that each knows () float64; no rank waits for it."""

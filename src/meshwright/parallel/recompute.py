@@ -182,16 +182,22 @@ def _call_but_attention(block: Block, *given: Any, inner: BlockCall) -> tuple[Te
     return _call(block, *given, inner=_KeptAttention(inner), contexts=None)
 
 
-def block_call(recompute: str, inner: BlockCall = compute) -> BlockCall:
-    """The function that runs a block under a policy, a word of layout.recompute; of compiled code also `attention`.
-    `inner` is what is made again; hooks on the block stay outside of it."""
+KEPT = {
+    "norms": MATRIX_PRODUCTS | ATTENTION_CORES, "selective": MATRIX_PRODUCTS, "all-but-attention": ATTENTION_CORES,
+}  # fmt: skip
+"""Operators whose results a policy keeps, where it goes by operators."""
+
+
+def block_call(recompute: str, inner: BlockCall = compute, *, compiled: bool = False) -> BlockCall:
+    """The function that runs a block under a policy, a word of layout.recompute. `inner` is what is made again; hooks
+    on the block stay outside of it. `compiled`: the function will be."""
     if recompute == "none":
         return inner
-    if recompute == "norms":
+    if recompute == "norms" and not compiled:
         return partial(_call_without_norms, inner=inner)
-    if recompute == "all-but-attention":
+    if recompute == "all-but-attention" and not compiled:
         return partial(_call_but_attention, inner=inner)
     if recompute == "full":
         return partial(_call, inner=inner, contexts=None)
-    kept = ATTENTION_CORES if recompute == "attention" else MATRIX_PRODUCTS
+    kept = KEPT[recompute]
     return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, partial(_policy, kept)))

@@ -43,6 +43,12 @@ class LayerWork:
     backward: Backward = NOTHING
     logits: Logits = NONE
 
+    @property
+    def keeps_core(self) -> bool:
+        """Whether the attention core's results can be kept where all else is made again. The compiler does not
+        recompute a part that it must leave alone (parallel/compiling.py), which routed blocks have."""
+        return any(kept.of == "core" for kept in self.kept)
+
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""
         if recompute == "selective":
@@ -74,7 +80,10 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
     sizes = _routed(of) if routed else None
     return LayerWork(
         operations=tuple(operations),
-        kept=activations.layer_kept(of, _widths(of), sizes),
+        kept=tuple(
+            one._replace(of="") if of.compiled and routed else one
+            for one in activations.layer_kept(of, _widths(of), sizes)
+        ),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,

@@ -112,7 +112,7 @@ class BlockTime(NamedTuple):
     again: tuple[float, float]
     norms: tuple[float, float]
     core: tuple[float, float]
-    """The attention core's forward pass."""
+    """The attention core's forward pass, where it is kept."""
     within_s: float = 0.0
     """Of weights_s: what no split pass leaves for later."""
 
@@ -137,7 +137,9 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         weights_s=passes.of_pass(block.operations, "weights")[0],
         again=(again[0] + called[2], again[1]),
         norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
-        core=passes.of_pass(tuple(op for op in block.operations if op.name == "attention"), "forward"),
+        core=passes.of_pass(
+            tuple(op for op in block.operations if op.name == "attention" and block.keeps_core), "forward"
+        ),
     )
 
 
