@@ -1,23 +1,20 @@
-"""Seconds of an operation on a device: matrix products by shape, attention cores, passes over memory.
+"""Seconds of an operation in a training run: matrix products by shape, attention cores, passes over memory.
 
-A product runs in tiles, one a processor and wave: the last wave is as long as the others, a short inner dim leaves the
-pipeline of a tile half empty, and small products are bound by memory. The ceiling is the best product anybody measured.
+A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels), at
+`product_share` of the rate.
 """
 
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
 
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
+from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
+from meshwright.planner.cost.kernels.times import product_us
 from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
 from meshwright.spec.cluster import Device
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-"""(rows, columns, share of the ceiling a full wave reaches): the shapes cuBLAS chooses from."""
 WIDE = 16
 """Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
-SPLITS = (1, 2, 4)
-"""Parts of the inner dim that processors share (split-K), where tiles are few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +26,6 @@ class Speeds:
     peak_flop_per_s: float
     """Data sheet: attention's shares are of it."""
     memory_bytes_per_s: float
-    processors: int = 132
-    """Streaming multiprocessors, or cores."""
     low_flop_per_s: float = 0.0
     """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
     lowest_flop_per_s: float = 0.0
@@ -39,10 +34,10 @@ class Speeds:
     """fp32 products as torch makes them unless told otherwise: not in TF32; 0 = a WIDE-th of the data sheet's peak."""
     product_share: float = 0.95
     """Of the best product, in a training run: clocks, power, layouts."""
-    inner_half: float = 256.0
-    """A tile with inner dim k reaches k / (k + inner_half) of what a long one does: filling its pipeline, storing."""
-    wave_share: float = 0.5
-    """1 = a started wave costs a whole one; 0 = tiles are spread without a rest (stream-K)."""
+    inner_half: float = 1.0
+    """How much longer filling and emptying a tile's pipeline takes than for the kernel alone."""
+    wave_share: float = 0.0
+    """Beyond the kernel's own: 1 = a started wave costs a whole one; 0 = as the kernel alone."""
     unaligned_share: float = 0.35
     """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
     attention_forward: float = 0.64
@@ -62,6 +57,8 @@ class Speeds:
     """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
     host_share: float = 1.0
     """Of that, in a training run."""
+    kernel: Kernel | None = None
+    """Its products alone; None where `curves` has them."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
     _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -126,42 +123,33 @@ class Speeds:
         return found
 
     def _product_s(self, work: Product) -> float:
-        m, k, n, batch, width = work
+        assert self.kernel is not None
+        m, k, n, _, width = work
         rate = self.rate(width) * self.product_share
         row = 16 / max(width, 1)
         if (k == int(k) and k % row) or (n == int(n) and n % row):
             rate *= self.unaligned_share
-        best = min(self._tiled(m, k, n, batch, tile) for tile in TILES)
-        moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
-        memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
-        return max(best / rate, memory_s) + self.launch_s
+        return product_us(self._in_training(self.kernel), work, rate / 1e6) / 1e6
 
-    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float]) -> float:
-        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed. Where
-        tiles are few, processors share the inner dim of one (split-K)."""
-        rows, columns, share = tile
-        tiles, processors = ceil(m / rows) * ceil(n / columns) * batch, self.processors
-        best = inf
-        for split in SPLITS:
-            if split > 1 and (k < 1024 * split or tiles * split > 2 * processors):
-                break
-            waves = tiles * split / processors
-            waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
-            inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
-            best = min(best, inner * waves)
-        return 2.0 * rows * columns * processors * best / share
+    def _in_training(self, kernel: Kernel) -> Kernel:
+        """Its constants as calibration changed them."""
+        if self.inner_half == 1 and not self.wave_share:
+            return kernel
+        wave = kernel.figures["wave"] + (1 - kernel.figures["wave"]) * self.wave_share
+        changed = {"inner_half": self.inner_half * kernel.figures["inner_half"], "wave": wave}
+        return kernel._replace(figures={**kernel.figures, **changed})
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {
-    "A100": {"processors": 108, "wide_flop_per_s": 19.5e12},
-    "H100": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H200": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H800": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "GH200": {"processors": 132, "product_share": 0.86, "wide_flop_per_s": 67e12},
-    "B200": {"processors": 148, "product_share": 0.85, "wide_flop_per_s": 75e12},
-    "GB200": {"processors": 152, "product_share": 0.85, "wide_flop_per_s": 80e12},
-    "B300": {"processors": 148, "product_share": 0.85},
-    "GB300": {"processors": 152, "product_share": 0.85},
+    "A100": {"wide_flop_per_s": 19.5e12},
+    "H100": {"product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H200": {"product_share": 0.83, "wide_flop_per_s": 67e12},
+    "H800": {"product_share": 0.83, "wide_flop_per_s": 67e12},
+    "GH200": {"product_share": 0.86, "wide_flop_per_s": 67e12},
+    "B200": {"product_share": 0.85, "wide_flop_per_s": 75e12},
+    "GB200": {"product_share": 0.85, "wide_flop_per_s": 80e12},
+    "B300": {"product_share": 0.85},
+    "GB300": {"product_share": 0.85},
 }
 """Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets,
 CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
@@ -208,5 +196,6 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         attention_forward=forward * slow,
         attention_backward=backward * slow,
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
+        kernel=kernel_of(device, "product.bf16"),
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -1,0 +1,117 @@
+"""Seconds of one kernel on a device that does nothing else, forward: the formula of its kind times its curve."""
+
+from typing import NamedTuple
+
+from meshwright.planner.cost.kernels import attention, collective, experts, product
+from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
+from meshwright.planner.cost.work import Product
+from meshwright.spec.cluster import Device
+
+KINDS = tuple(collective.ROUNDS)
+
+
+class Prefill(NamedTuple):
+    """Causal attention of `batch` sequences."""
+
+    batch: float
+    sequence: float
+    heads: float
+    kv_heads: float
+    dim: float = 128.0
+
+
+class Decode(NamedTuple):
+    """Attention of one new token for each of `batch` sequences over `context` cached ones."""
+
+    batch: float
+    context: float
+    heads: float
+    kv_heads: float
+    dim: float = 128.0
+
+
+class Experts(NamedTuple):
+    """Fused experts of one of tp x ep ranks. `skew`: exponent of the power law of routing, 0 = even."""
+
+    tokens: float
+    hidden: float
+    ffn: float
+    top_k: float
+    experts: float
+    tp: float = 1.0
+    ep: float = 1.0
+    skew: float = 0.0
+
+
+class Collective(NamedTuple):
+    """Of `ranks` GPUs in a node; `size_bytes` of the whole tensor, as nccl-tests count them."""
+
+    name: str
+    size_bytes: float
+    ranks: float
+
+
+Operation = Product | Prefill | Decode | Experts | Collective
+
+
+def kernel_seconds(device: Device, work: Operation) -> float:
+    """Of one call. A product of width 1 is fp8 as vLLM runs it, with the kernel that quantizes its activations."""
+    if isinstance(work, Product):
+        return _product(device, work)
+    if isinstance(work, Prefill):
+        kernel = kernel_of(device, "prefill")
+        factor = kernel.curve.at(*prefill_place(*work))
+        return factor * attention.prefill_us(kernel.figures, kernel.chip, *work) / 1e6
+    if isinstance(work, Decode):
+        kernel = kernel_of(device, "decode")
+        factor = kernel.curve.at(*decode_place(*work))
+        return factor * attention.decode_us(kernel.figures, kernel.chip, *work) / 1e6
+    if isinstance(work, Experts):
+        kernel = kernel_of(device, "experts")
+        factor = kernel.curve.at(*experts_place(*work))
+        return factor * experts.experts_us(kernel.figures, kernel.chip, *work) / 1e6
+    kernel, kind = kernel_of(device, "collective"), KINDS.index(work.name)
+    rounds, size = collective.ROUNDS[work.name], (work.size_bytes, work.ranks)
+    factor = kernel.curve.at(*collective_place(kind, *size))
+    return factor * collective.collective_us(kernel.figures, kernel.chip, rounds, *size) / 1e6
+
+
+def _product(device: Device, work: Product) -> float:
+    if work.width >= 2:
+        return product_us(kernel_of(device, "product.bf16"), work) / 1e6
+    kernel = kernel_of(device, "product.fp8")
+    return product_us(kernel, work, kernel.chip.low_best, quantize=True) / 1e6
+
+
+def product_us(kernel: Kernel, work: Product, best: float = 0.0, *, quantize: bool = False) -> float:
+    """Microseconds. `best`: FLOP a microsecond of the best product, where it is not the chip's bf16's."""
+    m, k, n, batch, width = work
+    first = product.quantizing_us(kernel.figures, kernel.chip, m, k) if quantize else 0.0
+    alone = product.product_us(kernel.figures, kernel.chip, m, n, k, width, batch, best)
+    return kernel.curve.at(m, n, k) * (first + alone)
+
+
+def prefill_place(
+    batch: float, sequence: float, heads: float, kv_heads: float, dim: float
+) -> tuple[float, float, float, float]:
+    """Where a shape stands on the axes of the curve; so below."""
+    return batch * heads, sequence, heads / kv_heads, dim
+
+
+def decode_place(
+    batch: float, context: float, heads: float, kv_heads: float, dim: float
+) -> tuple[float, float, float, float]:
+    """Sequences x key heads, context, group, dim."""
+    return batch * kv_heads, context, heads / kv_heads, dim
+
+
+def experts_place(
+    tokens: float, hidden: float, ffn: float, top_k: float, experts: float, tp: float, ep: float, skew: float
+) -> tuple[float, float, float, float, float]:
+    """Tokens, experts of a rank, their width, ranks, 1 + skew."""
+    return tokens, experts / ep, ffn / tp, ep, 1 + skew
+
+
+def collective_place(kind: float, size_bytes: float, ranks: float) -> tuple[float, float, float]:
+    """Collective (1, 2, 4, 8), ranks, bytes."""
+    return 2.0**kind, ranks, size_bytes
