@@ -142,7 +142,7 @@ def left_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, flo
     found = {}
     alone = None if kind.own else constants(kind, tables)
     for gpu, rows in tables.items():
-        source = next(one for one in (STAND_INS[gpu], "H200-SXM", "H100-SXM-80") if one in tables and one != gpu)
+        source = next(one for one in (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200") if one in tables and one != gpu)
         others = {other: table for other, table in tables.items() if other != gpu}
         fits = fitted(kind, others, alone, source)
         found[gpu] = errors(predicted(kind, fits[source], gpu, rows, source), rows)

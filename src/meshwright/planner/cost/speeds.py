@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
-from meshwright.planner.cost.kernels.times import product_us
+from meshwright.planner.cost.kernels.times import LONG, core_us, product_us
 from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
 from meshwright.spec.cluster import Device
 
@@ -59,9 +59,17 @@ class Speeds:
     """Of that, in a training run."""
     kernel: Kernel | None = None
     """Its products alone; None where `curves` has them."""
+    attention: Kernel | None = None
+    """Its fused attention alone: its dependence on length, heads and their dim; the level is `attention_forward`."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
     _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def _alone(self) -> float:
+        """Of the data sheet's peak that the attention kernel alone reaches with long sequences and heads of 128."""
+        assert self.attention is not None
+        return LONG.flop / core_us(self.attention, LONG) * 1e6 / self.peak_flop_per_s
 
     @property
     def reached_flop_per_s(self) -> float:
@@ -77,6 +85,8 @@ class Speeds:
         if isinstance(work, Product):
             return self._product(work)
         if isinstance(work, AttentionCore):
+            if self.attention and not (work.backward or work.masked or work.width >= 4):
+                return core_us(self.attention, work) / 1e6 * self._alone / self.attention_forward + self.launch_s
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
@@ -141,15 +151,15 @@ class Speeds:
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {
-    "A100": {"wide_flop_per_s": 19.5e12},
-    "H100": {"product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H200": {"product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H800": {"product_share": 0.83, "wide_flop_per_s": 67e12},
-    "GH200": {"product_share": 0.86, "wide_flop_per_s": 67e12},
-    "B200": {"product_share": 0.85, "wide_flop_per_s": 75e12},
-    "GB200": {"product_share": 0.85, "wide_flop_per_s": 80e12},
-    "B300": {"product_share": 0.85},
-    "GB300": {"product_share": 0.85},
+    "A100": {"product_share": 0.88, "wide_flop_per_s": 19.5e12},
+    "H100": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H200": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H800": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "GH200": {"product_share": 0.85, "wide_flop_per_s": 67e12},
+    "B200": {"product_share": 0.86, "wide_flop_per_s": 75e12},
+    "GB200": {"product_share": 1.0, "wide_flop_per_s": 80e12},
+    "B300": {"product_share": 0.86},
+    "GB300": {"product_share": 1.0},
 }
 """Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets,
 CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
@@ -197,5 +207,6 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         attention_backward=backward * slow,
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
         kernel=kernel_of(device, "product.bf16"),
+        attention=kernel_of(device, "prefill"),
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.kernels import attention, collective, experts, product
 from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
-from meshwright.planner.cost.work import Product
+from meshwright.planner.cost.work import AttentionCore, Product
 from meshwright.spec.cluster import Device
 
 KINDS = tuple(collective.ROUNDS)
@@ -89,6 +89,24 @@ def product_us(kernel: Kernel, work: Product, best: float = 0.0, *, quantize: bo
     first = product.quantizing_us(kernel.figures, kernel.chip, m, k) if quantize else 0.0
     alone = product.product_us(kernel.figures, kernel.chip, m, n, k, width, batch, best)
     return kernel.curve.at(m, n, k) * (first + alone)
+
+
+LONGEST = 32768.0
+"""Rows from which on an attention core is no faster for more of them."""
+
+
+def core_us(kernel: Kernel, work: AttentionCore) -> float:
+    """Microseconds of a causal forward core, given by its FLOP: so many heads x sequences of its length. Without the
+    launch, which belongs to the serving framework."""
+    sequence = min(work.sequence, LONGEST)
+    pairs = work.flop / (2 * sequence * sequence * work.dim)
+    shape = pairs, sequence, 1.0, 1.0, 128.0
+    alone = attention.prefill_us(kernel.figures, kernel.chip, *shape) - kernel.figures["launch_us"]
+    return kernel.curve.at(*prefill_place(*shape)) * alone * work.dim / 128 / (0.86 if work.dim < 96 else 1)
+
+
+LONG = AttentionCore(2 * 256 * LONGEST**2 * 128, sequence=LONGEST)
+"""A core that any device is busy with."""
 
 
 def prefill_place(
