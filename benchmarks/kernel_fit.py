@@ -73,7 +73,7 @@ def _neighbours(axes: Sequence[Sequence[float]], coupling: Sequence[float]) -> A
     found, index = np.zeros((total, total)), np.arange(total).reshape(shape)
     for axis in range(len(shape)):
         moved = np.moveaxis(index, axis, 0)
-        for one, other in zip(moved[:-1], moved[1:], strict=True):
+        for one, other in itertools.pairwise(moved):
             a, b = one.ravel(), other.ravel()
             found[a, a] += coupling[axis]
             found[b, b] += coupling[axis]

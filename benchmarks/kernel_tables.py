@@ -1,4 +1,4 @@
-"""The published kernel times as arrays, and for each operation what its fit needs: formula, axes of its curve, split."""
+"""The published kernel times as arrays, and what the fit of each operation needs: formula, axes, split."""
 
 import csv
 from collections import defaultdict
@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.kernels import attention, collective, experts, product, times
-from meshwright.planner.cost.kernels.chips import Chip, chip_of
+from meshwright.planner.kernels import attention_times as attention
+from meshwright.planner.kernels import collective_times as collective
+from meshwright.planner.kernels import expert_times as experts
+from meshwright.planner.kernels import one_kernel as times
+from meshwright.planner.kernels import product_times as product
+from meshwright.planner.kernels.chips import Chip, chip_of
 from meshwright.spec import presets
 
 Array = np.ndarray

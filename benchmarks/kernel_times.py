@@ -1,11 +1,11 @@
-"""Fits the kernel times of planner/cost/kernels to the published tables and scores them on rows the fit did not see.
+"""Fits the kernel times of planner/kernels to the published tables and scores them on rows the fit did not see.
 
     python -m benchmarks.kernel_times [FOLDER] [--write] [--json] [--only OPERATION]
 
-Three fits. Held out: of each device a quarter of the shapes is left out whole (products by (n, k), attention by
-(heads, kv_heads), experts by model, tp and ep, collectives by (collective, ranks); kernel_fit.fold). Left out: a device
-is served by the constants and curves of its stand-in, none of its own rows seen. --write fits to all rows and writes the
-package's data/DEVICE.json.
+Held out: of each device a quarter of the shapes is left out whole: products by (n, k), attention by (heads, kv_heads),
+experts by model, tp and ep (kernel_fit.fold); collectives by (collective, ranks), each quarter in turn. Left out: a
+device is served by the constants and curves of its stand-in, and none of its own rows is seen. --write fits to all rows
+and writes the package's data/DEVICE.json.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks import kernel_fit as fit
 from benchmarks.kernel_tables import DEVICES, GENERATION, KINDS, Array, Kind, chip, rows_of, software_of
 from benchmarks.leaderboard import HOW, folder
-from meshwright.planner.cost.kernels.tables import adapted
+from meshwright.planner.kernels.fitted_kernel import adapted
 from meshwright.spec import presets
 
-DATA = Path(__file__).resolve().parent.parent / "src/meshwright/planner/cost/kernels/data"
+DATA = Path(__file__).resolve().parent.parent / "src/meshwright/planner/kernels/data"
 SOURCE = "ai-dynamo/aiconfigurator 095f58a51 (Apache-2.0): fitted to its measured tables; no row of them is here"
 STAND_INS = {"A100-SXM-80": "H100-SXM-80", "H100-SXM-80": "H200-SXM", "H200-SXM": "H100-SXM-80", "B200": "GB200",
              "GB200": "B200"}  # fmt: skip
@@ -81,9 +81,7 @@ def residuals_of(
     kind: Kind, tables: Mapping[str, Array], figures: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Array]:
     """Logs of what the formula leaves."""
-    return {
-        gpu: np.log(rows[:, -1] / kind.formula(figures[gpu], chip(gpu), rows)) for gpu, rows in tables.items()
-    }
+    return {gpu: np.log(rows[:, -1] / kind.formula(figures[gpu], chip(gpu), rows)) for gpu, rows in tables.items()}
 
 
 def common(
@@ -142,7 +140,9 @@ def left_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, flo
     found = {}
     alone = None if kind.own else constants(kind, tables)
     for gpu, rows in tables.items():
-        source = next(one for one in (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200") if one in tables and one != gpu)
+        source = next(
+            one for one in (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200") if one in tables and one != gpu
+        )
         others = {other: table for other, table in tables.items() if other != gpu}
         fits = fitted(kind, others, alone, source)
         found[gpu] = errors(predicted(kind, fits[source], gpu, rows, source), rows)

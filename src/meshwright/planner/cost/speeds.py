@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
-from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
-from meshwright.planner.cost.kernels.times import LONG, core_us, product_us
-from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
+from meshwright.planner.cost.work import MemoryPass, Work
+from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
+from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
+from meshwright.planner.kernels.operations import AttentionCore, Product
 from meshwright.spec.cluster import Device
 
 WIDE = 16
@@ -61,15 +62,11 @@ class Speeds:
     """Its products alone; None where `curves` has them."""
     attention: Kernel | None = None
     """Its fused attention alone: its dependence on length, heads and their dim; the level is `attention_forward`."""
+    attention_alone: float = 1.0
+    """Of the data sheet's peak that it reaches alone with long sequences and heads of 128."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
-    _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @property
-    def _alone(self) -> float:
-        """Of the data sheet's peak that the attention kernel alone reaches with long sequences and heads of 128."""
-        assert self.attention is not None
-        return LONG.flop / core_us(self.attention, LONG) * 1e6 / self.peak_flop_per_s
+    _known: dict[Product | AttentionCore, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def reached_flop_per_s(self) -> float:
@@ -86,7 +83,7 @@ class Speeds:
             return self._product(work)
         if isinstance(work, AttentionCore):
             if self.attention and not (work.backward or work.masked or work.width >= 4):
-                return core_us(self.attention, work) / 1e6 * self._alone / self.attention_forward + self.launch_s
+                return self._core(self.attention, work)
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
@@ -132,9 +129,16 @@ class Speeds:
             found = self._known[work] = self._product_s(work)
         return found
 
+    def _core(self, kernel: Kernel, work: AttentionCore) -> float:
+        found = self._known.get(work)
+        if found is None:
+            slower = self.attention_alone / self.attention_forward
+            found = self._known[work] = core_us(kernel, work) / 1e6 * slower + self.launch_s
+        return found
+
     def _product_s(self, work: Product) -> float:
         assert self.kernel is not None
-        m, k, n, _, width = work
+        _m, k, n, _, width = work
         rate = self.rate(width) * self.product_share
         row = 16 / max(width, 1)
         if (k == int(k) and k % row) or (n == int(n) and n % row):
@@ -197,6 +201,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
     matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
     slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
     low = device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s
+    core = kernel_of(device, "prefill")
     return Speeds(
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
@@ -207,6 +212,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         attention_backward=backward * slow,
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
         kernel=kernel_of(device, "product.bf16"),
-        attention=kernel_of(device, "prefill"),
+        attention=core,
+        attention_alone=LONG.flop / core_us(core, LONG) * 1e6 / peak,
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -1,10 +1,10 @@
 """Microseconds of a fused mixture-of-experts layer of one rank, forward: route, sort, two grouped products, sum.
 
-The rank holds experts / ep experts, each cut tp ways. Formulas are arithmetic only, as in product.py.
+The rank holds experts / ep experts, each cut tp ways. Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.cost.kernels.chips import Chip
-from meshwright.planner.cost.kernels.product import Figures
+from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.product_times import Figures
 
 COLUMNS = 128
 """Of a tile; its rows are the tokens of an expert, 16 to 128."""
@@ -15,7 +15,7 @@ START: dict[str, float] = {
 }  # fmt: skip
 """Constants before a fit. launch_us: of all kernels of the layer; expert_us: of a hundred experts. memory: bandwidth of
 weights. passes: how often activations of all tokens x top_k are moved. rate: of the best product. step_us, tile_us: of
-STEP of the inner dim, and of a tile. wave: as in product.py. uneven: share of the tokens that skewed routing
+STEP of the inner dim, and of a tile. wave: as in product_times.py. uneven: share of the tokens that skewed routing
 concentrates on experts that are busy anyhow. hot: more tokens of the busiest rank for each doubling of ep. skewed: time
 that skew adds. row_us: of a thousand tokens x top_k."""
 
@@ -41,7 +41,8 @@ def busy(of: Figures, tokens: float, top_k: float, experts: float, ep: float, sk
 
 def _doublings(ep: float) -> float:
     """log2 of 1 to 256 without a library, for arrays."""
-    return sum((ep >= 2**power) * 1.0 for power in range(1, 9))
+    found: float = sum((ep >= 2**power) * 1.0 for power in range(1, 9))
+    return found
 
 
 def grouped_us(of: Figures, chip: Chip, active: float, rows: float, n: float, k: float) -> float:
@@ -52,7 +53,8 @@ def grouped_us(of: Figures, chip: Chip, active: float, rows: float, n: float, k:
     waves = of["wave"] * -(-waves // 1) + (1 - of["wave"]) * _most(waves, 1.0)
     flop = 2.0 * tile * COLUMNS * chip.processors / (chip.best * of["rate"])
     each = (flop**2 + (of["step_us"] / STEP) ** 2) ** 0.5
-    return waves * (k * each + of["tile_us"])
+    found: float = waves * (k * each + of["tile_us"])
+    return found
 
 
 def experts_us(
@@ -63,10 +65,13 @@ def experts_us(
     inner = ffn / tp
     pairs, active = busy(of, tokens, top_k, experts, ep, skew)
     rows = pairs / active
-    computing = grouped_us(of, chip, active, rows, 2 * inner, hidden) + grouped_us(of, chip, active, rows, hidden, inner)
+    computing = grouped_us(of, chip, active, rows, 2 * inner, hidden) + grouped_us(
+        of, chip, active, rows, hidden, inner
+    )
     weights = 6.0 * active * hidden * inner / (chip.memory * of["memory"])
     passes = 2.0 * of["passes"] * tokens * top_k * (2 * hidden + 3 * inner) / (chip.memory * of["memory"])
     power = of["blend"]
     layer = (computing**power + weights**power) ** (1 / power) + passes
     counted = of["expert_us"] * experts / 100 + of["row_us"] * tokens * top_k / 1000
-    return of["launch_us"] + counted + layer * (1 + of["skewed"] * skew)
+    found: float = of["launch_us"] + counted + layer * (1 + of["skewed"] * skew)
+    return found

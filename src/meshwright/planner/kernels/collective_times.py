@@ -1,10 +1,10 @@
 """Microseconds of a collective inside a node, as nccl-tests count its bytes: of the whole tensor.
 
-Formulas are arithmetic only, as in product.py.
+Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.cost.kernels.chips import Chip
-from meshwright.planner.cost.kernels.product import Figures
+from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.product_times import Figures
 
 ROUNDS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 START: dict[str, float] = {"launch_us": 6.0, "hop": 0.12, "link": 0.8, "small": 2e5, "blend": 1.5}
@@ -20,4 +20,5 @@ def collective_us(of: Figures, chip: Chip, rounds: float, size_bytes: float, ran
     latency = of["launch_us"] * (1 + of["hop"] * rounds * (ranks - 1))
     moving = (sent + of["small"] * (sent / (sent + of["small"]))) / (chip.link * of["link"])
     power = of["blend"]
-    return (latency**power + moving**power) ** (1 / power)
+    found: float = (latency**power + moving**power) ** (1 / power)
+    return found

@@ -1,57 +1,21 @@
 """Seconds of one kernel on a device that does nothing else, forward: the formula of its kind times its curve."""
 
-from typing import NamedTuple
-
-from meshwright.planner.cost.kernels import attention, collective, experts, product
-from meshwright.planner.cost.kernels.tables import Kernel, kernel_of
-from meshwright.planner.cost.work import AttentionCore, Product
+from meshwright.planner.kernels import attention_times as attention
+from meshwright.planner.kernels import collective_times as collective
+from meshwright.planner.kernels import expert_times as experts
+from meshwright.planner.kernels import product_times as product
+from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
+from meshwright.planner.kernels.operations import (
+    AttentionCore,
+    Decode,
+    FusedExperts,
+    Operation,
+    Prefill,
+    Product,
+)
 from meshwright.spec.cluster import Device
 
 KINDS = tuple(collective.ROUNDS)
-
-
-class Prefill(NamedTuple):
-    """Causal attention of `batch` sequences."""
-
-    batch: float
-    sequence: float
-    heads: float
-    kv_heads: float
-    dim: float = 128.0
-
-
-class Decode(NamedTuple):
-    """Attention of one new token for each of `batch` sequences over `context` cached ones."""
-
-    batch: float
-    context: float
-    heads: float
-    kv_heads: float
-    dim: float = 128.0
-
-
-class Experts(NamedTuple):
-    """Fused experts of one of tp x ep ranks. `skew`: exponent of the power law of routing, 0 = even."""
-
-    tokens: float
-    hidden: float
-    ffn: float
-    top_k: float
-    experts: float
-    tp: float = 1.0
-    ep: float = 1.0
-    skew: float = 0.0
-
-
-class Collective(NamedTuple):
-    """Of `ranks` GPUs in a node; `size_bytes` of the whole tensor, as nccl-tests count them."""
-
-    name: str
-    size_bytes: float
-    ranks: float
-
-
-Operation = Product | Prefill | Decode | Experts | Collective
 
 
 def kernel_seconds(device: Device, work: Operation) -> float:
@@ -66,7 +30,7 @@ def kernel_seconds(device: Device, work: Operation) -> float:
         kernel = kernel_of(device, "decode")
         factor = kernel.curve.at(*decode_place(*work))
         return factor * attention.decode_us(kernel.figures, kernel.chip, *work) / 1e6
-    if isinstance(work, Experts):
+    if isinstance(work, FusedExperts):
         kernel = kernel_of(device, "experts")
         factor = kernel.curve.at(*experts_place(*work))
         return factor * experts.experts_us(kernel.figures, kernel.chip, *work) / 1e6

@@ -11,7 +11,7 @@ The formulas are arithmetic only, so that arrays of shapes go through them as we
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from meshwright.planner.cost.kernels.chips import Chip
+from meshwright.planner.kernels.chips import Chip
 
 Figures = Mapping[str, float]
 TILES = (
@@ -36,7 +36,7 @@ QUANTIZING: dict[str, float] = {"quantize_us": 3.0, "quantize_memory": 0.6}
 """Of fp8 as vLLM runs it: a kernel scales and casts the activations first. memory: bandwidth it reaches."""
 
 
-class Tile(NamedTuple):
+class TileChoice(NamedTuple):
     """Rows, columns, parts of the inner dim."""
 
     rows: int
@@ -44,17 +44,17 @@ class Tile(NamedTuple):
     parts: int
 
 
-CHOICES = tuple(Tile(rows, columns, parts) for rows, columns in TILES for parts in SPLITS)
+CHOICES = tuple(TileChoice(rows, columns, parts) for rows, columns in TILES for parts in SPLITS)
 
 
-def allowed(of: Figures, chip: Chip, tile: Tile, m: float, n: float, k: float, batch: float = 1.0) -> bool:
+def allowed(of: Figures, chip: Chip, tile: TileChoice, m: float, n: float, k: float, batch: float = 1.0) -> bool:
     """Whether a library would split the inner dim like that: parts stay long, and no more than two waves come of it."""
     tiles = -(-m // tile.rows) * -(-n // tile.columns) * batch
     return (k >= of["shortest"] * tile.parts) & (tiles * tile.parts <= 2 * chip.processors)
 
 
 def tiled_us(
-    of: Figures, chip: Chip, tile: Tile, m: float, n: float, k: float,
+    of: Figures, chip: Chip, tile: TileChoice, m: float, n: float, k: float,
     width: float = 2.0, batch: float = 1.0, best: float = 0.0,
 ) -> float:  # fmt: skip
     """Of the processors with this tile. `best`: FLOP a microsecond of the best product, where it is not bf16's."""
@@ -68,7 +68,8 @@ def tiled_us(
     each = (flop**4 + feed**4 + latency**4) ** 0.25
     inner = -(-k // (tile.parts * STEP)) * STEP
     added = of["split_us"] + of["split_bytes"] * tile.parts * m * n * batch / chip.memory
-    return waves * (inner + of["inner_half"]) * each + (added if tile.parts > 1 else 0.0)
+    found: float = waves * (inner + of["inner_half"]) * each + (added if tile.parts > 1 else 0.0)
+    return found
 
 
 def moved_us(of: Figures, chip: Chip, m: float, n: float, k: float, width: float = 2.0, batch: float = 1.0) -> float:
@@ -82,7 +83,8 @@ def moved_us(of: Figures, chip: Chip, m: float, n: float, k: float, width: float
 def blended_us(of: Figures, computing: float, moving: float) -> float:
     """Both overlap but for their beginnings and ends; before them stands the launch."""
     power = of["blend"]
-    return of["launch_us"] + (computing**power + moving**power) ** (1 / power)
+    found: float = of["launch_us"] + (computing**power + moving**power) ** (1 / power)
+    return found
 
 
 def quantizing_us(of: Figures, chip: Chip, m: float, k: float) -> float:
@@ -95,9 +97,10 @@ def product_us(
     width: float = 2.0, batch: float = 1.0, best: float = 0.0,
 ) -> float:  # fmt: skip
     """Of one kernel with the fastest tile, (m, k) x (k, n), `batch` times."""
-    computing = min(
-        tiled_us(of, chip, tile, m, n, k, width, batch, best)
-        for tile in CHOICES
-        if tile.parts == 1 or allowed(of, chip, tile, m, n, k, batch)
-    )
+    computing = NEVER_US
+    for tiles in zip(*[iter(CHOICES)] * len(SPLITS), strict=True):
+        for tile in tiles:
+            if tile.parts > 1 and not allowed(of, chip, tile, m, n, k, batch):
+                break
+            computing = min(computing, tiled_us(of, chip, tile, m, n, k, width, batch, best))
     return blended_us(of, computing, moved_us(of, chip, m, n, k, width, batch))

@@ -1,10 +1,10 @@
 """Microseconds of fused attention kernels of inference frameworks: a causal prefill, and one token over a cache.
 
-Formulas are arithmetic only, as in product.py.
+Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.cost.kernels.chips import Chip
-from meshwright.planner.cost.kernels.product import Figures
+from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.product_times import Figures
 
 ROWS = 128
 """Queries of a tile. Short sequences pack the queries that share a key head into one tile."""
@@ -22,8 +22,8 @@ DECODE: dict[str, float] = {
     "launch_us": 6.0, "memory": 0.85, "cached": 0.3, "cache_rate": 1.2, "rate": 0.2, "step_us": 0.3, "split_us": 1.5,
     "pair_us": 5.0, "row_us": 1.0,
 }  # fmt: skip
-"""cached, cache_rate, memory: as in product.py, of keys and values. rate: of the peak, as a step's queries fill 16 rows
-at least. step_us: of KEYS keys. split_us: of merging the parts that processors made of a long context. pair_us, row_us:
+"""cached, cache_rate, memory: as in product_times.py, of keys and values. rate: of the peak, as a step's queries fill at
+least 16 rows. step_us: of KEYS keys. split_us: of merging the parts that processors made of a long context. pair_us, row_us:
 of a thousand sequences x key heads, and of a thousand sequences."""
 
 
@@ -53,7 +53,8 @@ def prefill_us(
     longest = flop * (sequence + of["padding"]) + of["tile_us"]
     computing = _most(tiles * mean / chip.processors + of["tail"] * longest, longest)
     moving = 4.0 * batch * sequence * dim * (heads + kv_heads) / (chip.memory * of["memory"])
-    return of["launch_us"] + (computing**4 + moving**4) ** 0.25 + of["row_us"] * batch * heads / 1000
+    found: float = of["launch_us"] + (computing**4 + moving**4) ** 0.25 + of["row_us"] * batch * heads / 1000
+    return found
 
 
 def decode_us(
@@ -71,4 +72,5 @@ def decode_us(
     steps = of["step_us"] * -(-keys // (KEYS * parts)) * _most(pairs / chip.processors, 1.0)
     ends = 4.0 * batch * heads * dim / (chip.memory * of["memory"]) + of["split_us"] * (parts > 1.5)
     counted = (of["pair_us"] * pairs + of["row_us"] * batch) / 1000
-    return of["launch_us"] + (moving**3 + computing**3 + steps**3) ** (1 / 3) + ends + counted
+    found: float = of["launch_us"] + (moving**3 + computing**3 + steps**3) ** (1 / 3) + ends + counted
+    return found

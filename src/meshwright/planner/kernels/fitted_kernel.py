@@ -13,8 +13,8 @@ from importlib.resources import files
 from math import exp
 from typing import Any, NamedTuple
 
-from meshwright.planner.cost.curves import RateGrid
-from meshwright.planner.cost.kernels.chips import Chip, chip_of, silicon_of
+from meshwright.planner.kernels.chips import Chip, chip_of, silicon_of
+from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.spec.cluster import Device
 
 FLAT = RateGrid((), (1.0,))
