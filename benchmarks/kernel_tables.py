@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.planner.kernels import attention_times as attention
-from meshwright.planner.kernels import collective_times as collective
 from meshwright.planner.kernels import expert_times as experts
+from meshwright.planner.kernels import node_collective_times as collective
 from meshwright.planner.kernels import one_kernel as times
 from meshwright.planner.kernels import product_times as product
 from meshwright.planner.kernels.chips import Chip, chip_of
@@ -122,14 +122,14 @@ KINDS = (
         formula=lambda of, chip, rows: attention.prefill_us(of, chip, *rows[:, :5].T), start=attention.PREFILL,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
-              (64, 128, 256)),
+              (64, 128, 256, 512)),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
         formula=lambda of, chip, rows: attention.decode_us(of, chip, *rows[:, :5].T), start=attention.DECODE,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
-              (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), (64, 128, 256)),
+              (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), (64, 128, 256, 512)),
     ),
     Kind(
         name="experts", file="kernel_moe_forward.csv",

@@ -1,25 +1,28 @@
 """Fits the kernel times of planner/kernels to the published tables and scores them on rows the fit did not see.
 
-    python -m benchmarks.kernel_times [FOLDER] [--write] [--json] [--only OPERATION]
+    python -m benchmarks.kernel_times [FOLDER] [--write] [--page] [--json] [--only OPERATION]
 
 Held out: of each device a quarter of the shapes is left out whole: products by (n, k), attention by (heads, kv_heads),
 experts by model, tp and ep (kernel_fit.fold); collectives by (collective, ranks), each quarter in turn. Left out: a
 device is served by the constants and curves of its stand-in, and none of its own rows is seen. --write fits to all rows
-and writes the package's data/DEVICE.json.
+and writes the package's data/DEVICE.json; --page puts the table into docs/accuracy.md.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks import kernel_fit as fit
 from benchmarks.kernel_tables import DEVICES, GENERATION, KINDS, Array, Kind, chip, rows_of, software_of
-from benchmarks.leaderboard import HOW, folder
+from benchmarks.leaderboard import HOW, PAGE, folder
+from benchmarks.leaderboard import written as between
 from meshwright.planner.kernels.fitted_kernel import adapted
 from meshwright.spec import presets
 
@@ -136,37 +139,46 @@ def held_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, flo
 
 
 def left_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, float]]:
-    """By device: served by its stand-in, fitted without a row of this device."""
-    found = {}
+    """By device, and of all together: served by its stand-in, fitted without a row of this device."""
+    times = {}
     alone = None if kind.own else constants(kind, tables)
     for gpu, rows in tables.items():
-        source = next(
-            one for one in (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200") if one in tables and one != gpu
-        )
+        candidates = (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200")
+        source = next(one for one in candidates if one in tables and one != gpu)
         others = {other: table for other, table in tables.items() if other != gpu}
         fits = fitted(kind, others, alone, source)
-        found[gpu] = errors(predicted(kind, fits[source], gpu, rows, source), rows)
-    return found
+        times[gpu] = predicted(kind, fits[source], gpu, rows, source)
+    found = {gpu: errors(times[gpu], rows) for gpu, rows in tables.items()}
+    every = np.concatenate(list(times.values())), np.concatenate(list(tables.values()))
+    return found | {"all": errors(*every)}
 
 
 def written(fits: Mapping[str, Mapping[str, Fitted]], software: Mapping[str, Mapping[str, str]]) -> None:
-    """Into the package: a file for each device, a line for each row of a curve."""
+    """Into the package, a file for each device; operations that were not fitted stay as they are."""
     DATA.mkdir(exist_ok=True)
     for gpu, preset in DEVICES.items():
-        own = {kind.name: fits[kind.name][gpu] for kind in KINDS if gpu in fits[kind.name]}
-        parts = [_operation(kind, own[kind.name], software[kind.name][gpu]) for kind in KINDS if kind.name in own]
         name = presets.device(preset).name
-        text = f'{{\n"device": "{name}",\n"source": "{SOURCE}",\n"operations": {{\n' + ",\n".join(parts) + "\n}\n}\n"
-        (DATA / f"{name}.json").write_text(text, encoding="utf-8")
+        path = DATA / f"{name}.json"
+        kept = json.loads(path.read_text(encoding="utf-8"))["operations"] if path.is_file() else {}
+        for kind in KINDS:
+            if gpu in fits.get(kind.name, {}):
+                kept[kind.name] = _kept(kind, fits[kind.name][gpu], software[kind.name][gpu])
+        parts = ",\n".join(_text(kind.name, kept[kind.name]) for kind in KINDS if kind.name in kept)
+        head = f'{{\n"device": "{name}",\n"source": "{SOURCE}",\n"operations": {{\n'
+        path.write_text(head + parts + "\n}\n}\n", encoding="utf-8")
 
 
-def _operation(kind: Kind, of: Fitted, software: str) -> str:
-    figures = {name: float(f"{value:.4g}") for name, value in of.figures.items()}
+def _kept(kind: Kind, of: Fitted, software: str) -> dict[str, Any]:
     lines = np.rint(1000 * of.logs).astype(int).reshape(-1, len(kind.axes[-1])).tolist()
-    rows = ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
-    axes = json.dumps([list(axis) for axis in kind.axes], separators=(",", ":"))
-    head = f'"software": {json.dumps(software)},\n"figures": {json.dumps(figures)},\n"axes": {axes}'
-    return f'"{kind.name}": {{\n{head},\n"per_mille": [\n{rows}\n]\n}}'
+    figures = {name: float(f"{value:.4g}") for name, value in of.figures.items()}
+    return {"software": software, "figures": figures, "axes": [list(axis) for axis in kind.axes], "per_mille": lines}
+
+
+def _text(name: str, kept: Mapping[str, Any]) -> str:
+    """JSON with a line for each row of the curve."""
+    *fields, rows = ((key, json.dumps(kept[key], separators=(",", ":"))) for key in kept)
+    lines = [f'"{key}": {text}' for key, text in fields]
+    return f'"{name}": {{\n' + ",\n".join([*lines, f'"{rows[0]}": ' + rows[1].replace("],[", "],\n[")]) + "\n}"
 
 
 def table(scores: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> list[str]:
@@ -188,9 +200,9 @@ def main() -> int:
     """Fit, score, print; with --write also put the fit to all rows into the package."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="operations whose name holds this")
+    for name in ("write", "page", "json"):
+        parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     place = folder(options.folder)
     if place is None or not (place / KINDS[0].file).is_file():
@@ -202,13 +214,16 @@ def main() -> int:
         fits = {kind.name: fitted(kind, tables[kind.name]) for kind in kinds}
         written(fits, {kind.name: software_of(kind, place) for kind in kinds})
     scores = {
-        kind.name: {
+        kind.name.replace(".", "-"): {
             "held_out": held_out(kind, tables[kind.name]),
             "left_out": left_out(kind, tables[kind.name]),
         }
         for kind in kinds
     }
     print(json.dumps(scores, indent=1) if options.json else "\n".join(table(scores)))
+    if options.page:
+        stamp = f"Scored on {time.strftime('%Y-%m-%d', time.gmtime())} with numpy {np.__version__}."
+        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), {"kernels": [stamp, "", *table(scores)]}), "utf-8")
     return 0
 
 

@@ -15,7 +15,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
-from meshwright.planner.kernels.operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.machine.clusterfile_writer import text

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.planner.kernels import Collective, Decode, FusedExperts, Operation, Prefill, kernel_seconds
 from meshwright.planner.kernels.chips import chip_of
-from meshwright.planner.kernels.operations import Product
+from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec import presets
 from meshwright.spec.cluster import Device
 

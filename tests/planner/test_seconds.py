@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.work import MemoryPass
-from meshwright.planner.kernels.operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.spec import Cluster, presets
 
 DEVICES = ["a100", "h100", "h200", "b200", "gb200", "mi300x"]

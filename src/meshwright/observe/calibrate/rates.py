@@ -19,7 +19,7 @@ from meshwright.kernels import fast
 from meshwright.kernels.attention import Mask
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.work import MemoryPass
-from meshwright.planner.kernels.operations import Product
+from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.kernels.rate_grid import RateGrid
 
 Case = Callable[[], Any]

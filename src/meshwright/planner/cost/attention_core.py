@@ -4,7 +4,7 @@ they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py)
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost.work import MemoryPass, Work
-from meshwright.planner.kernels.operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local

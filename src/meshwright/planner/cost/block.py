@@ -25,7 +25,7 @@ from meshwright.planner.cost.work import (
     MemoryPass,
     Work,
 )
-from meshwright.planner.kernels.operations import Product
+from meshwright.planner.kernels.kernel_operations import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log
 
 from meshwright.planner.cost.work import MemoryPass
-from meshwright.planner.kernels.operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.rate_grid import RateGrid
 
 

@@ -10,8 +10,8 @@ from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
-from meshwright.planner.kernels.operations import AttentionCore, Product
 from meshwright.spec.cluster import Device
 
 WIDE = 16

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from meshwright.planner.kernels.operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 
 
 class MemoryPass(NamedTuple):

@@ -22,9 +22,9 @@ DECODE: dict[str, float] = {
     "launch_us": 6.0, "memory": 0.85, "cached": 0.3, "cache_rate": 1.2, "rate": 0.2, "step_us": 0.3, "split_us": 1.5,
     "pair_us": 5.0, "row_us": 1.0,
 }  # fmt: skip
-"""cached, cache_rate, memory: as in product_times.py, of keys and values. rate: of the peak, as a step's queries fill at
-least 16 rows. step_us: of KEYS keys. split_us: of merging the parts that processors made of a long context. pair_us, row_us:
-of a thousand sequences x key heads, and of a thousand sequences."""
+"""cached, cache_rate, memory: as in product_times.py, of keys and values. rate: of the peak, as the queries of a step
+fill at least 16 rows. step_us: of KEYS keys. split_us: of merging the parts that processors made of a long context.
+pair_us, row_us: of a thousand sequences x key heads, and of a thousand sequences."""
 
 
 def _least(a: float, b: float) -> float:

@@ -1,11 +1,11 @@
 """Seconds of one kernel on a device that does nothing else, forward: the formula of its kind times its curve."""
 
 from meshwright.planner.kernels import attention_times as attention
-from meshwright.planner.kernels import collective_times as collective
 from meshwright.planner.kernels import expert_times as experts
+from meshwright.planner.kernels import node_collective_times as collective
 from meshwright.planner.kernels import product_times as product
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
-from meshwright.planner.kernels.operations import (
+from meshwright.planner.kernels.kernel_operations import (
     AttentionCore,
     Decode,
     FusedExperts,
