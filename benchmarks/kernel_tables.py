@@ -113,6 +113,7 @@ PRODUCT: dict[str, Any] = dict(
     file="kernel_gemm.csv", columns=SHAPE, places=lambda rows: rows[:, :3], split=(1, 2), smooth=0.3,
     axes=((1, 8, 9, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 32768), POWERS, POWERS),
 )  # fmt: skip
+DIMS = (64, 128, 256, 512)
 HEADS = ("heads", "kv_heads", "head_dim")
 KINDS = (
     Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=product.START, **PRODUCT),
@@ -122,14 +123,14 @@ KINDS = (
         formula=lambda of, chip, rows: attention.prefill_us(of, chip, *rows[:, :5].T), start=attention.PREFILL,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
-              (64, 128, 256, 512)),
+              DIMS),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
         formula=lambda of, chip, rows: attention.decode_us(of, chip, *rows[:, :5].T), start=attention.DECODE,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
-              (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), (64, 128, 256, 512)),
+              (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
     ),
     Kind(
         name="experts", file="kernel_moe_forward.csv",
