@@ -5,6 +5,7 @@ A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, cu
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
@@ -190,9 +191,10 @@ REACHED = {"H": 0.803}
 """Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
 
 
+@lru_cache(maxsize=16)
 def speeds_of(device: Device, flash: int = 2) -> Speeds:
     """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
-    kernel."""
+    kernel. Kept, so that the searches of a process share the times of products."""
     peak = device.bf16_flop_per_s or 1e12
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
