@@ -22,7 +22,7 @@ help:
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers; encoding; start-up"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
-	@echo "make leaderboard  score the planner on every published run at hand, and write docs/accuracy.md (ARGS=FOLDER)"
+	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables and outputs of plan"
 	@echo "make docs         build the pages as a site in build/site; no network is needed to read it"
@@ -84,6 +84,7 @@ bench-parallel: $(VENV)/.installed-dev
 # The published tables are no part of the repository: docs/accuracy.md says what they hold.
 leaderboard: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.leaderboard --write $(ARGS)
+	$(RUN) -m benchmarks.kernel_times --page $(ARGS)
 
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -9,12 +9,14 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.observe.calibrate.host_floor import tiny, with_floors
 from meshwright.observe.calibrate.timed_steps import threads_of
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product
+from meshwright.planner.cost.work import MemoryPass
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
+from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.machine.clusterfile_writer import text
 from meshwright.planner.machine.overheads import fitted

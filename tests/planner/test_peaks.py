@@ -17,7 +17,7 @@ from meshwright.planner.cost.block import _widths
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.cost.work import Product
+from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.engine_peak import standing
 from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import in_flight

@@ -26,10 +26,11 @@ from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, curves, ea
 from meshwright.observe.calibrate.sample_plans import jobs
 from meshwright.observe.calibrate.timed_steps import Timing, measured_steps, threads_of
 from meshwright.observe.ranks import on_ranks
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, Together
 from meshwright.planner.machine.overheads import fitted
 from meshwright.spec.cluster import CORES, Device

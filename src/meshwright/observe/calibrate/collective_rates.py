@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.observe.calibrate.rates import Case, Effort, seconds_of
 from meshwright.parallel.group import Group
-from meshwright.planner.cost.curves import RateGrid
+from meshwright.planner.kernels.rate_grid import RateGrid
 
 LEAST_S = 2e-5
 """Of an exchange that hides in the noise of the computation before it."""

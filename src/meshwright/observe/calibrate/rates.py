@@ -17,8 +17,10 @@ from torch.nn import functional
 
 from meshwright.kernels import fast
 from meshwright.kernels.attention import Mask
-from meshwright.planner.cost.curves import DeviceCurves, RateGrid
-from meshwright.planner.cost.work import MemoryPass, Product
+from meshwright.planner.cost.curves import DeviceCurves
+from meshwright.planner.cost.work import MemoryPass
+from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.planner.kernels.rate_grid import RateGrid
 
 Case = Callable[[], Any]
 DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}

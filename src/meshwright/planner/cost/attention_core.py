@@ -3,7 +3,8 @@ they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py)
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
+from meshwright.planner.cost.work import MemoryPass, Work
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local

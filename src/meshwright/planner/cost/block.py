@@ -23,9 +23,9 @@ from meshwright.planner.cost.work import (
     KeptBytes,
     LayerOperation,
     MemoryPass,
-    Product,
     Work,
 )
+from meshwright.planner.kernels.kernel_operations import Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

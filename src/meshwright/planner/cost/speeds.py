@@ -1,23 +1,22 @@
-"""Seconds of an operation on a device: matrix products by shape, attention cores, passes over memory.
+"""Seconds of an operation in a training run: matrix products by shape, attention cores, passes over memory.
 
-A product runs in tiles, one a processor and wave: the last wave is as long as the others, a short inner dim leaves the
-pipeline of a tile half empty, and small products are bound by memory. The ceiling is the best product anybody measured.
+A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels), at
+`product_share` of the rate.
 """
 
 from dataclasses import dataclass, field, replace
-from math import ceil, inf
+from functools import lru_cache
 
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.host_time import Host
-from meshwright.planner.cost.work import AttentionCore, MemoryPass, Product, Work
+from meshwright.planner.cost.work import MemoryPass, Work
+from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
+from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.cluster import Device
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-"""(rows, columns, share of the ceiling a full wave reaches): the shapes cuBLAS chooses from."""
 WIDE = 16
 """Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
-SPLITS = (1, 2, 4)
-"""Parts of the inner dim that processors share (split-K), where tiles are few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +28,6 @@ class Speeds:
     peak_flop_per_s: float
     """Data sheet: attention's shares are of it."""
     memory_bytes_per_s: float
-    processors: int = 132
-    """Streaming multiprocessors, or cores."""
     low_flop_per_s: float = 0.0
     """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
     lowest_flop_per_s: float = 0.0
@@ -39,10 +36,10 @@ class Speeds:
     """fp32 products as torch makes them unless told otherwise: not in TF32; 0 = a WIDE-th of the data sheet's peak."""
     product_share: float = 0.95
     """Of the best product, in a training run: clocks, power, layouts."""
-    inner_half: float = 256.0
-    """A tile with inner dim k reaches k / (k + inner_half) of what a long one does: filling its pipeline, storing."""
-    wave_share: float = 0.5
-    """1 = a started wave costs a whole one; 0 = tiles are spread without a rest (stream-K)."""
+    inner_half: float = 1.0
+    """How much longer filling and emptying a tile's pipeline takes than for the kernel alone."""
+    wave_share: float = 0.0
+    """Beyond the kernel's own: 1 = a started wave costs a whole one; 0 = as the kernel alone."""
     unaligned_share: float = 0.35
     """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
     attention_forward: float = 0.64
@@ -62,9 +59,15 @@ class Speeds:
     """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
     host_share: float = 1.0
     """Of that, in a training run."""
+    kernel: Kernel | None = None
+    """Its products alone; None where `curves` has them."""
+    attention: Kernel | None = None
+    """Its fused attention alone: its dependence on length, heads and their dim; the level is `attention_forward`."""
+    attention_alone: float = 1.0
+    """Of the data sheet's peak that it reaches alone with long sequences and heads of 128."""
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
-    _known: dict[Product, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Product | AttentionCore, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def reached_flop_per_s(self) -> float:
@@ -80,6 +83,8 @@ class Speeds:
         if isinstance(work, Product):
             return self._product(work)
         if isinstance(work, AttentionCore):
+            if self.attention and not (work.backward or work.masked or work.width >= 4):
+                return self._core(self.attention, work)
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
@@ -125,43 +130,41 @@ class Speeds:
             found = self._known[work] = self._product_s(work)
         return found
 
+    def _core(self, kernel: Kernel, work: AttentionCore) -> float:
+        found = self._known.get(work)
+        if found is None:
+            slower = self.attention_alone / self.attention_forward
+            found = self._known[work] = core_us(kernel, work) / 1e6 * slower + self.launch_s
+        return found
+
     def _product_s(self, work: Product) -> float:
-        m, k, n, batch, width = work
+        assert self.kernel is not None
+        _m, k, n, _, width = work
         rate = self.rate(width) * self.product_share
         row = 16 / max(width, 1)
         if (k == int(k) and k % row) or (n == int(n) and n % row):
             rate *= self.unaligned_share
-        best = min(self._tiled(m, k, n, batch, tile) for tile in TILES)
-        moved = batch * (width * (m * k + k * n) + 2.0 * m * n)
-        memory_s = moved / (self.memory_bytes_per_s * self.memory_share)
-        return max(best / rate, memory_s) + self.launch_s
+        return product_us(self._in_training(self.kernel), work, rate / 1e6) / 1e6
 
-    def _tiled(self, m: float, k: float, n: float, batch: float, tile: tuple[int, int, float]) -> float:
-        """FLOP that the time of the busiest processor would be enough for, had all of them worked at full speed. Where
-        tiles are few, processors share the inner dim of one (split-K)."""
-        rows, columns, share = tile
-        tiles, processors = ceil(m / rows) * ceil(n / columns) * batch, self.processors
-        best = inf
-        for split in SPLITS:
-            if split > 1 and (k < 1024 * split or tiles * split > 2 * processors):
-                break
-            waves = tiles * split / processors
-            waves = self.wave_share * ceil(waves) + (1 - self.wave_share) * max(waves, 1.0)
-            inner = k / split + self.inner_half * (1.0 if split == 1 else 1.5)
-            best = min(best, inner * waves)
-        return 2.0 * rows * columns * processors * best / share
+    def _in_training(self, kernel: Kernel) -> Kernel:
+        """Its constants as calibration changed them."""
+        if self.inner_half == 1 and not self.wave_share:
+            return kernel
+        wave = kernel.figures["wave"] + (1 - kernel.figures["wave"]) * self.wave_share
+        changed = {"inner_half": self.inner_half * kernel.figures["inner_half"], "wave": wave}
+        return kernel._replace(figures={**kernel.figures, **changed})
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {
-    "A100": {"processors": 108, "wide_flop_per_s": 19.5e12},
-    "H100": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H200": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "H800": {"processors": 132, "product_share": 0.83, "wide_flop_per_s": 67e12},
-    "GH200": {"processors": 132, "product_share": 0.86, "wide_flop_per_s": 67e12},
-    "B200": {"processors": 148, "product_share": 0.85, "wide_flop_per_s": 75e12},
-    "GB200": {"processors": 152, "product_share": 0.85, "wide_flop_per_s": 80e12},
-    "B300": {"processors": 148, "product_share": 0.85},
-    "GB300": {"processors": 152, "product_share": 0.85},
+    "A100": {"product_share": 0.88, "wide_flop_per_s": 19.5e12},
+    "H100": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H200": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H800": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "GH200": {"product_share": 0.85, "wide_flop_per_s": 67e12},
+    "B200": {"product_share": 0.86, "wide_flop_per_s": 75e12},
+    "GB200": {"product_share": 1.0, "wide_flop_per_s": 80e12},
+    "B300": {"product_share": 0.86},
+    "GB300": {"product_share": 1.0},
 }
 """Since Hopper, power and not the tensor cores bound long runs of products. fp32: NVIDIA's data sheets,
 CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
@@ -188,9 +191,10 @@ REACHED = {"H": 0.803}
 """Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all."""
 
 
+@lru_cache(maxsize=16)
 def speeds_of(device: Device, flash: int = 2) -> Speeds:
     """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
-    kernel."""
+    kernel. Kept, so that the searches of a process share the times of products."""
     peak = device.bf16_flop_per_s or 1e12
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
@@ -199,6 +203,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
     matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
     slow = min(1.0, matmul / peak / next((v for start, v in REACHED.items() if name.startswith(start)), 1e-9))
     low = device.fp8_matmul_flop_per_s or 0.72 * slow * device.fp8_flop_per_s
+    core = kernel_of(device, "prefill")
     return Speeds(
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
@@ -208,5 +213,8 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         attention_forward=forward * slow,
         attention_backward=backward * slow,
         attention_masked=(shares[1][0] * slow, shares[1][1] * slow),
+        kernel=kernel_of(device, "product.bf16"),
+        attention=core,
+        attention_alone=LONG.flop / core_us(core, LONG) * 1e6 / peak,
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )

@@ -3,34 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-
-class Product(NamedTuple):
-    """(m, k) x (k, n), `batch` times, 2 m n k FLOP each."""
-
-    m: float
-    k: float
-    n: float
-    batch: float = 1.0
-    width: float = 2.0
-    """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
-
-    @property
-    def flop(self) -> float:
-        """FLOP of all of them."""
-        return 2.0 * self.m * self.k * self.n * self.batch
-
-
-class AttentionCore(NamedTuple):
-    """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
-
-    flop: float
-    backward: bool = False
-    sequence: float = 1e9
-    dim: float = 128.0
-    masked: bool = False
-    """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
-    width: float = 2.0
-    """Bytes of an operand."""
+from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 
 
 class MemoryPass(NamedTuple):

@@ -18,11 +18,12 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves, RateGrid
+from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.host_time import KINDS, Host
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import presets
 from meshwright.spec.cluster import Cluster, Device

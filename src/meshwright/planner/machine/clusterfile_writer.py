@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 
-from meshwright.planner.cost.curves import RateGrid
 from meshwright.planner.cost.host_time import KINDS
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import (
     AXES,
     LINK_SCALARS,

@@ -1,0 +1,148 @@
+"""The published kernel times as arrays, and what the fit of each operation needs: formula, axes, split."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.planner.kernels import attention_times as attention
+from meshwright.planner.kernels import expert_times as experts
+from meshwright.planner.kernels import node_collective_times as collective
+from meshwright.planner.kernels import one_kernel as times
+from meshwright.planner.kernels import product_times as product
+from meshwright.planner.kernels.chips import Chip, chip_of
+from meshwright.spec import presets
+
+Array = np.ndarray
+DEVICES = {"A100-SXM-80": "a100", "H100-SXM-80": "h100", "H200-SXM": "h200", "B200": "b200", "GB200": "gb200"}
+"""The tables' word -> preset."""
+GENERATION = {"A100-SXM-80": "Ampere", "H100-SXM-80": "Hopper", "H200-SXM": "Hopper", "B200": "Blackwell",
+              "GB200": "Blackwell"}  # fmt: skip
+SKEWS = {"balanced": 0.0, "power_law_1.01": 1.01, "power_law_1.2": 1.2}
+POWERS = (32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+SIZES = tuple(2**power for power in range(9, 30))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One operation."""
+
+    name: str
+    file: str
+    columns: tuple[str, ...]
+    formula: Callable[[Mapping[str, float], Chip, Array], Array]
+    places: Callable[[Array], Array]
+    start: Mapping[str, float]
+    axes: tuple[Sequence[float], ...]
+    split: tuple[int, ...]
+    """Columns whose combinations fall into one part of the split whole."""
+    smooth: float
+    dtype: str = ""
+    coupling: tuple[float, ...] = ()
+    """How strongly neighbours along an axis are drawn together; none = 1."""
+    own: tuple[str, ...] = ()
+    """Constants that differ between devices, the others being shared since each device has few combinations; none =
+    all differ."""
+
+
+def chip(gpu: str) -> Chip:
+    """Of the tables' word for it."""
+    return chip_of(presets.device(DEVICES[gpu]))
+
+
+def rows_of(kind: Kind, folder: Path) -> dict[str, Array]:
+    """By GPU: the kind's columns, then microseconds."""
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    with (folder / kind.file).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not kind.dtype or row["dtype"] == kind.dtype:
+                found[row["gpu"]].append([_number(kind, name, row) for name in (*kind.columns, "us")])
+    return {gpu: np.array(rows) for gpu, rows in found.items()}
+
+
+def software_of(kind: Kind, folder: Path) -> dict[str, str]:
+    """By GPU: what measured it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    with (folder / kind.file).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not kind.dtype or row["dtype"] == kind.dtype:
+                words = [row.get("software", ""), row.get("kernel", ""), "NCCL " + row["nccl"] if "nccl" in row else ""]
+                found[row["gpu"]].add(" ".join(word for word in words if word))
+    return {gpu: ", ".join(sorted(names)) for gpu, names in found.items()}
+
+
+def _number(kind: Kind, name: str, row: Mapping[str, str]) -> float:
+    if name == "distribution":
+        return SKEWS[row[name]]
+    if name == "collective":
+        return times.KINDS.index(row[name].replace("_", "-").replace("alltoall", "all-to-all"))
+    return float(row[name])
+
+
+def _product(width: float) -> Callable[[Mapping[str, float], Chip, Array], Array]:
+    def formula(of: Mapping[str, float], chip: Chip, rows: Array) -> Array:
+        m, n, k = rows[:, 0], rows[:, 1], rows[:, 2]
+        best = chip.best if width == 2 else chip.low_best
+        least: Any = None
+        for tile in product.CHOICES:
+            one = product.tiled_us(of, chip, tile, m, n, k, width, 1.0, best)
+            if tile.parts > 1:
+                one = one + product.NEVER_US * (1 - product.allowed(of, chip, tile, m, n, k))
+            least = one if least is None else np.minimum(least, one)
+        alone = product.blended_us(of, least, product.moved_us(of, chip, m, n, k, width))
+        return alone if width == 2 else alone + product.quantizing_us(of, chip, m, k)
+
+    return formula
+
+
+def _collective(of: Mapping[str, float], chip: Chip, rows: Array) -> Array:
+    rounds = np.array(list(collective.ROUNDS.values()))[rows[:, 0].astype(int)]
+    return collective.collective_us(of, chip, rounds, rows[:, 1], rows[:, 2])
+
+
+def _stacked(place: Callable[..., tuple[Array, ...]], count: int) -> Callable[[Array], Array]:
+    return lambda rows: np.stack(place(*rows[:, :count].T), 1)
+
+
+SHAPE = ("m", "n", "k")
+PRODUCT: dict[str, Any] = dict(
+    file="kernel_gemm.csv", columns=SHAPE, places=lambda rows: rows[:, :3], split=(1, 2), smooth=0.3,
+    axes=((1, 8, 9, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 32768), POWERS, POWERS),
+)  # fmt: skip
+DIMS = (64, 128, 256, 512)
+HEADS = ("heads", "kv_heads", "head_dim")
+KINDS = (
+    Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=product.START, **PRODUCT),
+    Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=product.START | product.QUANTIZING, **PRODUCT),
+    Kind(
+        name="prefill", file="kernel_attention_forward.csv", columns=("batch", "seq_len", *HEADS),
+        formula=lambda of, chip, rows: attention.prefill_us(of, chip, *rows[:, :5].T), start=attention.PREFILL,
+        places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
+        axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
+              DIMS),
+    ),
+    Kind(
+        name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
+        formula=lambda of, chip, rows: attention.decode_us(of, chip, *rows[:, :5].T), start=attention.DECODE,
+        places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
+        axes=(tuple(2**power for power in range(14)),
+              (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
+    ),
+    Kind(
+        name="experts", file="kernel_moe_forward.csv",
+        columns=("tokens", "hidden", "ffn", "top_k", "experts", "tp", "ep", "distribution"),
+        formula=lambda of, chip, rows: experts.experts_us(of, chip, *rows[:, :8].T), start=experts.START,
+        places=_stacked(times.experts_place, 8), split=(1, 2, 3, 4, 5, 6), smooth=0.1,
+        axes=((1, 4, 16, 64, 256, 1024, 4096, 16384, 65536), (1, 4, 16, 64, 256, 512), (32, 256, 1024, 4096, 14336),
+              (1, 16, 256), (1, 2.1)),
+    ),
+    Kind(
+        name="collective", file="kernel_nccl.csv", columns=("collective", "size_bytes", "gpus"), formula=_collective,
+        start=collective.START, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
+        own=collective.OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
+    ),
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""What is asked of a kernel: a matrix product, an attention core, and the operations of serving."""
+
+from typing import NamedTuple
+
+
+class Product(NamedTuple):
+    """(m, k) x (k, n), `batch` times, 2 m n k FLOP each."""
+
+    m: float
+    k: float
+    n: float
+    batch: float = 1.0
+    width: float = 2.0
+    """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
+
+    @property
+    def flop(self) -> float:
+        """FLOP of all of them."""
+        return 2.0 * self.m * self.k * self.n * self.batch
+
+
+class AttentionCore(NamedTuple):
+    """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
+
+    flop: float
+    backward: bool = False
+    sequence: float = 1e9
+    dim: float = 128.0
+    masked: bool = False
+    """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
+    width: float = 2.0
+    """Bytes of an operand."""
+
+
+class Prefill(NamedTuple):
+    """Causal attention of `batch` sequences."""
+
+    batch: float
+    sequence: float
+    heads: float
+    kv_heads: float
+    dim: float = 128.0
+
+
+class Decode(NamedTuple):
+    """Attention of one new token for each of `batch` sequences over `context` cached ones."""
+
+    batch: float
+    context: float
+    heads: float
+    kv_heads: float
+    dim: float = 128.0
+
+
+class FusedExperts(NamedTuple):
+    """Fused experts of one of tp x ep ranks. `skew`: exponent of the power law of routing, 0 = even."""
+
+    tokens: float
+    hidden: float
+    ffn: float
+    top_k: float
+    experts: float
+    tp: float = 1.0
+    ep: float = 1.0
+    skew: float = 0.0
+
+
+class Collective(NamedTuple):
+    """Of `ranks` GPUs in a node; `size_bytes` of the whole tensor, as nccl-tests count them."""
+
+    name: str
+    size_bytes: float
+    ranks: float
+
+
+Operation = Product | Prefill | Decode | FusedExperts | Collective

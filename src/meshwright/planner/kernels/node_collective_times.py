@@ -1,0 +1,24 @@
+"""Microseconds of a collective inside a node, as nccl-tests count its bytes: of the whole tensor.
+
+Formulas are arithmetic only, as in product_times.py.
+"""
+
+from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.product_times import Figures
+
+ROUNDS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+START: dict[str, float] = {"launch_us": 6.0, "hop": 0.12, "link": 0.8, "small": 2e5, "blend": 1.5}
+"""Constants before a fit. hop: of a step to another rank, of launch_us. link: bandwidth, of the data sheet's one
+direction. small: bytes a rank sends at which half of that is reached."""
+OWN = ("launch_us", "link")
+"""Constants of a device; the others are the same for all."""
+
+
+def collective_us(of: Figures, chip: Chip, rounds: float, size_bytes: float, ranks: float) -> float:
+    """Of one call over `ranks` ranks of a node. `rounds`: how often each byte travels (ROUNDS)."""
+    sent = rounds * size_bytes * (ranks - 1) / ranks
+    latency = of["launch_us"] * (1 + of["hop"] * rounds * (ranks - 1))
+    moving = (sent + of["small"] * (sent / (sent + of["small"]))) / (chip.link * of["link"])
+    power = of["blend"]
+    found: float = (latency**power + moving**power) ** (1 / power)
+    return found
