@@ -4,7 +4,6 @@ Dropless: every token reaches its top_k experts, however uneven. Letters: N toke
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
@@ -81,7 +80,7 @@ class Experts(nn.Module):
         if self.gated:
             inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
         else:
-            inner = F.gelu(product(rows, self.up, counts), approximate=self.approximate)
+            inner = self.kernels.gelu(product(rows, self.up, counts), self.approximate)
         out: Tensor = product(inner, self.down, counts)
         return out
 

@@ -118,6 +118,7 @@ def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
         first=first,
         number=number,
         most=share(vocab, group.size, 0)[1],
+        whole=vocab,
         largest=partial(group.all_reduce, op="max"),
         total=group.all_reduce,
     )

@@ -1,0 +1,44 @@
+"""Every Triton kernel in the interpreter, file by file in processes of their own, and compiled for GPUs that are not
+here: shared memory within limits, no register spilled, tensor cores where products are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.kernels import chooser
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "interpreted").glob("*.py")))
+def test_in_the_interpreter(file: str) -> None:
+    if file == "poison.py":
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted" / file)]
+    finished = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
+    assert " passed" in finished.stdout and "failed" not in finished.stdout
+
+
+def test_every_operation_with_a_rule_is_chosen_by_reason() -> None:
+    import torch
+
+    for operation in chooser.RULES:
+        found = chooser.choice(operation, torch.device("cpu"), torch.float32)
+        assert found.implementation == "torch" and found.reason == "a CPU"
+
+
+def test_an_installed_package_is_no_driver() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert chooser.unavailable(torch.device("cuda", 0)) == "no CUDA device"
+    assert "driver" in chooser._without_driver()
