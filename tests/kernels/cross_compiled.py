@@ -6,7 +6,7 @@ Triton compiles for any target; the assembler and the tool that reads its output
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,10 @@ class MachineCode:
     spilled: int
     """Bytes of registers that went to memory, each thread."""
     text: str
-    counts: dict[str, int] = field(default_factory=dict)
+
+    def has_tensor_cores(self, capability: int) -> bool:
+        """Whether products are those of the tensor cores: HMMA, on Hopper by warp groups, on Blackwell UTC..MMA."""
+        return re.search({80: r"\bHMMA", 90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}[capability], self.text) is not None
 
 
 def compiled(sample: Sample, capability: int) -> MachineCode:

@@ -11,6 +11,10 @@ import pytest
 from meshwright.kernels import chooser
 
 pytest.importorskip("triton")
+
+from tests.kernels.cross_compiled import SHARED_LIMIT, Sample, compiled  # they import triton
+from tests.kernels.kernel_samples import SAMPLES
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -32,7 +36,7 @@ def test_every_operation_with_a_rule_is_chosen_by_reason() -> None:
 
     for operation in chooser.RULES:
         found = chooser.choice(operation, torch.device("cpu"), torch.float32)
-        assert found.implementation == "torch" and found.reason == "a CPU"
+        assert found.by == "torch" and found.reason == "a CPU"
 
 
 def test_an_installed_package_is_no_driver() -> None:
@@ -42,3 +46,14 @@ def test_an_installed_package_is_no_driver() -> None:
         pytest.skip("there is a GPU")
     assert chooser.unavailable(torch.device("cuda", 0)) == "no CUDA device"
     assert "driver" in chooser._without_driver()
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_compiled_for_gpus_that_are_not_here(sample: Sample, capability: int) -> None:
+    found = compiled(sample, capability)
+    assert found.shared <= SHARED_LIMIT[capability]
+    assert found.spilled == 0, f"{found.registers} registers and {found.spilled} bytes of others in memory"
+    if sample.products:
+        assert found.has_tensor_cores(capability)

@@ -5,9 +5,9 @@ the one to train with; the model is handed one of them and never asks which. Whi
 on a device, `chooser` says.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,8 @@ class Kernels:
     """The inner functions of a transformer; signatures and shapes stand at each `reference` twin."""
 
     name: str
+    prefer: str = "auto"
+    """Of chooser.PREFERENCES: what those are told that call a function beside these."""
     attend: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linears: Callable[..., tuple[Tensor, ...]]
@@ -40,6 +42,7 @@ def reference() -> Kernels:
     """Plain PyTorch, one operation a line: what the fast set must equal."""
     return Kernels(
         name="reference",
+        prefer="eager",
         attend=attention.attend_reference,
         linear=linear.linear_reference,
         linears=linear.linears_reference,
@@ -59,9 +62,10 @@ def reference() -> Kernels:
 
 def fast(prefer: str = "auto") -> Kernels:
     """The set to train with, on any device; `prefer` is one of chooser.PREFERENCES."""
-    told = partial(partial, prefer=prefer) if prefer != "auto" else _as_it_is
+    told = functools.partial(functools.partial, prefer=prefer) if prefer != "auto" else _as_it_is
     return Kernels(
         name="fast",
+        prefer=prefer,
         attend=told(attention.attend),
         linear=linear.linear,
         linears=linear.linears,
@@ -73,7 +77,7 @@ def fast(prefer: str = "auto") -> Kernels:
         swiglu=told(swiglu.swiglu),
         swiglu_linear=told(swiglu.swiglu_linear),
         gelu=told(swiglu.gelu),
-        expert_linear=experts.expert_linear,
+        expert_linear=told(experts.expert_linear),
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
     )

@@ -42,25 +42,22 @@ RULES = {
     "grouped": Rule(True, "one kernel for all experts where torch has a loop that waits", NARROW),
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),
-    "attention": Rule(False, "torch's cuDNN and flash kernels are faster", NARROW),
+    "attention": Rule(False, "torch's cuDNN and flash kernels are faster"),
 }
 """Operations that have a Triton kernel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Implementation:
     """What runs an operation, and why."""
 
     operation: str
-    implementation: str
+    by: str
     """triton or torch."""
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.operation} {self.implementation} ({self.reason})"
 
-
-_made: dict[tuple[str, str, torch.dtype, str, str], Choice] = {}
+_made: dict[tuple[str, str, torch.dtype, str, str], Implementation] = {}
 
 
 def uses_triton(operation: str, x: Tensor, *, prefer: str = "auto", feature: str = "") -> bool:
@@ -68,12 +65,12 @@ def uses_triton(operation: str, x: Tensor, *, prefer: str = "auto", feature: str
     run, whose tensors have no values. `feature`: why it cannot here, as a reader would say it; empty = it can."""
     if torch.compiler.is_compiling() or (x.device.type == "cpu" and prefer != "triton") or acts():
         return False
-    return choice(operation, x.device, x.dtype, prefer=prefer, feature=feature).implementation == "triton"
+    return choice(operation, x.device, x.dtype, prefer=prefer, feature=feature).by == "triton"
 
 
 def choice(
     operation: str, device: torch.device, dtype: torch.dtype, *, prefer: str = "auto", feature: str = ""
-) -> Choice:
+) -> Implementation:
     """The implementation of an operation, and the reason; the same answer for the rest of the process."""
     key = (operation, str(device), dtype, prefer, feature)
     if key not in _made:
@@ -81,20 +78,20 @@ def choice(
     return _made[key]
 
 
-def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: str, feature: str) -> Choice:
+def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: str, feature: str) -> Implementation:
     rule = RULES[operation]
     if prefer == "eager":
-        return Choice(operation, "torch", "layout.kernels=eager")
+        return Implementation(operation, "torch", "layout.kernels=eager")
     missing = unavailable(device)
     if missing:
-        return Choice(operation, "torch", missing)
+        return Implementation(operation, "torch", missing)
     if dtype not in rule.dtypes:
-        return Choice(operation, "torch", f"the kernel takes no {named(dtype)}")
+        return Implementation(operation, "torch", f"the kernel takes no {named(dtype)}")
     if feature:
-        return Choice(operation, "torch", feature)
+        return Implementation(operation, "torch", feature)
     if prefer == "auto" and not rule.auto:
-        return Choice(operation, "torch", rule.why)
-    return Choice(operation, "triton", f"{architecture(device)}, {named(dtype)}: {rule.why}")
+        return Implementation(operation, "torch", rule.why)
+    return Implementation(operation, "triton", f"{architecture(device)}, {named(dtype)}: {rule.why}")
 
 
 @cache
@@ -142,11 +139,11 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def said(choices: list[Choice]) -> str:
+def said(choices: list[Implementation]) -> str:
     """One line: what Triton runs, then what torch does, each group with its reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in choices:
         reason = one.reason.split(":")[0]
-        groups.setdefault((one.implementation, reason), []).append(one.operation)
+        groups.setdefault((one.by, reason), []).append(one.operation)
     ordered = sorted(groups.items(), key=lambda entry: entry[0][0] != "triton")
     return "; ".join(f"{', '.join(names)}: {how} ({why})" for (how, why), names in ordered)

@@ -1,8 +1,8 @@
 """Head and loss in one, without the whole logits: sums of -log softmax(x W^T)[target], or each log-probability.
 
 One loop over chunks of rows serves both, and heads of which each device of a group holds some rows: what a chunk finds
-is then combined by the reductions of a `Vocabulary`. Products are the library's. What becomes of a chunk's logits is for
-plain code on a CPU and for one Triton kernel on a GPU (triton/loss_rows.py).
+is then combined by the reductions of a `Vocabulary`. Products are the library's; plain code on a CPU and one Triton
+kernel on a GPU (triton/loss_rows.py) make of a chunk's logits what they are for.
 """
 
 from collections.abc import Callable, Iterator

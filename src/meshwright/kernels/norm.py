@@ -10,8 +10,8 @@ from meshwright import compat
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.target import acts, kind
 
-WIDEST = 65536
-"""Row that a Triton program holds."""
+WIDEST, WIDEST_CENTERED = 16384, 4096
+"""Rows of which a Triton program spills no register, in the backward pass: of RMSNorm, and of LayerNorm."""
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,12 +88,12 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """As the reference; x and two numbers a row are saved."""
-    if uses_triton("layer_norm", x, prefer=prefer, feature=_too_wide(x)):
+    if uses_triton("layer_norm", x, prefer=prefer, feature=_too_wide(x, WIDEST_CENTERED)):
         from meshwright.kernels.triton import mean_norm
 
         return mean_norm.layer_norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def _too_wide(x: Tensor) -> str:
-    return "rows are too long for a program" if x.shape[-1] > WIDEST else ""
+def _too_wide(x: Tensor, most: int = WIDEST) -> str:
+    return f"rows longer than {most}" if x.shape[-1] > most else ""

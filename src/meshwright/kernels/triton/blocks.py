@@ -14,8 +14,6 @@ ELEMENTS = 1024
 """Of one program of an elementwise kernel."""
 ROW_ELEMENTS = 4096
 """Up to which several short rows share a program."""
-WIDEST_ROW = 65536
-"""Elements of a row that one program holds in registers: 64 fp32 numbers for each of 1024 threads."""
 INTERPRETED_PROGRAMS = 4
 """Of a kernel that divides its rows among as many programs as the device runs at once."""
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, rows_a_program, rows_of, warps
 
+SHORT = 8192
+"""Row that a program of the backward pass holds in registers."""
+
 
 @triton.jit
 def root_norm_forward(
@@ -36,16 +39,20 @@ def root_norm_forward(
 
 
 @triton.jit
+def _again(pointers: Arg, inside: Arg) -> Arg:
+    return tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
 def root_norm_backward(
     gradient: Arg, gradient_stride: Arg, x: Arg, x_stride: Arg, weight: Arg, scales: Arg, beside: Arg,
     beside_stride: Arg, x_gradient: Arg, parts: Arg, rows: Arg, width: Arg, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ) -> None:  # fmt: skip
     """With s = 1/rms: dx = s g w - x s^3 / D sum(g w x), of this program's rows; its part of dw = sum of g x s.
     ADD: the gradient `beside`, of the sum itself, is added to dx."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
-    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     part = tl.zeros((1, BLOCK), tl.float32)
     for group in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -53,9 +60,14 @@ def root_norm_backward(
         values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)  # from the cache
+        along = scale * (tl.sum(given * factor * values, 1) / width)[:, None]
+        if AGAIN:  # from the cache too: a long row would not stay in registers beside its part of the weight's gradient
+            values = _again(x + row * x_stride + column, inside)
+            given = _again(gradient + row * gradient_stride + column, inside)
+            factor = _again(weight + column, column < width)
         normed = values * scale
-        grown = given * factor
-        found = scale * (grown - normed * (tl.sum(grown * normed, 1) / width)[:, None])
+        found = scale * (given * factor - normed * along)
         if ADD:
             found += tl.load(beside + row * beside_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(x_gradient + row * width + column, found.to(x_gradient.dtype.element_ty), mask=inside)
@@ -75,7 +87,7 @@ def forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tupl
     each = rows_a_program(block)
     root_norm_forward[(ceil_div(rows, each),)](
         x, x.stride(0), x if added is None else added, 0 if added is None else added.stride(0), weight, out, total,
-        scales, rows, width, eps, ADD=added is not None, ROWS=each, BLOCK=block, num_warps=warps(each * block),
+        scales, rows, width, eps, ADD=added is not None, ROWS=each, BLOCK=block, num_warps=warps(2 * each * block),
     )  # fmt: skip
     return out, total, scales
 
@@ -86,7 +98,7 @@ def backward(
     """Gradients of x (N, D), `beside` added, and of the weight (D,)."""
     rows, width = x.shape
     block = power_of_two(width)
-    each = max(1, rows_a_program(block) // 2)
+    each, again = max(1, rows_a_program(block) // 2), block > SHORT
     shared = min(ceil_div(rows, each), programs(x, each=max(1, min(4, 8192 // (each * block)))))
     found = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((shared, width) if wants_weight else (0,), dtype=torch.float32, device=x.device)
@@ -94,7 +106,7 @@ def backward(
     root_norm_backward[(shared,)](
         gradient, gradient.stride(0), x, x.stride(0), weight, scales, other, 0 if beside is None else other.stride(0),
         found, parts, rows, width, ADD=beside is not None, WEIGHT=wants_weight, ROWS=each, BLOCK=block,
-        STAGES=2 if block <= 8192 else 1, num_warps=warps(2 * each * block),
+        STAGES=1 if again else 2, AGAIN=again, num_warps=warps(2 * each * block),
     )  # fmt: skip
     return found, parts.sum(0).to(weight.dtype) if wants_weight else None
 
