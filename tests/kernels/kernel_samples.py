@@ -74,7 +74,9 @@ SAMPLES = {
     "flash_forward": Sample(flash.flash_forward, FLASH, FLASH_SIZES, flash.WARPS, 2, True),
     "inner_rows": Sample(flash_backward.inner_rows, FLASH, {"BLOCK": 128}, 4),
     "queries_backward": Sample(flash_backward.queries_backward, FLASH, FLASH_SIZES, flash.WARPS, 2, True),
-    "keys_backward": Sample(flash_backward.keys_backward, FLASH, FLASH_SIZES | {"QUERIES": flash.BESIDE_KEYS}, flash.WARPS, 2, True),
+    "keys_backward": Sample(
+        flash_backward.keys_backward, FLASH, FLASH_SIZES | {"QUERIES": flash.BESIDE_KEYS}, flash.WARPS, 2, True
+    ),
     "gather_copies": Sample(permute.gather_copies, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),
     "sum_copies": Sample(permute.sum_copies, COPIES, {"WEIGHTS": True, "COPIES": 2, "BLOCK": permute.BLOCK}, 4),
     "combine_backward": Sample(permute.combine_backward, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),

@@ -143,7 +143,7 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
         borders = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
     longest = length if mask.longest is None else int(mask.longest)
     out, _ = flash.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), borders, longest, scale=scale)
-    return out.unflatten(0, (rows, length))
+    return out.view(rows, length, *out.shape[1:])
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:

@@ -35,9 +35,9 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
         found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
-        from meshwright.kernels.triton import grouped as products
+        from meshwright.kernels.triton import grouped as in_triton
 
-        return products.expert_linear(rows, weights, counts)
+        return in_triton.expert_linear(rows, weights, counts)
     if isinstance(counts, Tensor) and grouped:
         return expert_linear_grouped(rows, weights, counts)
     parts = zip(torch.split(rows, _known(counts)), weights.unbind(), strict=True)

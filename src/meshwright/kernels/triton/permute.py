@@ -64,7 +64,7 @@ def combine_backward(
         found = (given * weight).to(rows_gradient.dtype.element_ty)
         tl.store(rows_gradient + source * width + at, found, mask=at < width)
         total += tl.sum(given * part, 0)
-    tl.store(weights_gradient + copy, total.to(weights_gradient.dtype.element_ty))
+    tl.store(weights_gradient + copy, total)
 
 
 def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
