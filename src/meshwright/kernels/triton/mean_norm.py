@@ -40,6 +40,7 @@ def mean_norm_backward(
     db = sum of g, (2, D)."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     of_weight = tl.zeros((1, BLOCK), tl.float32)
     of_bias = tl.zeros((1, BLOCK), tl.float32)
     for group in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -49,7 +50,6 @@ def mean_norm_backward(
         given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
-        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)  # from the cache
         normed = tl.where(inside, (values - mean) * scale, 0.0)
         grown = given * factor
         even = (tl.sum(grown, 1) / width)[:, None]
