@@ -1,7 +1,8 @@
 """Which implementation of an operation runs: torch's, or a Triton kernel of this package.
 
 Chosen once for each (operation, device, dtype, feature), with the reason, which training prints. An installed Triton is
-no driver, and a driver no C compiler: all three are asked. What the CPU runs is never changed by this.
+no driver, and a driver no C compiler: all three are asked, and a kernel is tried on a few rows before it is taken
+(triton/trials.py). What the CPU runs is never changed by this.
 """
 
 import importlib
@@ -91,6 +92,10 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
         return Implementation(operation, "torch", feature)
     if prefer == "auto" and not rule.auto:
         return Implementation(operation, "torch", rule.why)
+    from meshwright.kernels.triton import trials
+
+    if wrong := trials.problem(operation, device, dtype):
+        return Implementation(operation, "torch", wrong)
     return Implementation(operation, "triton", f"{architecture(device)}, {named(dtype)}: {rule.why}")
 
 

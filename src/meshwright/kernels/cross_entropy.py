@@ -182,16 +182,19 @@ class _Chunks:
             )
         peak, total, plain, chosen = loss_rows.gathered(logits, targets, parts.first).unbind(0)
         highest = parts.largest(peak.clone())
-        total, plain, chosen = parts.total(torch.stack((total * (peak - highest).exp(), plain, chosen))).unbind(0)
+        mine = (targets >= parts.first) & (targets < parts.first + parts.number)
+        found = [total * (peak - highest).exp(), (chosen - highest) * mine]  # as `_chunk` sends them: one device may
+        found += [plain - highest * parts.number] if smoothing else []  # have Triton and another not
+        total, chosen, *rest = parts.total(torch.stack(found)).unbind(0)
         lse = highest + total.log()
         if self._wants_gradients:
             each = valid.float() if factor is None else valid * factor
             loss_rows.write_gradients(
                 logits, targets, lse, each, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
             )
-        losses = lse - chosen
+        losses = total.log() - chosen
         if smoothing:
-            losses += smoothing * (chosen - plain / parts.whole)
+            losses += smoothing * (chosen - rest[0] / parts.whole)
         return losses + z * lse.square() if z else losses
 
 
