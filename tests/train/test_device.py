@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.spec import Device, presets
+from meshwright.spec import Device, Layout, Plan, Recipe, presets
 from meshwright.training import device
 
 CPU = torch.device("cpu")
@@ -142,3 +142,15 @@ def test_a_gpu_says_its_name_and_counts_its_memory() -> None:
     held = torch.ones(2**20, device=gpu)
     use = device.memory(gpu)
     assert use.reserved_bytes >= use.allocated_bytes >= held.nbytes
+
+
+def test_a_run_says_which_kernels_it_takes() -> None:
+    plan = Plan(
+        model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout(), cluster=presets.cluster("h100x8")
+    )  # fmt: skip
+    asked = replace(plan, layout=Layout(kernels="triton"))
+    assert device.kernel_notes(plan, CPU, compiled=False) == []
+    (line,) = device.kernel_notes(asked, CPU, compiled=False)
+    assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
+    (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)
+    assert line.startswith("kernels: loss_rows: ") and line.endswith("; the compiler fuses the rest")

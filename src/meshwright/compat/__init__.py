@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,6 +109,33 @@ def keep_freed_memory() -> bool:
         return bool(libc.mallopt(-3, 2**30)) and bool(libc.mallopt(-1, 2**31 - 1))
     except (OSError, AttributeError):
         return False
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total (M, N) fp32 += a (M, K) b (K, N), of 16-bit tensors too, whose sums then never leave fp32.
+
+    A GPU's library adds to fp32 by itself; the overload that says so is in torch.ops only, and for CUDA only. Elsewhere
+    the product is rounded to its operands' dtype first.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _adds_wide(a.device, a.dtype):
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch has the overload, and it adds: tried once, on ones."""
+    if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except _CANNOT:
+        return False
+    return bool((total == 17.0).all())
 
 
 class _FusedRmsNorm(torch.autograd.Function):

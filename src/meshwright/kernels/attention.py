@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import varlen
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
@@ -91,7 +92,9 @@ def prefers_blockwise(q: Tensor) -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0, prefer: str = "auto"
+) -> Tensor:
     """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, the blockwise
     form where that is faster (training on a CPU below AVX-512), and for documents and windows what skips the hidden
     pairs (kernels/varlen.py).
@@ -102,6 +105,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
     widths; the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
+    if uses_triton("attention", q, prefer=prefer, feature=_untold(q, k, v, mask, dropout)):
+        return _in_triton(q, k, v, mask, scale)
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
         form = varlen.AttentionForm(
@@ -115,6 +120,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout
         q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)[..., :width].to(dtype)
+
+
+def _untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """What the Triton kernel does not know of this attention."""
+    if q.shape[1] != k.shape[1]:
+        return "queries are fewer than keys"
+    if q.shape[-1] != v.shape[-1]:
+        return "values are narrower than keys"
+    return "a window" if mask.window else "dropout" if dropout else ""
+
+
+def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Rows, or their documents, one after another."""
+    from meshwright.kernels.triton import flash
+
+    rows, length = q.shape[:2]
+    borders = mask.borders
+    if borders is None and mask.documents is not None:
+        borders = borders_of(mask.documents, 0)
+    if borders is None:
+        borders = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+    longest = length if mask.longest is None else int(mask.longest)
+    out, _ = flash.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), borders, longest, scale=scale)
+    return out.view(rows, length, *out.shape[1:])
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:

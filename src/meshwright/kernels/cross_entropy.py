@@ -1,7 +1,8 @@
 """Head and loss in one, without the whole logits: sums of -log softmax(x W^T)[target], or each log-probability.
 
 One loop over chunks of rows serves both, and heads of which each device of a group holds some rows: what a chunk finds
-is then combined by the reductions of a `Vocabulary`.
+is then combined by the reductions of a `Vocabulary`. Products are the library's; plain code on a CPU and one Triton
+kernel on a GPU (triton/loss_rows.py) make of a chunk's logits what they are for.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import compat
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
@@ -21,11 +24,31 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 MIN_CHUNK_ROWS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class LossForm:
+    """What is made of a row of logits beside -log softmax of its target. A loss of another kind (a teacher's
+    distribution in place of targets) has its place here: the chunk loop only asks for losses and gradients of rows."""
+
+    smoothing: float = 0.0
+    """Share of the target's probability that all of the vocabulary gets alike (Szegedy et al. 2015,
+    arXiv:1512.00567)."""
+    z: float = 0.0
+    """Factor of (log sum exp)^2, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311)."""
+
+
+PLAIN = LossForm()
+
+
 @takes("logits")
-def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, form: LossForm = PLAIN
+) -> Tensor:
     """Summed loss in nats, fp32. x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale, () or one for
     each target (N,)."""
-    loss = F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORED, reduction="none")
+    logits, smoothing = F.linear(x, weight).float(), form.smoothing
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    if form.z:
+        loss = loss + form.z * logits.logsumexp(1).square() * (targets != IGNORED)
     if scale is not None and scale.dim():
         return (loss * scale).sum()
     return loss.sum() if scale is None else loss.sum() * scale
@@ -44,6 +67,8 @@ class Vocabulary:
     first: int
     number: int
     most: int
+    whole: int
+    """Rows of the head on all devices."""
     largest: Callable[[Tensor], Tensor]
     """Maxima (R,) of the rows here -> of all rows."""
     total: Callable[[Tensor], Tensor]
@@ -66,6 +91,8 @@ class _Chunks:
     weight: Tensor
     targets: Tensor
     vocabulary: Vocabulary | None
+    form: LossForm = PLAIN
+    prefer: str = "auto"
     x_gradient: Tensor | None = None
     weight_gradient: Tensor | None = None
     """fp32, whatever the dtype of the weight."""
@@ -80,18 +107,24 @@ class _Chunks:
         parts, factor = self.vocabulary, None if factor is None else factor.float()
         weights = self.weight.float() if needs_wide(self.x) else self.weight
         rows = chunk_rows(len(self.x), parts.most if parts else len(weights), kind(self.x))
+        in_triton = uses_triton("loss_rows", weights, prefer=self.prefer)
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
             part = self.x[here].to(weights.dtype)
-            logits = F.linear(part, weights).float()
+            logits = F.linear(part, weights)
+            if not in_triton:
+                logits = logits.float()
             valid = self.targets[here] != IGNORED
             each = factor[here] if factor is not None and factor.dim() else factor
-            yield here, self._chunk(logits, self.targets[here], valid, each), valid
-            if self.x_gradient is not None or self.weight_gradient is not None:
+            make = self._in_triton if in_triton else self._chunk
+            yield here, make(logits, self.targets[here], valid, each), valid
+            if self._wants_gradients:
                 logits = logits.to(part.dtype)
             if self.x_gradient is not None:
                 self.x_gradient[here] = logits @ weights
-            if self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
+            if self.weight_gradient is not None and in_triton:
+                compat.add_product(self.weight_gradient, logits.t(), part)
+            elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
                 self.weight_gradient.addmm_(logits.t(), part)
             elif self.weight_gradient is not None:
                 self.weight_gradient += logits.t() @ part
@@ -109,15 +142,60 @@ class _Chunks:
         peak = logits.amax(1)
         peak = (parts.largest(peak) if parts else peak).unsqueeze(1)
         chosen = (logits.gather(1, index.unsqueeze(1)) - peak).squeeze(1)
-        logits.sub_(peak).exp_()
+        logits.sub_(peak)
+        plain = logits.sum(1) if self.form.smoothing else None
+        logits.exp_()
         total = logits.sum(1)
         if parts is not None and mine is not None:
-            total, chosen = parts.total(torch.stack((total, chosen * mine))).unbind(0)
-        if self.x_gradient is not None or self.weight_gradient is not None:
+            found = (total, chosen * mine) if plain is None else (total, chosen * mine, plain)
+            total, chosen, *rest = parts.total(torch.stack(found)).unbind(0)
+            plain = rest[0] if rest else None
+        lse = total.log() + peak.squeeze(1) if self.form.z else None
+        if self._wants_gradients:
             each = valid.to(logits.dtype) if factor is None else valid * factor
-            logits.mul_((each / total).unsqueeze(1))
+            grown = each if lse is None else each * (1 + 2 * self.form.z * lse)
+            logits.mul_((grown / total).unsqueeze(1))
+            if self.form.smoothing:
+                logits.sub_((each * (self.form.smoothing / self._whole(logits))).unsqueeze(1))
+                each = each * (1 - self.form.smoothing)
             logits.scatter_add_(1, index.unsqueeze(1), -(each if mine is None else each * mine).unsqueeze(1))
-        return total.log() - chosen
+        losses = total.log() - chosen
+        if plain is not None:
+            losses += self.form.smoothing * (chosen - plain / self._whole(logits))
+        return losses if lse is None else losses + self.form.z * lse.square()
+
+    @property
+    def _wants_gradients(self) -> bool:
+        return self.x_gradient is not None or self.weight_gradient is not None
+
+    def _whole(self, logits: Tensor) -> int:
+        return self.vocabulary.whole if self.vocabulary else logits.shape[1]
+
+    def _in_triton(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
+        """As `_chunk`, of logits in the dtype that the product gave."""
+        from meshwright.kernels.triton import loss_rows
+
+        parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
+        if parts is None:
+            return loss_rows.losses(
+                logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
+            )
+        peak, total, plain, chosen = loss_rows.gathered(logits, targets, parts.first).unbind(0)
+        highest = parts.largest(peak.clone())
+        mine = (targets >= parts.first) & (targets < parts.first + parts.number)
+        found = [total * (peak - highest).exp(), (chosen - highest) * mine]  # as `_chunk` sends them: one device may
+        found += [plain - highest * parts.number] if smoothing else []  # have Triton and another not
+        total, chosen, *rest = parts.total(torch.stack(found)).unbind(0)
+        lse = highest + total.log()
+        if self._wants_gradients:
+            each = valid.float() if factor is None else valid * factor
+            loss_rows.write_gradients(
+                logits, targets, lse, each, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
+            )
+        losses = total.log() - chosen
+        if smoothing:
+            losses += smoothing * (chosen - rest[0] / parts.whole)
+        return losses + z * lse.square() if z else losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -126,9 +204,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, vocabulary: Vocabulary | None
-    ) -> Tensor:
-        chunks = _Chunks(x, weight, targets, vocabulary)
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, vocabulary: Vocabulary | None,
+        form: LossForm, prefer: str,
+    ) -> Tensor:  # fmt: skip
+        chunks = _Chunks(x, weight, targets, vocabulary, form, prefer)
         chunks.want(*ctx.needs_input_grad[:2])
         each = scale if scale is not None and scale.dim() else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -149,13 +228,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(gradient).to(ctx.dtype)
         ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
-        return x_gradient, weight_gradient, None, None, None
+        return x_gradient, weight_gradient, *(None,) * 5
 
 
 @takes("logits")
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, vocabulary: Vocabulary | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, vocabulary: Vocabulary | None = None,
+    form: LossForm = PLAIN, prefer: str = "auto",
+) -> Tensor:  # fmt: skip
     """As the reference; one backward pass, and no gradient of `scale` (ValueError where one is asked for). With a
     vocabulary `weight` is a part of the head, the loss is that of all parts, and the gradient of x what this part adds
     to it."""
@@ -163,7 +243,7 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy makes no gradient of its scale: detach it")
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
         x, weight = x.detach(), weight.detach()
-    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale, vocabulary)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    result: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale, vocabulary, form, prefer)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
 
@@ -171,28 +251,31 @@ class _LinearLogProbabilities(torch.autograd.Function):
     """Keeps x and the weight; the backward pass makes the logits again, now that it knows each target's factor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None, prefer: str
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
-        ctx.vocabulary = vocabulary
-        found = [-(losses * valid) for _, losses, valid in _Chunks(x, weight, targets, vocabulary).losses()]
+        ctx.vocabulary, ctx.prefer = vocabulary, prefer
+        chunks = _Chunks(x, weight, targets, vocabulary, prefer=prefer)
+        found = [-(losses * valid) for _, losses, valid in chunks.losses()]
         return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     @takes("logits")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, targets = ctx.saved_tensors
-        chunks = _Chunks(x, weight, targets, ctx.vocabulary)
+        chunks = _Chunks(x, weight, targets, ctx.vocabulary, prefer=ctx.prefer)
         chunks.want(*ctx.needs_input_grad[:2])
         for _ in chunks.losses(-gradient):
             pass
         weight_gradient = None if chunks.weight_gradient is None else chunks.weight_gradient.to(weight.dtype)
-        return chunks.x_gradient, weight_gradient, None, None
+        return chunks.x_gradient, weight_gradient, None, None, None
 
 
 @takes("logits")
 def linear_log_probabilities(
-    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None, prefer: str = "auto"
 ) -> Tensor:
     """As the reference, with any number of backward passes; `vocabulary` as for linear_cross_entropy."""
-    result: Tensor = _LinearLogProbabilities.apply(x, weight, targets, vocabulary)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    result: Tensor = _LinearLogProbabilities.apply(x, weight, targets, vocabulary, prefer)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result

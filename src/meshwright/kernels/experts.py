@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
 from meshwright.kernels.target import acts, kind
 
@@ -24,7 +25,7 @@ def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Te
     return torch.cat([linear_reference(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto") -> Tensor:
     """As the reference; an expert without rows costs nothing and still gets a gradient of zero.
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
@@ -33,11 +34,24 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     if splits():
         found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
+    if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
+        from meshwright.kernels.triton import grouped as in_triton
+
+        return in_triton.expert_linear(rows, weights, counts)
     if isinstance(counts, Tensor) and grouped:
         return expert_linear_grouped(rows, weights, counts)
     parts = zip(torch.split(rows, _known(counts)), weights.unbind(), strict=True)
     products = [linear(part, weight) for part, weight in parts if len(part)]
     return torch.cat(products) if products else linear(rows, weights[0])
+
+
+def keeps_counts(rows: Tensor, weights: Tensor, prefer: str) -> bool:
+    """Whether counts may stay on the device, for torch's grouped product or Triton's."""
+    return groups_on_device(rows, weights) or _groups_in_triton(rows, weights, prefer)
+
+
+def _groups_in_triton(rows: Tensor, weights: Tensor, prefer: str) -> bool:
+    return bool(len(rows)) and rows.dtype == weights.dtype and uses_triton("grouped", rows, prefer=prefer)
 
 
 def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
@@ -155,7 +169,28 @@ class _Spread(torch.autograd.Function):
         return rows if ctx.k == 1 else rows.view(-1, ctx.k, rows.shape[1]).sum(1), None, None, None
 
 
-def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
+def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1, prefer: str = "auto") -> Tensor:
     """x (N, D) -> (N k, D): k copies of each row, in an order (N k,) of the copies whose inverse (N k,) is given."""
+    if len(order) and uses_triton("permute", x, prefer=prefer):
+        from meshwright.kernels.triton import permute
+
+        return permute.spread(x, order, inverse, k)
     rows: Tensor = _Spread.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows
+
+
+def combine_reference(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """rows (N k, D) -> (N, D): of each token the sum of its k rows, which `inverse` (N k,) finds, times weights (N, k)
+    rounded to the rows' dtype."""
+    mine = rows.index_select(0, inverse).view(*weights.shape, -1)
+    return (mine * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+
+def combine(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, prefer: str = "auto") -> Tensor:
+    """As the reference, with the gradient of the rows gathered by `order`, the inverse of `inverse`."""
+    if len(order) and uses_triton("permute", rows, prefer=prefer):
+        from meshwright.kernels.triton import permute
+
+        return permute.combine(rows, weights, inverse)
+    mine = spread(rows, inverse, order, prefer=prefer).view(*weights.shape, -1)
+    return (mine * weights.unsqueeze(-1).to(mine.dtype)).sum(1)

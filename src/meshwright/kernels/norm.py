@@ -7,7 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.target import acts, kind
+
+WIDEST, WIDEST_CENTERED = 16384, 4096
+"""Rows of which a Triton program spills no register, in the backward pass: of RMSNorm, and of LayerNorm."""
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,11 +47,53 @@ class _RmsNorm(torch.autograd.Function):
         return x_gradient.addcmul_(x, along.view_as(scale), value=-1), weight_gradient, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """As the reference; only x and one number a row are saved."""
+    if uses_triton("rms_norm", x, prefer=prefer, feature=_too_wide(x)):
+        from meshwright.kernels.triton import root_norm
+
+        return root_norm.rms_norm(x, weight, eps)
     if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":
         return compat.fused_rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + added, and x + added; all (..., D), weight (D,)."""
+    total = x + added
+    return rms_norm_reference(total, weight, eps), total
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> tuple[Tensor, Tensor]:
+    """As the reference; only the sum and one number a row are saved."""
+    if x.shape == added.shape and uses_triton("add_rms_norm", x, prefer=prefer, feature=_too_wide(x)):
+        from meshwright.kernels.triton import root_norm
+
+        return root_norm.add_rms_norm(x, added, weight, eps)
+    total = x + added
+    return rms_norm(total, weight, eps, prefer), total
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim (Ba et al. 2016, arXiv:1607.06450); inside in
+    fp32. x (..., D), weight and bias (D,)."""
+    wide = x.float()
+    centered = wide - wide.mean(-1, keepdim=True)
+    scaled = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight + bias
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str = "auto") -> Tensor:
+    """As the reference; x and two numbers a row are saved."""
+    if uses_triton("layer_norm", x, prefer=prefer, feature=_too_wide(x, WIDEST_CENTERED)):
+        from meshwright.kernels.triton import mean_norm
+
+        return mean_norm.layer_norm(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _too_wide(x: Tensor, most: int = WIDEST) -> str:
+    return f"rows longer than {most}" if x.shape[-1] > most else ""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import acts, kind
 
@@ -193,6 +194,10 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tens
     """Takes a part into the result so far, in place; the part is to be divided by exp(part_lse - shift) for its own
     softmax, and that is left to the one factor that merging needs anyway. A query that has seen nothing yet has 0 and
     -inf, and keeps them where it sees nothing of the part."""
+    if uses_triton("merge", out):
+        from meshwright.kernels.triton import merging
+
+        return merging.merge(out, lse, part, part_lse, shift)
     both = torch.logaddexp(lse, part_lse)
     base = both.clamp(min=LOWEST)
     out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part, (shift - base).exp_().unsqueeze(-1))

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
+
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turn each pair of x (B, S, H, E) by the angle of its position; cos, sin (B or 1, S, 1, E/2).
@@ -49,3 +51,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         return rotate_reference(x, cos, sin, interleaved)
     result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
+
+
+def rotate_pair_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Queries (B, S, H, E) and keys (B, S, K, E), both turned. `in_place`: nobody reads q or k again, so that a kernel
+    may write over them; this one does not."""
+    return rotate_reference(q, cos, sin, interleaved), rotate_reference(k, cos, sin, interleaved)
+
+
+def rotate_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = True,
+    prefer: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As the reference; on a GPU in the memory of q and k where that is allowed."""
+    if uses_triton("rope", q, prefer=prefer):
+        from meshwright.kernels.triton import rotary
+
+        return rotary.rotate_pair(q, k, cos, sin, interleaved, in_place=in_place)
+    return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)

@@ -1,5 +1,6 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, weight_product
 
 
@@ -32,10 +34,14 @@ class _Swiglu(torch.autograd.Function):
         return gate_gradient, up_gradient
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
     """As the reference, with one saved tensor less."""
     if torch.compiler.is_compiling():
         return swiglu_reference(gate, up)
+    if uses_triton("swiglu", gate, prefer=prefer):
+        from meshwright.kernels.triton import gated
+
+        return gated.swiglu(gate, up)
     result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
@@ -49,31 +55,74 @@ class _SwigluLinear(torch.autograd.Function):
     """Saves gate and up but not their product: a third of the MLP's activations less, for two passes more."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.leaf, ctx.has_bias = as_leaf(weight), bias is not None
-        return F.linear(F.silu(gate).mul_(up), weight, bias)
+        ctx.leaf, ctx.has_bias, ctx.in_triton = as_leaf(weight), bias is not None, in_triton
+        return F.linear(_product(gate, up, in_triton), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
         inner = torch.mm(flat, weight).view_as(gate)
-        silu = F.silu(gate)
+        of_inner = _fused_gradients if ctx.in_triton else _inner_gradients
+        gradients = of_inner(inner, gate, up, ctx.needs_input_grad[2])
+        again = next(gradients)
         weight_gradient = bias_gradient = None
-        if ctx.needs_input_grad[2]:
-            product = partial(weight_product, flat, (silu * up).reshape(flat.shape[0], -1), weight.dtype)
+        if again is not None:
+            product = partial(weight_product, flat, again.reshape(flat.shape[0], -1), weight.dtype)
             weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
-        up_gradient = silu.mul_(inner)
-        gate_gradient = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        return gate_gradient, up_gradient, weight_gradient, bias_gradient
+        return *gradients, weight_gradient, bias_gradient, None
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
+    """silu(gate) * up where wanted, then, from the gradient `inner` of it, those of gate and up."""
+    silu = F.silu(gate)
+    yield silu * up if again else None
+    up_gradient = silu.mul_(inner)
+    yield torch.ops.aten.silu_backward(inner.mul_(up), gate)
+    yield up_gradient
+
+
+def _fused_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
+    """The same, all made at once."""
+    from meshwright.kernels.triton import blocks, gated
+
+    rows = map(blocks.rows_of, (inner, gate, up))
+    of_gate, of_up, product = gated.gradients(*rows, product=again, consume=True)
+    yield product
+    yield of_gate.view(gate.shape)
+    yield of_up.view(up.shape)
+
+
+def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
+    if not in_triton:
+        return F.silu(gate).mul_(up)
+    from meshwright.kernels.triton import blocks, gated
+
+    return gated.activate(blocks.rows_of(gate), blocks.rows_of(up)).view(gate.shape)
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, prefer: str = "auto") -> Tensor:
     """As the reference; nothing of the size of the product is saved."""
     if torch.compiler.is_compiling() or needs_wide(gate):
-        return linear(swiglu(gate, up), weight, bias)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return linear(swiglu(gate, up, prefer), weight, bias)
+    in_triton = uses_triton("swiglu", gate, prefer=prefer)
+    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
+
+
+def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
+    """x Phi(x), or its form by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    return F.gelu(x, approximate=approximate)
+
+
+def gelu(x: Tensor, approximate: str = "none", prefer: str = "auto") -> Tensor:
+    """As the reference."""
+    if uses_triton("gelu", x, prefer=prefer):
+        from meshwright.kernels.triton import gated
+
+        return gated.gelu(x, approximate)
+    return F.gelu(x, approximate=approximate)

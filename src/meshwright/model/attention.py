@@ -69,8 +69,7 @@ class Attention(AttentionBase):
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if sight.cos is not None:
-            q = self.kernels.rotate(q, sight.cos, sight.sin, self.shape.rope_interleaved)
-            k = self.kernels.rotate(k, sight.cos, sight.sin, self.shape.rope_interleaved)
+            q, k = self.kernels.rotate_pair(q, k, sight.cos, sight.sin, self.shape.rope_interleaved)
         return self.attended(q, k, v, sight, cache)
 
 
@@ -104,8 +103,10 @@ class LatentAttention(AttentionBase):
         latent, k_rope = low.split((mla.kv_rank, mla.rope_dim), dim=-1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         k_nope, v = kv.split((mla.nope_dim, mla.v_dim), dim=-1)
-        q_rope = self.kernels.rotate(q_rope, sight.cos, sight.sin, self.shape.rope_interleaved)
-        k_rope = self.kernels.rotate(k_rope.unsqueeze(2), sight.cos, sight.sin, self.shape.rope_interleaved)
+        pair = (q_rope, k_rope.unsqueeze(2))
+        q_rope, k_rope = self.kernels.rotate_pair(
+            *pair, sight.cos, sight.sin, self.shape.rope_interleaved, in_place=False
+        )
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.attended(q, k, v, sight, cache)

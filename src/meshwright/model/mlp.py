@@ -1,6 +1,5 @@
 """The feed-forward half of a block: gated (SwiGLU) or plain (GELU)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
@@ -36,12 +35,12 @@ class PlainMLP(nn.Module):
         super().__init__()
         self.up = Linear(hidden, ffn, kernels, bias)
         self.down = Linear(ffn, hidden, kernels, bias)
-        self.border, self.approximate = border, approximate
+        self.kernels, self.border, self.approximate = kernels, border, approximate
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
         (up,) = read(self.border, x, self.up)
-        return self.border.leave(self.down(F.gelu(up, approximate=self.approximate)))
+        return self.border.leave(self.down(self.kernels.gelu(up, self.approximate)))
 
 
 def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> nn.Module:

@@ -4,11 +4,10 @@ Dropless: every token reaches its top_k experts, however uneven. Letters: N toke
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.kernels.experts import Counts, groups_on_device, spread
+from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
 from meshwright.model.mlp import gelu_form, make_mlp
 from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape, MoEShape
@@ -71,7 +70,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `forward`, where all experts are here."""
-        if groups_on_device(rows, self.up):
+        if keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
@@ -81,7 +80,7 @@ class Experts(nn.Module):
         if self.gated:
             inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
         else:
-            inner = F.gelu(product(rows, self.up, counts), approximate=self.approximate)
+            inner = self.kernels.gelu(product(rows, self.up, counts), self.approximate)
         out: Tensor = product(inner, self.down, counts)
         return out
 
@@ -108,9 +107,9 @@ class MoE(nn.Module):
         order = choices.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
-        rows = self.experts(spread(flat, order, inverse, self.moe.top_k), counts)
-        rows = spread(rows, inverse, order).view(*weights.shape, -1)
-        out = (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1).view_as(x)
+        prefer = self.experts.kernels.prefer
+        rows = self.experts(spread(flat, order, inverse, self.moe.top_k, prefer), counts)
+        out = combine(rows, weights, order, inverse, prefer).view_as(x)
         if self.moe.shared_experts:
             out = out + self.shared(x)
         balance = self._balance(experts, probabilities, x.shape[0])

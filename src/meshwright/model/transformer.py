@@ -46,11 +46,12 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """As `forward`: the arithmetic of one device."""
-        x = x + self._drop(self.attention(self.attention_norm(x), sight, cache))
+        attended = self._drop(self.attention(self.attention_norm(x), sight, cache))
+        normed, x = self.mlp_norm.after(x, attended)
         if self.routed:
-            out, balance = self.mlp(self.mlp_norm(x))
+            out, balance = self.mlp(normed)
             return x + self._drop(out), balance
-        return x + self._drop(self.mlp(self.mlp_norm(x))), None
+        return x + self._drop(self.mlp(normed)), None
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -100,8 +100,9 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
         seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
     seams.enter_head = enters
     vocabulary = vocabulary_of(group, model.shape.vocab)
-    seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary)
-    seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary)
+    told = {"vocabulary": vocabulary, "prefer": model.kernels.prefer}
+    seams.loss = partial(linear_cross_entropy, **told)
+    seams.log_probabilities = partial(linear_log_probabilities, **told)
 
 
 def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
@@ -120,6 +121,7 @@ def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
         first=first,
         number=number,
         most=share(vocab, group.size, 0)[1],
+        whole=vocab,
         largest=partial(group.all_reduce, op="max"),
         total=group.all_reduce,
     )

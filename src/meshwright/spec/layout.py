@@ -52,8 +52,9 @@ class Layout:
     norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
-    kernels: Literal["auto", "reference"] = "auto"
-    """reference = the plain twins, for comparison."""
+    kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
+    """auto = Triton's where they are better, on a GPU; eager = torch's own operations; triton = Triton's wherever they
+    can run; reference = the plain twins, for comparison."""
     saving: Literal["auto", "async", "sync"] = "auto"
     """async: a checkpoint is copied to host memory, then written while training goes on; auto = on a GPU only."""
 

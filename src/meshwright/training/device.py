@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from meshwright import compat
+from meshwright.kernels import chooser
 from meshwright.kernels.attention import backend, causal_mask
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
@@ -81,6 +82,27 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
         return f"{layout.context} of {'flash' if fused else 'plain'} parts"
     mask = causal_mask(positions, positions, documents=documents, device=device)
     return backend(q, k, v, mask, scale=width**-0.5, dropout=recipe.dropout)
+
+
+def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
+    """Which implementation runs what, and why; nothing where it is torch's on a CPU, as always."""
+    if plan.layout.kernels == "reference" or (device.type == "cpu" and plan.layout.kernels != "triton"):
+        return []
+    dtype = DTYPES[plan.recipe.precision]
+    names = ["loss_rows", *([] if compiled else block_operations(plan))]
+    told = {name: "auto" if name == "merge" else plan.layout.kernels for name in names}
+    made = chooser.said([chooser.choice(name, device, dtype, prefer=prefer) for name, prefer in told.items()])
+    return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
+
+
+def block_operations(plan: Plan) -> list[str]:
+    """Operations of chooser.RULES that blocks of this model have."""
+    shape = plan.model
+    found = ["layer_norm"] if shape.norm == "layernorm" else ["rms_norm", "add_rms_norm"]
+    found.append("swiglu" if shape.mlp == "swiglu" else "gelu")
+    found += ["rope"] if shape.positions == "rope" else []
+    found += ["permute", "grouped"] if shape.moe else []
+    return [*found, *(["merge"] if plan.layout.cp > 1 else []), "attention"]
 
 
 def title(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from meshwright.data import Corpus, Sampler
 from meshwright.data.corpus import TokenStream
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
-from meshwright.parallel.compiling import compile_notes
+from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.parallel.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
@@ -284,6 +284,7 @@ class Trainer:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         found += [plan.beyond_positions] if plan.beyond_positions else []
         found += schedule_notes(plan.layout, self.device)
+        found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         if problem := unwritable(plan.model):

@@ -1,0 +1,67 @@
+"""Sizes of the pieces that one program of a kernel works on."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+Arg = tl.tensor
+"""An argument of a kernel: in it, a pointer or a number."""
+
+ELEMENTS = 1024
+"""Of one program of an elementwise kernel."""
+ROW_ELEMENTS = 4096
+"""Up to which several short rows share a program."""
+INTERPRETED_PROGRAMS = 4
+"""Of a kernel that divides its rows among as many programs as the device runs at once."""
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below the number."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., D) as rows (N, D) whose elements lie side by side."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
+
+
+def rows_a_program(width: int) -> int:
+    """Rows of `width` padded elements that one program takes."""
+    return max(1, min(16, ROW_ELEMENTS // width))
+
+
+def warps(elements: int) -> int:
+    """Warps for a program that holds so many elements: 8 to 32 each thread."""
+    return max(1, min(32, power_of_two(elements // 512)))
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def programs(x: Tensor, each: int = 1) -> int:
+    """How many programs share the rows of a kernel that sums over them: `each` a multiprocessor. Fixed for a device, so
+    that sums have one order."""
+    if x.device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return each * _processors(x.device.index or 0)
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether TRITON_INTERPRET=1 was set when the kernel was defined: numpy then runs it, on any device."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def wide_products(kernel: Any, x: Tensor) -> bool:
+    """Whether operands of matrix products must become fp32 first: the interpreter multiplies no bf16."""
+    return interpreted(kernel) and x.dtype == torch.bfloat16

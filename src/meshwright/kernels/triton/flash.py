@@ -1,0 +1,145 @@
+"""Flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691): causal, by documents, grouped heads.
+
+For study, and where torch has no fused kernel; cuDNN's and FlashAttention-3's are faster on Hopper. The S x S weights
+are never stored: a block of queries walks over its keys with a running maximum and sum, and keeps the log-sum-exp. The
+backward pass makes the weights again. A block of keys sums over the query heads that share it, so nothing is added by
+atomics and the same inputs give the same bits.
+
+Positions of all documents lie one after another: q (T, H, E), k and v (T, K, E); `borders` (N + 1,) int32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, wide_products
+from meshwright.kernels.triton.flash_backward import inner_rows, keys_backward, queries_backward
+
+QUERIES, KEYS = 64, 64
+"""Of a block."""
+WARPS = 8
+"""With 4 a block of keys and its two sums would not stay in registers."""
+BESIDE_KEYS = 32
+"""Queries that a block of keys takes at a time, for the same reason."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def flash_forward(
+    q: Arg, k: Arg, v: Arg, out: Arg, lse: Arg, borders: Arg, total: Arg, scale: Arg, q_position: Arg, q_head: Arg,
+    k_position: Arg, k_head: Arg, v_position: Arg, v_head: Arg, heads: Arg, width: Arg, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """out (T, H, E) and lse (H, T) of a block of queries of one head of one document."""
+    document, head = tl.program_id(2), tl.program_id(1)
+    begin = tl.load(borders + document).to(tl.int64)
+    length = (tl.load(borders + document + 1) - begin).to(tl.int32)
+    first = tl.program_id(0) * QUERIES
+    if first < length:
+        query = first + tl.arange(0, QUERIES)
+        column = tl.arange(0, BLOCK)[None, :]
+        known = (query[:, None] < length) & (column < width)
+        here = q + (begin + query[:, None]) * q_position + head * q_head + column
+        queries = tl.load(here, mask=known, other=0.0)
+        if WIDE:
+            queries = queries.to(tl.float32)
+        peak = tl.full((QUERIES,), LOWEST, tl.float32)
+        sums = tl.zeros((QUERIES,), tl.float32)
+        found = tl.zeros((QUERIES, BLOCK), tl.float32)
+        end = tl.minimum(length, first + QUERIES) if CAUSAL else length
+        for start in range(0, end, KEYS):
+            key = start + tl.arange(0, KEYS)
+            there = (key[:, None] < length) & (column < width)
+            at = (begin + key[:, None]) * k_position + (head // GROUP) * k_head + column
+            keys = tl.load(k + at, mask=there, other=0.0)
+            at = (begin + key[:, None]) * v_position + (head // GROUP) * v_head + column
+            values = tl.load(v + at, mask=there, other=0.0)
+            if WIDE:
+                keys, values = keys.to(tl.float32), values.to(tl.float32)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+            seen = key[None, :] < length
+            if CAUSAL:
+                seen = seen & (key[None, :] <= query[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            kept = tl.exp2(peak - higher)
+            sums = sums * kept + tl.sum(weights, 1)
+            found = found * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            peak = higher
+        at = (begin + query[:, None]) * heads * width + head * width + column
+        tl.store(out + at, (found / sums[:, None]).to(out.dtype.element_ty), mask=known)
+        tl.store(lse + head.to(tl.int64) * total + begin + query, peak / LOG2_E + tl.log(sums), mask=query < length)
+
+
+def _sizes(q: Tensor) -> dict[str, Any]:
+    return {"QUERIES": QUERIES, "KEYS": KEYS, "BLOCK": max(16, power_of_two(q.shape[2]))}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(T, H, E) in the dtype of q, and the log-sum-exp (H, T) fp32."""
+    total, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
+    flash_forward[(ceil_div(longest, QUERIES), heads, len(borders) - 1)](
+        q, k, v, out, lse, borders, total, scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads, width,
+        GROUP=heads // k.shape[1], CAUSAL=causal, WIDE=wide_products(flash_forward, q), **_sizes(q), num_warps=WARPS,
+        num_stages=2,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int, *,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of q, k and v."""
+    total, heads, width = q.shape
+    gradient = gradient.contiguous()
+    inner = torch.empty((heads, total), dtype=torch.float32, device=q.device)
+    inner_rows[(total, heads)](gradient, out, inner, total, heads, width, BLOCK=max(16, power_of_two(width)))
+    of_q, of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    shared = (q, k, v, gradient, lse, inner, borders, total, scale)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads, width)
+    options = {
+        "GROUP": heads // k.shape[1], "CAUSAL": causal, "WIDE": wide_products(queries_backward, q), **_sizes(q),
+        "num_warps": WARPS, "num_stages": 2,
+    }  # fmt: skip
+    queries_backward[(ceil_div(longest, QUERIES), heads, len(borders) - 1)](*shared, of_q, *strides, **options)
+    options["QUERIES"] = min(QUERIES, BESIDE_KEYS)
+    keys_backward[(ceil_div(longest, KEYS), k.shape[1], len(borders) - 1)](*shared, of_k, of_v, *strides, **options)
+    return of_q, of_k, of_v
+
+
+class _Flash(torch.autograd.Function):
+    """Saves q, k, v, the result and its log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse = forward(q, k, v, borders, longest, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse, borders)
+        ctx.longest, ctx.options = longest, {"causal": causal, "scale": scale}
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        q, k, v, out, lse, borders = ctx.saved_tensors
+        return *backward(gradient, q, k, v, out, lse, borders, ctx.longest, **ctx.options), None, None, None, None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, causal: bool = True, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q (T, H, E), k and v (T, K, E) of documents that begin at `borders` -> (T, H, E), and log-sum-exp (H, T)."""
+    found: tuple[Tensor, Tensor] = _Flash.apply(q, k, v, borders, longest, causal, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return found

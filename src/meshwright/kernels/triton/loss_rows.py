@@ -1,0 +1,163 @@
+"""Cross-entropy of rows of logits, and its gradient in their place.
+
+Each row is a program. It reads its logits once for the running maximum and sum (Milakov and Gimelshein 2018,
+arXiv:1805.02867) and once more, from the cache, for the gradient that it writes over them. Where a row lies on several
+devices, two kernels do the halves and the host combines what they found in between.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.triton.blocks import Arg, power_of_two
+
+BLOCK = 8192
+"""Logits of a row that a program holds at a time."""
+
+
+@triton.jit
+def _gather(row: Arg, target: Arg, columns: Arg, BLOCK: tl.constexpr) -> Arg:
+    """Of a row: its maximum, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`."""
+    peak = float("-inf")
+    total = 0.0
+    plain = 0.0
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logits = tl.load(row + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, tl.max(logits, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # of a row of -inf only: exp(-inf) is 0
+        total = total * tl.exp(peak - shift) + tl.sum(tl.exp(logits - shift), 0)
+        plain += tl.sum(tl.where(at < columns, logits, 0.0), 0)
+        peak = higher
+    mine = (target >= 0) & (target < columns)
+    chosen = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(tl.float32)
+    return peak, total, plain, chosen
+
+
+@triton.jit
+def _write_gradient(
+    row: Arg, target: Arg, columns: Arg, vocabulary: Arg, lse: Arg, factor: Arg, smoothing: Arg, z: Arg,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """factor * (softmax * (1 + 2 z lse) - (1 - smoothing) onehot - smoothing / V) over the logits of a row."""
+    grown = factor * (1.0 + 2.0 * z * lse)
+    even = factor * smoothing / vocabulary
+    hit = factor * (1.0 - smoothing)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logits = tl.load(row + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+        found = tl.exp(logits - lse) * grown - even - tl.where(at == target, hit, 0.0)
+        tl.store(row + at, found.to(row.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _clear(row: Arg, columns: Arg, BLOCK: tl.constexpr) -> None:
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(row + at, tl.zeros((BLOCK,), row.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def loss_rows(
+    logits: Arg, stride: Arg, targets: Arg, factors: Arg, factor_stride: Arg, losses: Arg, columns: Arg,
+    smoothing: Arg, z: Arg, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, FACTORS: tl.constexpr, SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The loss of each row, 0 where ignored; a target that no column has gives nan. GRADIENT: over the logits."""
+    at = tl.program_id(0).to(tl.int64)
+    row = logits + at * stride
+    target = tl.load(targets + at)
+    if target == IGNORED:
+        tl.store(losses + at, 0.0)
+        if GRADIENT:
+            _clear(row, columns, BLOCK)
+    else:
+        peak, total, plain, chosen = _gather(row, target, columns, BLOCK)
+        lse = peak + tl.log(total)
+        loss = lse - chosen + z * lse * lse
+        if SMOOTH:  # else a logit of -inf would make 0 * inf of it
+            loss += smoothing * (chosen - plain / columns)
+        known = (target >= 0) & (target < columns)
+        tl.store(losses + at, tl.where(known, loss, float("nan")))
+        if GRADIENT:
+            factor = 1.0
+            if FACTORS:
+                factor = tl.load(factors + at * factor_stride).to(tl.float32)
+            _write_gradient(row, target, columns, columns, lse, factor, smoothing, z, BLOCK)
+
+
+@triton.jit
+def gather_rows(
+    logits: Arg, stride: Arg, targets: Arg, found: Arg, rows: Arg, columns: Arg, first: Arg, BLOCK: tl.constexpr
+) -> None:  # fmt: skip
+    """Of each row: maximum, sum of exp(logit - maximum), sum of logits, logit of the target or 0; found (4, R)."""
+    at = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + at) - first
+    peak, total, plain, chosen = _gather(logits + at * stride, target, columns, BLOCK)
+    tl.store(found + at, peak)
+    tl.store(found + rows + at, total)
+    tl.store(found + 2 * rows + at, plain)
+    tl.store(found + 3 * rows + at, chosen)
+
+
+@triton.jit
+def gradient_rows(
+    logits: Arg, stride: Arg, targets: Arg, sums: Arg, factors: Arg, columns: Arg, first: Arg, vocabulary: Arg,
+    smoothing: Arg, z: Arg, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The gradient over the logits of rows whose log-sum-exp over all devices is known; 0 where the factor is."""
+    at = tl.program_id(0).to(tl.int64)
+    row = logits + at * stride
+    factor = tl.load(factors + at)
+    if factor == 0.0:
+        _clear(row, columns, BLOCK)
+    else:
+        target = tl.load(targets + at) - first
+        _write_gradient(row, target, columns, vocabulary, tl.load(sums + at), factor, smoothing, z, BLOCK)
+
+
+def _block(columns: int) -> tuple[int, int]:
+    """Logits a program holds, and its warps."""
+    block = min(BLOCK, power_of_two(columns))
+    return block, max(1, min(16, block // 512))
+
+
+def losses(
+    logits: Tensor, targets: Tensor, factor: Tensor | None, *, ignored: int, gradient: bool, smoothing: float, z: float
+) -> Tensor:
+    """-log softmax (R,) fp32 of `logits` (R, V), which become factor x gradient; factor () or (R,) fp32."""
+    rows, columns = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block, warps = _block(columns)
+    loss_rows[(rows,)](
+        logits, logits.stride(0), targets.contiguous(), found if factor is None else factor,
+        0 if factor is None or not factor.dim() else factor.stride(0), found, columns, smoothing, z,
+        IGNORED=ignored, GRADIENT=gradient, FACTORS=factor is not None, SMOOTH=smoothing != 0.0, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    return found
+
+
+def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """(4, R) fp32: maximum, sum of exp(logit - maximum), sum of logits, the target's logit where it is here, else 0."""
+    rows, columns = logits.shape
+    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    block, warps = _block(columns)
+    gather_rows[(rows,)](
+        logits, logits.stride(0), targets.contiguous(), found, rows, columns, first, BLOCK=block, num_warps=warps
+    )  # fmt: skip
+    return found
+
+
+def write_gradients(
+    logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, *, first: int, vocabulary: int, smoothing: float,
+    z: float,
+) -> None:  # fmt: skip
+    """Over `logits` (R, V') of which this device holds columns `first` on: the gradients, from log-sum-exps (R,)."""
+    rows, columns = logits.shape
+    block, warps = _block(columns)
+    gradient_rows[(rows,)](
+        logits, logits.stride(0), targets.contiguous(), sums.contiguous(), factors.contiguous(), columns, first,
+        vocabulary, smoothing, z, BLOCK=block, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""A small run of each operation, forward and backward, beside its slow twin: before a kernel is chosen on a device."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.triton import flash, gated, grouped, loss_rows, mean_norm, merging, permute, root_norm, rotary
+
+Made = Callable[..., Tensor]
+LARGEST_ERROR = 0.03
+"""Of a tensor's length: some roundings to bf16."""
+
+
+def problem(operation: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernels of an operation here; empty where they run and are right."""
+    try:
+        with torch.enable_grad():
+            error = TRIALS[operation](partial(_normal, device, dtype))
+    except Exception as failure:  # compilers, drivers and launches fail in many ways
+        said = str(failure).splitlines() or [""]
+        return f"its trial failed: {type(failure).__name__} {said[0]}".strip()
+    return "" if error < LARGEST_ERROR else f"its trial was off by {error:.2g}"
+
+
+def _normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size))
+    return torch.randn(*size, generator=generator).to(device, dtype)
+
+
+def _error(ours: Made, plain: Made, given: Sequence[Tensor]) -> float:
+    """The largest relative error of the result and of each gradient; not a number counts as infinite."""
+    found, right = _outcome(ours, given), _outcome(plain, [x.double() for x in given])
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _outcome(function: Made, given: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def _norm(make: Made) -> float:
+    return _error(partial(root_norm.rms_norm, eps=1e-5), _rms, (make(5, 200), make(200)))
+
+
+def _add_norm(make: Made) -> float:
+    def ours(x: Tensor, added: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(root_norm.add_rms_norm(x, added, weight, 1e-5))
+
+    def plain(x: Tensor, added: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat((_rms(x + added, weight), x + added))
+
+    return _error(ours, plain, (make(5, 200), make(6, 200)[:5], make(200)))
+
+
+def _layer_norm(make: Made) -> float:
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (200,), weight, bias, 1e-5)
+
+    return _error(partial(mean_norm.layer_norm, eps=1e-5), plain, (make(5, 200), make(200), make(1, 200)[0]))
+
+
+def _swiglu(make: Made) -> float:
+    return _error(gated.swiglu, lambda gate, up: F.silu(gate) * up, (make(5, 300), make(6, 300)[:5]))
+
+
+def _rope(make: Made) -> float:
+    turn = make(1, 3, 1, 32).float()
+
+    def ours(q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat(rotary.rotate_pair(q * 1, k * 1, turn.cos(), turn.sin()), 2)
+
+    def plain(q: Tensor, k: Tensor) -> Tensor:
+        first, second = torch.cat((q, k), 2).chunk(2, -1)
+        cos, sin = turn.double().cos(), turn.double().sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return _error(ours, plain, (make(2, 3, 4, 64), make(2, 3, 2, 64)))
+
+
+def _merge(make: Made) -> float:
+    scores, values = make(1, 2, 5, 8).float(), make(1, 2, 8, 32)
+    (first, second), (one, other) = scores.split(4, -1), values.float().split(4, 2)
+    out, lse = first.softmax(-1) @ one, first.logsumexp(-1)
+    own = second.logsumexp(-1)
+    merging.merge(out, lse, second.softmax(-1) @ other, own, own)
+    right = scores.softmax(-1) @ values.float()
+    error: float = ((out - right).norm() / right.norm()).item()
+    return error
+
+
+def _loss(make: Made) -> float:
+    logits = make(4, 9000)
+    targets = torch.tensor([1, 8999, -100, 5], device=logits.device)
+    wide = logits.double().requires_grad_()
+    right = F.cross_entropy(wide, targets, reduction="none")
+    (slope,) = torch.autograd.grad(right.sum(), wide)
+    found = loss_rows.losses(logits, targets, None, ignored=-100, gradient=True, smoothing=0.0, z=0.0)
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in ((found, right.detach()), (logits, slope))]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _permute(make: Made) -> float:
+    rows = make(6, 100)
+    order = torch.tensor([3, 0, 5, 1, 4, 2], device=rows.device)
+    inverse = order.argsort()
+    copies = _error(lambda x: permute.spread(x, order, inverse, 2), lambda x: x[order // 2], (rows[:3],))
+
+    def plain(rows: Tensor, weights: Tensor) -> Tensor:
+        return (rows[inverse].view(3, 2, -1) * weights.unsqueeze(-1)).sum(1)
+
+    return max(copies, _error(lambda x, w: permute.combine(x, w, inverse), plain, (rows, make(3, 2))))
+
+
+def _grouped(make: Made) -> float:
+    rows, weights = make(37, 40), make(3, 24, 40)
+    counts = torch.tensor([20, 0, 17], device=rows.device)
+
+    def plain(rows: Tensor, weights: Tensor) -> Tensor:
+        return torch.cat((rows[:20] @ weights[0].T, rows[20:] @ weights[2].T))
+
+    return _error(partial(grouped.expert_linear, counts=counts), plain, (rows, weights))
+
+
+def _attention(make: Made) -> float:
+    q, k, v = make(70, 2, 32), make(71, 1, 32)[:70], make(72, 1, 32)[:70]
+    borders = torch.tensor([0, 70], dtype=torch.int32, device=q.device)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("she,toe->hst", q, k) * 0.2
+        hidden = torch.ones(70, 70, dtype=torch.bool, device=q.device).triu(1)
+        return torch.einsum("hst,toe->she", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+    return _error(lambda q, k, v: flash.attend(q, k, v, borders, 70, scale=0.2)[0], plain, (q, k, v))
+
+
+TRIALS: dict[str, Callable[[Made], float]] = {
+    "loss_rows": _loss,
+    "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "layer_norm": _layer_norm,
+    "swiglu": _swiglu,
+    "gelu": lambda make: _error(gated.gelu, F.gelu, (make(5, 300),)),
+    "rope": _rope,
+    "merge": _merge,
+    "permute": _permute,
+    "grouped": _grouped,
+    "attention": _attention,
+}
+"""Of each operation of chooser.RULES."""

@@ -1,0 +1,68 @@
+"""Mixture of experts: copies to the experts and back, products by runs of rows, experts without rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import experts
+from meshwright.kernels.triton import grouped, permute
+from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
+from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
+
+
+def orders(tokens: int, k: int) -> tuple[Tensor, Tensor]:
+    order = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(tokens))
+    return order, order.argsort()
+
+
+@pytest.mark.parametrize("tokens, k, width", [(1, 1, 1), (5, 2, 33), (7, 3, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW[1]], ids=str)
+def test_spread(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
+    order, inverse = orders(tokens, k)
+    given = tensors((tokens, width), dtype=dtype)
+    fast, plain = (partial(f, order=order, inverse=inverse, k=k) for f in (permute.spread, experts.spread))
+    found, right = outcome(fast, given), outcome(plain, given)
+    assert torch.equal(found[0], right[0])
+    if dtype == torch.float32:
+        torch.testing.assert_close(found[1], right[1])
+    else:
+        assert_not_worse(fast, plain, lambda x: x[order // k], given)
+
+
+@pytest.mark.parametrize("tokens, k, width", [(1, 1, 4), (5, 2, 33), (7, 3, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW[1]], ids=str)
+def test_combine(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
+    _, inverse = orders(tokens, k)
+    rows, weights = *tensors((tokens * k, width), dtype=dtype), *tensors((tokens, k), seed=1)
+
+    def exact(rows: Tensor, weights: Tensor) -> Tensor:
+        return (rows[inverse].view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1)
+
+    fast = partial(permute.combine, inverse=inverse)
+    plain = partial(experts.combine_reference, inverse=inverse)
+    if dtype == torch.float32:
+        assert_single(fast, exact, [rows, weights])
+        assert_single(plain, exact, [rows, weights])
+    else:
+        assert_not_worse(fast, plain, exact, [rows, weights], [1.05] * 3)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 1], [17, 2, 20], [0, 33, 0]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW[1]], ids=str)
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch, counts: list[int], dtype: torch.dtype) -> None:
+    for name in ("ROWS", "COLUMNS", "INNER"):
+        monkeypatch.setattr(grouped, name, 16)
+    given = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
+    fast = partial(grouped.expert_linear, counts=torch.tensor(counts))
+
+    def exact(rows: Tensor, weights: Tensor) -> Tensor:
+        return torch.cat([part @ w.T for part, w in zip(rows.split(counts), weights, strict=True)])
+
+    if dtype == torch.float32:
+        assert_single(fast, exact, given)
+    else:
+        assert_not_worse(fast, exact, exact, given, [1.05] * 3)
+    *_, of_weights = outcome(fast, given)
+    assert not of_weights[[n for n, count in enumerate(counts) if not count]].any()

@@ -1,0 +1,31 @@
+"""Whole small models whose operations are the Triton kernels, beside the plain ones: loss and every gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels import chooser
+from meshwright.model import Transformer
+from tests.model.shrunk import model, packed, tokens
+
+KINDS = ("gpt2-124m", "llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3")
+"""LayerNorm and GELU; RMSNorm, SwiGLU, GQA; norms of heads; experts; latent attention, shared experts."""
+
+
+def loss_and_gradients(found: Transformer, mask: bool) -> list[Tensor]:
+    given = tokens(1, 10)
+    documents, positions = packed((4, 5), 1) if mask else (None, None)
+    loss = found.loss(given[:, :-1], given[:, 1:], documents=documents, positions=positions)
+    total = loss.cross_entropy if loss.balance is None else loss.cross_entropy + loss.balance.sum()
+    total.backward()
+    return [total.detach(), *(p.grad for p in found.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_of_triton_kernels(name: str) -> None:
+    ours = loss_and_gradients(model(name, kernels="triton"), mask=name == "llama-3.1-8b")
+    plain = loss_and_gradients(model(name, kernels="reference"), mask=name == "llama-3.1-8b")
+    assert any(one.by == "triton" for one in chooser._made.values())
+    for found, right in zip(ours, plain, strict=True):
+        assert torch.isfinite(found).all()
+        assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
