@@ -100,9 +100,9 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
         seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
     seams.enter_head = enters
     vocabulary = vocabulary_of(group, model.shape.vocab)
-    told = {"vocabulary": vocabulary, "prefer": model.kernels.prefer}
-    seams.loss = partial(linear_cross_entropy, **told)
-    seams.log_probabilities = partial(linear_log_probabilities, **told)
+    prefer = model.kernels.prefer
+    seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary, prefer=prefer)
+    seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary, prefer=prefer)
 
 
 def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
