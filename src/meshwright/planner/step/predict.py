@@ -17,6 +17,7 @@ from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.timeline import (
     StepTime,
+    busy_s,
     least_s,
     pipeline_s,
     shared_links,
@@ -76,10 +77,13 @@ class Estimator(SharedCosts):
             update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
-        passes_s = self._passes_s(layout, m, shown, send_s, exact)
+        key = (*self._stages_key(layout), layout.schedule, m, send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, exact, key)
+        if self._known.busy[0] != key:
+            self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self.stack, m, shown, shared_s, update_s, shared, passes_s, edges,
+        return step_time(layout, self.stack, m, shown, self._known.busy[1], shared_s, update_s, shared, passes_s, edges,
                          self.speeds.ranks_per_core)  # fmt: skip
 
     def least_s(self, layout: Layout) -> float:
@@ -87,16 +91,20 @@ class Estimator(SharedCosts):
         m = layout.micro_batches(self.recipe.global_batch)
         send_s = self._send_s(layout, self.parts(layout)[0])
         shown = self._with_sends(layout, self.stages(layout), send_s)
-        passes_s = self._passes_s(layout, m, shown, send_s, False)
+        key = (*self._stages_key(layout), layout.schedule, m, send_s)
+        passes_s = self._passes_s(layout, m, shown, send_s, False, key)
         if layout.pp > 1:
             passes_s /= max(1.0, self.speeds.ranks_per_core)
         return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
 
-    def _passes_s(self, layout: Layout, m: int, stages: list[MicroBatchCost], send_s: float, exact: bool) -> float:
+    def _passes_s(
+        self, layout: Layout, m: int, stages: list[MicroBatchCost], send_s: float, exact: bool, key: tuple[object, ...]
+    ) -> float:
         """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
-        key = (*self._stages_key(layout), layout.schedule, m, send_s)
         if not exact or layout.pp == 1:
-            return least_s(layout.schedule, layout.pp, layout.vp, m, stages, send_s)
+            if key not in self._known.least:
+                self._known.least[key] = least_s(layout.schedule, layout.pp, layout.vp, m, stages, send_s)
+            return self._known.least[key]
         if key not in self._known.played:
             self._known.played[key] = pipeline_s(layout, m, stages, send_s)
         return self._known.played[key]

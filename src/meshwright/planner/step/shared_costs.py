@@ -83,23 +83,28 @@ class SharedCosts:
         key = self._stages_key(layout)
         if key not in self._known.stages:
             _, found = self.parts(layout)
-            stages = [found.stage(kind) for kind in self._stage_kinds(layout)]
+            kinds, places = self._stage_kinds(layout)
+            each = [found.stage(kind) for kind in kinds]
+            stages = [each[place] for place in places]
             if len(self._known.stages) >= KEPT:
                 self._known.stages.clear()
                 self._known.standing.clear()
             self._known.stages[key] = stages
         return self._known.stages[key]
 
-    def _stage_kinds(self, layout: Layout) -> list[StageKind]:
-        """Of each pipeline stage."""
+    def _stage_kinds(self, layout: Layout) -> tuple[list[StageKind], list[int]]:
+        """Kinds of pipeline stages, and which of them each stage is."""
         key = layout.pp, layout.vp, layout.stages
         if key not in self._known.stage_kinds:
             split = self.split(layout)
-            kinds = self._known.stage_kinds[key] = []
+            kinds: dict[StageKind, int] = {}
+            places = []
             for s, layers in enumerate(split):
                 routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
                 windowed = self.windowed(layers)
-                kinds.append(StageKind(len(layers) - routed - windowed, windowed, routed, s == 0, s == len(split) - 1))
+                kind = StageKind(len(layers) - routed - windowed, windowed, routed, s == 0, s == len(split) - 1)
+                places.append(kinds.setdefault(kind, len(kinds)))
+            self._known.stage_kinds[key] = list(kinds), places
         return self._known.stage_kinds[key]
 
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:

@@ -79,20 +79,24 @@ def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send
     """Seconds of all passes of a step."""
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
     _, ends = play(_in_order(layout.schedule, layout.pp, few, layout.vp), stages, send_s)
-    busiest = max(sum(_both(stages[stage]) for stage in own_stages(layout, rank)) for rank in range(layout.pp))
-    return max(ends) + (micro_batches - few) * busiest
+    return max(ends) + (micro_batches - few) * max(busy_s(layout, stages))
+
+
+def busy_s(layout: Layout, stages: Sequence[Timed]) -> tuple[float, ...]:
+    """Of each pipeline rank for one micro-batch."""
+    both = [_both(stage) for stage in stages]
+    return tuple(sum([both[s] for s in own_stages(layout, rank)]) for rank in range(layout.pp))
 
 
 def step_time(
-    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], sharing: Sharing,
-    update_s: float, shared: float, passes_s: float, edges: Edges, ranks_per_core: float,
+    layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], per_rank: Sequence[float],
+    sharing: Sharing, update_s: float, shared: float, passes_s: float, edges: Edges, ranks_per_core: float,
 ) -> StepTime:  # fmt: skip
-    """Of a whole step. `sharing`: of all gradients once, of all parameters once (ZeRO). `shared`: so much of the
-    exchanges inside the passes belongs to the backward pass and keeps the links that reductions need. `passes_s`: of
-    all passes. `ranks_per_core` above 1: the seconds are those of ranks that take turns; while one waits the others
-    have its turns, until the cores are busy all along."""
+    """Of a whole step. `per_rank`: busy_s. `sharing`: of all gradients once, of all parameters once (ZeRO).
+    `shared`: so much of the exchanges inside the passes belongs to the backward pass and keeps the links that
+    reductions need. `passes_s`: of all passes. `ranks_per_core` above 1: the seconds are those of ranks that take
+    turns; while one waits the others have its turns, until the cores are busy all along."""
     m = micro_batches
-    per_rank = [sum(_both(stages[s]) for s in own_stages(layout, rank)) for rank in range(layout.pp)]
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     own = [stages[s] for s in own_stages(layout, busiest)]
     exchange = m * sum(cost.exchange_s for cost in own)
