@@ -83,7 +83,7 @@ TABLES = {
         cluster=FOUR_NODES,
         layout="dp_shard=32,zero=3,micro_batch=1,recompute={}",
         head="`layout.recompute`",
-        rows={f"`{name}`": name for name in ("none", "selective", "full")},
+        rows={f"`{name}`": name for name in ("none", "norms", "selective", "all-but-attention", "full")},
         columns=("activations, GiB", "peak, GiB", "step, s"),
     ),
     "micro_batch": Table(
