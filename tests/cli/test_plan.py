@@ -359,7 +359,7 @@ def test_a_layout_is_taken_with_what_is_said_of_it(capsys: pytest.CaptureFixture
                 *SMALL,
                 "--json",
                 "--layout",
-                "dp_shard=8 zero=1 micro_batch=1 (recommended, no faster or slower with vp=8 to 9)",
+                "dp_shard=8 zero=1 micro_batch=1 (recommended, same speed with vp=8 to 9)",
             ]
         )
         == 0

@@ -23,6 +23,9 @@ class RMSNorm(nn.Module):
 
     def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + added, and x + added; all (..., size)."""
+        if self._forward_hooks:  # they are for what `forward` gives
+            total = x + added
+            return self(total), total
         return self.kernels.add_rms_norm(x, added, self.weight, self.eps)
 
 

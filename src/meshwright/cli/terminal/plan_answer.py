@@ -85,7 +85,7 @@ def _note(vps: list[int], *, recommended: bool) -> str:
 
 def _same_speed(vps: list[int]) -> str:
     """Of layouts that differ from a row in vp only, and are not listed themselves."""
-    return f"no faster or slower with vp={_runs(vps)}"
+    return f"same speed with vp={_runs(vps)}"
 
 
 def _runs(numbers: list[int]) -> str:
