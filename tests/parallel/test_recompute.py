@@ -140,6 +140,32 @@ def test_selective_makes_the_core_again_and_no_product_with_weights(name: str, d
     assert full["mm"] > none["mm"]
 
 
+@pytest.mark.parametrize("learns", ["mlp", "attention.q", "norm"])
+def test_frozen_parameters_too(learns: str) -> None:
+    """What needs no gradient is saved neither in the first pass nor in the second."""
+    steps = []
+    for policy in POLICIES:
+        found = laid_out("llama-3.1-8b", policy)
+        for name, parameter in found.named_parameters():
+            parameter.requires_grad_(learns in name)
+        steps.append(step(found))
+    for found_step in steps[1:]:
+        assert found_step.keys() == steps[0].keys()
+        assert all(torch.equal(found_step[key], value) for key, value in steps[0].items())
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
+def test_a_pass_without_backward_leaves_nothing(name: str, recompute: str) -> None:
+    found = laid_out(name, recompute)
+    with Alive([*found.parameters(), *found.buffers()]) as alive:
+        found.hidden(tokens(2, 20))
+        first = alive.live_bytes
+        for _ in range(3):
+            found.hidden(tokens(2, 20))
+        assert alive.live_bytes <= first
+
+
 def test_nothing_is_made_again_where_there_is_no_backward_pass() -> None:
     for policy in POLICIES:
         found = laid_out("llama-3.1-8b", policy)

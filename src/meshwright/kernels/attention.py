@@ -67,6 +67,10 @@ def causal_mask(
     return Mask(window, documents, borders_of(documents, number), torch.tensor(longest or keys, device="cpu"))
 
 
+WIDEST_IN_TRITON = 128
+"""Head for which the Triton kernel was compiled and its shared memory seen."""
+
+
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
     """q (B, S, H, E), k (B, T, K, E), v (B, T, K, V) -> (B, S, H, V); query head h reads key head h // (H / K)."""
     group = q.shape[2] // k.shape[2]
@@ -128,6 +132,8 @@ def _untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
         return "queries are fewer than keys"
     if q.shape[-1] != v.shape[-1]:
         return "values are narrower than keys"
+    if q.shape[-1] > WIDEST_IN_TRITON:
+        return f"heads wider than {WIDEST_IN_TRITON}"
     return "a window" if mask.window else "dropout" if dropout else ""
 
 

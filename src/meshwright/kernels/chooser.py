@@ -6,6 +6,7 @@ no driver, and a driver no C compiler: all three are asked, and a kernel is trie
 """
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,7 +95,9 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
         return Implementation(operation, "torch", rule.why)
     from meshwright.kernels.triton import trials
 
-    if wrong := trials.problem(operation, device, dtype):
+    with ThreadPoolExecutor(1) as apart:  # a block under way may have hooks and modes, which are this thread's alone
+        wrong = apart.submit(trials.problem, operation, device, dtype).result()
+    if wrong:
         return Implementation(operation, "torch", wrong)
     return Implementation(operation, "triton", f"{architecture(device)}, {named(dtype)}: {rule.why}")
 

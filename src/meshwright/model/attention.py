@@ -69,7 +69,8 @@ class Attention(AttentionBase):
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if sight.cos is not None:
-            q, k = self.kernels.rotate_pair(q, k, sight.cos, sight.sin, self.shape.rope_interleaved)
+            turned = self.shape.rope_interleaved, self.seams.overwrites
+            q, k = self.kernels.rotate_pair(q, k, sight.cos, sight.sin, *turned)
         return self.attended(q, k, v, sight, cache)
 
 

@@ -77,6 +77,8 @@ class Seams:
     """Of the shared experts inside of it."""
     attend: Callable[..., Tensor] | None = None
     """As kernels.attend."""
+    overwrites: bool = True
+    """Whether rotation may overwrite queries and keys: not where recomputation keeps the products that made them."""
     dispatch: Callable[[Any, Tensor, Tensor], Tensor] = compute
     """(experts, rows (N k, D) sorted by expert, counts (X,)) -> what their experts make of them (N k, D)."""
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host

@@ -157,4 +157,5 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     compiled = is_compiled(layout, device)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
+    model.seams.overwrites = layout.recompute != "selective"
     model.seams.call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)

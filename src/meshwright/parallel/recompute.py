@@ -25,6 +25,7 @@ from meshwright.model.norm import LayerNorm, RMSNorm
 from meshwright.model.seams import BlockCall, compute, same
 from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
+from meshwright.parallel import operators as operators
 from meshwright.parallel import ring as ring
 
 MATRIX_PRODUCTS = frozenset(
@@ -44,6 +45,9 @@ ATTENTION_CORES = frozenset(
     if hasattr(torch.ops.aten, name)
 ) | {torch.ops.meshwright.varlen_attention.default, torch.ops.meshwright.context_attention.default}  # fmt: skip
 """Of compiled code: it knows no seams, and its operators are all that a policy sees."""
+
+
+EXCHANGES = frozenset({torch.ops.meshwright.enter.default, torch.ops.meshwright.leave.default})
 
 
 def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -73,9 +77,14 @@ class _NormOutput:
     """What a norm has made, for a tensor that a later operation wanted to save."""
 
     def __init__(self, norm: nn.Module, given: Tensor, made: Tensor) -> None:
-        self.norm, self.given, self.made = norm, given.detach(), ref(made)
+        self.norm, self.given, self.made, self.version = norm, given.detach(), ref(made), made._version
         self.readers = 0
         self.again: Tensor | None = None
+
+    def is_there(self) -> bool:
+        """Whether the norm's own tensor lives, so that nothing else lies at its place, and has not been overwritten."""
+        made = self.made()
+        return made is not None and made._version == self.version
 
     @torch.no_grad()
     def made_again(self) -> Tensor:
@@ -94,13 +103,14 @@ class _Norms:
 
     def mark(self, norm: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
         """A forward hook of a norm."""
-        self.found[_place(made)] = _NormOutput(norm, given[0], made)
+        if made.is_contiguous():
+            self.found[_place(made)] = _NormOutput(norm, given[0], made)
 
     def pack(self, saved: Tensor) -> Tensor | tuple[_NormOutput, torch.Size]:
-        """While the norm's own tensor lives, nothing else lies at its place."""
-        found = self.found.get(_place(saved))
-        if found is None or found.made() is None:
-            return saved
+        """A node that kept its own result itself would never be freed without a backward pass: an alias."""
+        found = self.found.get(_place(saved)) if saved.is_contiguous() else None
+        if found is None or not found.is_there():
+            return saved.detach()
         found.readers += 1
         return found, saved.shape
 
@@ -111,7 +121,7 @@ class _Norms:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype, x.is_contiguous()
+    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
 
 
 def _call_without_norms(
@@ -129,6 +139,7 @@ def _call_without_norms(
     finally:
         for handle in handles:
             handle.remove()
+        norms.found.clear()  # what is packed has its own
 
 
 class _KeptAttention:
@@ -137,6 +148,8 @@ class _KeptAttention:
     def __init__(self, inner: BlockCall) -> None:
         self.inner = inner
         self.made: Tensor | None = None
+        self.learns = False
+        """Whether the result needs a gradient."""
         self.random: Tensor | None = None
         """State of the generator behind attention's dropout."""
 
@@ -152,13 +165,15 @@ class _KeptAttention:
         """Attention of the first call; what its backward pass needs is kept."""
         device, draws = given[0].device, bool(options.get("dropout"))
         if self.made is None:
-            with saved_tensors_hooks(same, same):
+            with saved_tensors_hooks(torch.Tensor.detach, same):
                 made = attend(*given, **options)
-            self.made, self.random = made.detach(), _random_state(device) if draws else None
+            self.made, self.learns, self.random = made.detach(), made.requires_grad, None
+            if draws:
+                self.random = _random_state(device)
             return made
         if self.random is not None:
             torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
-        return self.made.detach().requires_grad_()
+        return self.made.detach().requires_grad_(self.learns)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -183,8 +198,10 @@ def _call_but_attention(block: Block, *given: Any, inner: BlockCall) -> tuple[Te
 
 
 KEPT = {
-    "norms": MATRIX_PRODUCTS | ATTENTION_CORES, "selective": MATRIX_PRODUCTS, "all-but-attention": ATTENTION_CORES,
-}  # fmt: skip
+    "norms": MATRIX_PRODUCTS | ATTENTION_CORES | EXCHANGES,
+    "selective": MATRIX_PRODUCTS,
+    "all-but-attention": ATTENTION_CORES,
+}
 """Operators whose results a policy keeps, where it goes by operators."""
 
 

@@ -91,7 +91,10 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     dtype = DTYPES[plan.recipe.precision]
     names = ["loss_rows", *([] if compiled else block_operations(plan))]
     told = {name: "auto" if name == "merge" else plan.layout.kernels for name in names}
-    made = chooser.said([chooser.choice(name, device, dtype, prefer=prefer) for name, prefer in told.items()])
+    made = chooser.said([
+        chooser.choice(name, device, torch.float32 if name == "merge" else dtype, prefer=prefer)
+        for name, prefer in told.items()
+    ])  # fmt: skip
     return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
 
 

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from meshwright.kernels import chooser
 from meshwright.model import Transformer
+from meshwright.parallel import on_one_device
+from meshwright.spec import Layout
 from tests.model.shrunk import model, packed, tokens
 
 KINDS = ("gpt2-124m", "llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3")
@@ -28,4 +30,20 @@ def test_a_model_of_triton_kernels(name: str) -> None:
     assert any(one.by == "triton" for one in chooser._made.values())
     for found, right in zip(ours, plain, strict=True):
         assert torch.isfinite(found).all()
+        assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("llama-3.1-8b", "norms"), ("llama-3.1-8b", "selective"), ("llama-3.1-8b", "all-but-attention"),
+     ("mixtral-8x7b", "full"), ("qwen3-0.6b", "norms")],
+)  # fmt: skip
+def test_recomputation_around_triton_kernels(name: str, recompute: str) -> None:
+    """Kernels are tried inside the first pass, and rotation overwrites queries that a norm or a product has made."""
+    chooser._made.clear()
+    layout = Layout(recompute=recompute, compile="off")  # type: ignore[arg-type]
+    ours = loss_and_gradients(on_one_device(model(name, kernels="triton"), layout).model, mask=False)
+    plain = loss_and_gradients(model(name, kernels="reference"), mask=False)
+    assert any(one.by == "triton" for one in chooser._made.values())
+    for found, right in zip(ours, plain, strict=True):
         assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6

@@ -128,6 +128,7 @@ def losses(
 ) -> Tensor:
     """-log softmax (R,) fp32 of `logits` (R, V), which become factor x gradient; factor () or (R,) fp32."""
     rows, columns = logits.shape
+    factor = None if factor is None else factor.to(logits.device)
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(columns)
     loss_rows[(rows,)](

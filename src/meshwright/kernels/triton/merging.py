@@ -14,12 +14,12 @@ ROWS = 16
 def merge_rows(
     out: Arg, out_batch: Arg, out_head: Arg, out_query: Arg, lse: Arg, lse_batch: Arg, lse_head: Arg, lse_query: Arg,
     part: Arg, part_batch: Arg, part_head: Arg, part_query: Arg, part_lse: Arg, shift: Arg, queries: Arg, heads: Arg,
-    width: Arg, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    width: Arg, tiles: Arg, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """out = out exp(lse - both) + part exp(shift - both) with both = log(exp lse + exp part_lse), which becomes lse."""
-    at = tl.program_id(1).to(tl.int64)
+    at = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = at // heads, at % heads
-    query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    query = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     known = query < queries
     old_at = lse + batch * lse_batch + head * lse_head + query * lse_query
     old = tl.load(old_at, mask=known, other=0.0)
@@ -45,7 +45,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tenso
     """As kernels.partial._merge: out (B, H, S, V) fp32 and lse (B, H, S) in place."""
     batch, heads, queries, width = out.shape
     part = part if part.stride(-1) == 1 else part.contiguous()
-    merge_rows[(ceil_div(queries, ROWS), batch * heads)](
+    tiles = ceil_div(queries, ROWS)
+    merge_rows[(tiles * batch * heads,)](
         out, *out.stride()[:3], lse, *lse.stride(), part, *part.stride()[:3], part_lse.contiguous(),
-        shift.contiguous(), queries, heads, width, ROWS=ROWS, BLOCK=power_of_two(width), num_warps=4,
+        shift.contiguous(), queries, heads, width, tiles, ROWS=ROWS, BLOCK=power_of_two(width), num_warps=4,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """A small run of each operation, forward and backward, beside its slow twin: before a kernel is chosen on a device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ LARGEST_ERROR = 0.03
 def problem(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with the kernels of an operation here; empty where they run and are right."""
     try:
-        with torch.enable_grad():
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             error = TRIALS[operation](partial(_normal, device, dtype))
     except Exception as failure:  # compilers, drivers and launches fail in many ways
         said = str(failure).splitlines() or [""]
