@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.kernels import attention
 from meshwright.model import Transformer, generate
 from meshwright.parallel import on_one_device
+from meshwright.parallel.recompute import _Norms
 from meshwright.spec import Layout
 from meshwright.spec.layout import RECOMPUTE
 from tests.counting import Alive, Operations
@@ -102,6 +104,38 @@ def test_selective_never_keeps_anything_square(path: str) -> None:
     for dropout in (0.0, 0.2):
         short, long = (memory("llama-3.1-8b", "selective", length=length, dropout=dropout)[0] for length in (64, 128))
         assert long < 2.1 * short
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b"])
+def test_norms_keeps_neither_norm_of_a_block(name: str) -> None:
+    """Also that which comes with the sum before it."""
+    none, norms = (memory(name, policy, length=48)[0] for policy in ("none", "norms"))
+    assert none - norms == 3 * 2 * (2 * 48 * 24 * 4)
+
+
+def test_what_a_norm_made_and_another_wrote_over_is_kept() -> None:
+    """As rotary kernels do on a GPU, even where a hook holds what the norm made."""
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    held: list[Tensor] = []
+    norm = model("llama-3.1-8b").norm
+    norms = _Norms()
+    norm.register_forward_hook(norms.mark)
+    norm.register_forward_hook(lambda module, given, made: held.append(made))
+    x = torch.randn(4, norm.weight.numel())
+    with saved_tensors_hooks(norms.pack, norms.unpack):
+        twice = InPlace.apply(norm(x))  # type: ignore[no-untyped-call]
+        product = twice @ torch.ones(norm.weight.numel(), 3, requires_grad=True)
+    assert torch.equal(product.grad_fn._saved_self, twice)  # type: ignore[union-attr]
 
 
 def test_without_recomputation_dropout_keeps_squares() -> None:
