@@ -69,6 +69,8 @@ def causal_mask(
 
 WIDEST_IN_TRITON = 128
 """Head for which the Triton kernel was compiled and its shared memory seen."""
+MOST_IN_TRITON = 65535
+"""Documents that a grid of programs has room for."""
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -134,6 +136,8 @@ def _untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
         return "values are narrower than keys"
     if q.shape[-1] > WIDEST_IN_TRITON:
         return f"heads wider than {WIDEST_IN_TRITON}"
+    if mask.borders is not None and len(mask.borders) > MOST_IN_TRITON:
+        return f"more documents than {MOST_IN_TRITON}"
     return "a window" if mask.window else "dropout" if dropout else ""
 
 

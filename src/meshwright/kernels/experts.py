@@ -46,8 +46,8 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
 
 
 def keeps_counts(rows: Tensor, weights: Tensor, prefer: str) -> bool:
-    """Whether counts may stay on the device, for torch's grouped product or Triton's."""
-    return groups_on_device(rows, weights) or _groups_in_triton(rows, weights, prefer)
+    """Whether counts may stay on the device, for torch's grouped product or Triton's, which a split pass does not take."""
+    return groups_on_device(rows, weights) or (not splits() and _groups_in_triton(rows, weights, prefer))
 
 
 def _groups_in_triton(rows: Tensor, weights: Tensor, prefer: str) -> bool:
