@@ -46,7 +46,7 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
 
 
 def keeps_counts(rows: Tensor, weights: Tensor, prefer: str) -> bool:
-    """Whether counts may stay on the device, for torch's grouped product or Triton's, which a split pass does not take."""
+    """Whether counts may stay on the device, for torch's grouped product or Triton's (but in a split pass)."""
     return groups_on_device(rows, weights) or (not splits() and _groups_in_triton(rows, weights, prefer))
 
 
