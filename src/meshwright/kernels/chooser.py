@@ -6,8 +6,6 @@ no driver, and a driver no C compiler: all three are asked, and a kernel is trie
 """
 
 import importlib
-import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -129,11 +127,7 @@ def _without_driver() -> str:
 
 
 def _interprets() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1). Triton, 0.3 GiB in memory, is imported only
-    then."""
-    asked = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
-    if not asked and "triton" not in sys.modules:
-        return False
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
     try:
         return bool(importlib.import_module("triton.knobs").runtime.interpret)
     except (ImportError, AttributeError):
