@@ -75,7 +75,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _RotatePair(torch.autograd.Function):
-    """Saves the tables. Writes over q and k: what made them needs them no more, which autograd is told."""
+    """Saves the tables. Writes over q and k, and raises their version: autograd refuses whoever saved them before."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class _RotatePair(torch.autograd.Function):
         ctx.interleaved = interleaved
         one, other = _launch(_dense(q), _dense(k), cos, sin, interleaved, False, in_place)
         assert other is not None
-        if in_place:  # whoever saved q or k for a backward pass is told so there
+        if in_place:  # autograd then refuses the backward pass of whoever saved q or k
             torch.autograd.graph.increment_version((q, k))
         return one.detach(), other.detach()
 
