@@ -227,7 +227,9 @@ class PassSeconds:
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
         took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
-        took = max(0.0, took - beside * sum(map(self.speeds.seconds, exchange.beside)))
+        others = 1 - 1 / exchange.pieces if exchange.pieces > 1 else 1.0
+        hidden = beside * others * sum(map(self.speeds.seconds, exchange.beside))
+        took = max(0.0 if exchange.pieces == 1 else took / exchange.pieces, took - hidden)
         return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
@@ -276,7 +278,7 @@ def costs(
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
     of this one are added."""
     shape = of.shape
-    inside = of.tp, of.sp, of.splits, of.compiled
+    inside = of.tp, of.sp, of.splits, of.compiled, of.pieces
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.routed_layers < shape.layers:
         keys["dense"] = of.batch, of.cp, *inside
