@@ -42,6 +42,8 @@ class LayerWork:
     transient_bytes: float = 0.0
     backward: Backward = NOTHING
     logits: Logits = NONE
+    tail: int = 0
+    """Last operations that nothing is kept behind, so that recomputation ends before them."""
 
     @property
     def keeps_core(self) -> bool:
@@ -87,6 +89,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
+        tail=(2 if routed else 3) if of.stack.own else 0,  # the product, its sum over ranks, the residual
     )
 
 

@@ -113,8 +113,15 @@ class BlockTime(NamedTuple):
     norms: tuple[float, float]
     core: tuple[float, float]
     """The attention core's forward pass, where it is kept."""
+    tail: tuple[float, float]
+    """Of the forward pass, what no recomputation repeats."""
     within_s: float = 0.0
     """Of weights_s: what no split pass leaves for later."""
+
+    @property
+    def repeated(self) -> tuple[float, float]:
+        """All that recomputation can repeat of the forward pass."""
+        return self.forward[0] - self.tail[0], self.forward[1] - self.tail[1]
 
 
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
@@ -137,6 +144,7 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         weights_s=passes.of_pass(block.operations, "weights")[0],
         again=(again[0] + called[2], again[1]),
         norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
+        tail=passes.of_pass(block.operations[len(block.operations) - block.tail :], "forward"),
         core=passes.of_pass(
             tuple(op for op in block.operations if op.name == "attention" and block.keeps_core), "forward"
         ),
@@ -158,7 +166,7 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
     """A block's passes and kept bytes, with what recomputation repeats."""
     again = {
         "none": (0.0, 0.0), "norms": time.norms, "selective": time.again,
-        "all-but-attention": (time.forward[0] - time.core[0], time.forward[1] - time.core[1]), "full": time.forward,
+        "all-but-attention": (time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]), "full": time.repeated,
     }[recompute]  # fmt: skip
     kept = block.kept_bytes(recompute)
     own = of.stack.own
