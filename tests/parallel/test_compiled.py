@@ -1,6 +1,9 @@
 """Every feature that compiles gives whole blocks as graphs, with one device's values and the bytes of eager code."""
 
+import json
 import logging
+import os
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -142,6 +145,35 @@ def test_generated_code_has_the_values_of_eager_code() -> None:
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "dense", layouts, "inductor", limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         assert at % 2 or ranks[0].graphs == 1
+
+
+STEP = """
+import json, torch
+from meshwright.model import build
+from meshwright.observe.tiny_models import shrink
+from meshwright.parallel import on_one_device
+from meshwright.spec import Layout
+
+shape = shrink("llama-3.1-8b")
+engine = on_one_device(build(shape), Layout(compile="on", recompute="RECOMPUTE"))
+engine.model.hidden(torch.zeros(1, 16, dtype=torch.int64))[0].sum().backward()
+print(json.dumps(torch._dynamo.utils.counters["inductor"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_second_run_compiles_nothing(recompute: str, tmp_path: Path) -> None:
+    """Another process with the same cache folder: its graphs are all found there."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", STEP.replace("RECOMPUTE", recompute)]
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+        counts.append(json.loads(done.stdout))
+    first, second = counts
+    assert first["fxgraph_cache_miss"] == second["fxgraph_cache_hit"] == 2
+    assert "fxgraph_cache_miss" not in second
 
 
 def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
