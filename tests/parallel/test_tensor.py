@@ -76,7 +76,7 @@ class Order(TorchDispatchMode):
 
 def slices(pieces: int, sp: bool) -> SequenceSlices:
     layout = Layout(tp=2, sp=sp, tp_chunks=pieces)
-    return SequenceSlices(make_mesh(layout)["tp"], sp, partial(layout.tp_pieces, device="cpu"))
+    return SequenceSlices(make_mesh(layout)["tp"], sp, partial(layout.tp_pieces, hidden=8, device="cpu"))
 
 
 def column_order(sp: bool, pieces: int) -> tuple[list[str], list[str]]:
@@ -179,8 +179,9 @@ def test_a_rank_has_its_slice_of_every_piece() -> None:
     assert [mine(rank, 2) for rank in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_long_sequences_pass_in_two_pieces_on_a_gpu() -> None:
-    assert [Layout(tp=2, sp=True).tp_pieces(n, "cuda") for n in (1024, 2048, 2050)] == [1, 2, 1]
-    assert Layout(tp=2).tp_pieces(2050, "cuda") == 2
-    assert Layout(tp=2).tp_pieces(2048, "cpu") == Layout().tp_pieces(2048, "cuda") == 1
-    assert Layout(tp=2, tp_chunks=4).tp_pieces(16, "cpu") == 4
+def test_long_sequences_pass_in_two_pieces_on_the_gpus_of_a_node() -> None:
+    assert [Layout(tp=2, sp=True).tp_pieces(n, 4096, "cuda") for n in (4096, 8192, 8194)] == [1, 2, 1]
+    assert Layout(tp=2).tp_pieces(8194, 4096, "cuda") == 2
+    assert Layout(tp=16).tp_pieces(8192, 4096, "cuda") == 1
+    assert Layout(tp=2).tp_pieces(8192, 4096, "cpu") == Layout().tp_pieces(8192, 4096, "cuda") == 1
+    assert Layout(tp=2, tp_chunks=4).tp_pieces(16, 8, "cpu") == 4

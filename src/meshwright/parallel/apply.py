@@ -125,7 +125,9 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
     """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
-        slices = SequenceSlices(mesh["tp"], layout.sp, partial(layout.tp_pieces, device=device.type))
+        slices = SequenceSlices(
+            mesh["tp"], layout.sp, partial(layout.tp_pieces, hidden=model.shape.hidden, device=device.type)
+        )
         apply_tensor_parallel(model, slices, own_tokens_in_experts=layout.ep > 1)
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], layout)

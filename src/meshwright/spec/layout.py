@@ -14,8 +14,11 @@ Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
-PIECED = 2048
-"""Positions from which on the products of half of them take longer than starting another collective."""
+PIECED = 2**25
+"""Elements of a sequence's hidden states from which on sending half of them takes longer than starting another
+collective."""
+NEAR = 8
+"""Ranks that lie in one node: between nodes starting a collective takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class Layout:
     """Sequence-sharded norms and dropout between TP blocks."""
     tp_chunks: int = 0
     """Pieces in which sequences pass the products of TP blocks, so that the collectives of one run beside the products
-    of the next; 0 = 2 on a GPU from 2,048 positions on, else 1."""
+    of the next; 0 = 2 on a GPU, from 2**25 elements of hidden states on and for at most 8 ranks; else 1."""
     context: Literal["ring", "all-gather"] = "ring"
     """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
@@ -109,12 +112,12 @@ class Layout:
             raise IllegalLayout(self._batch_sentence(global_batch))
         return per_rank // size
 
-    def tp_pieces(self, positions: int, device: str) -> int:
+    def tp_pieces(self, positions: int, hidden: int, device: str) -> int:
         """In how many pieces the positions of a rank's sequences pass tensor-parallel products on a kind of device.
         Pieces are equal, and with sp each rank has an equal part of each; where that cannot be, it is one."""
         if self.tp == 1:
             return 1
-        pieces = self.tp_chunks or (2 if device == "cuda" and positions >= PIECED else 1)
+        pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
         return 1 if positions % (pieces * (self.tp if self.sp else 1)) else pieces
 
     @property

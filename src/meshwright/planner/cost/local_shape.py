@@ -111,5 +111,5 @@ def local(
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
         compiled=stack.own and layout.compile != "off",
         gpu=gpu,
-        pieces=layout.tp_pieces(sequence // layout.cp, "cuda" if gpu else "cpu") if stack.own else 1,
+        pieces=layout.tp_pieces(sequence // layout.cp, shape.hidden, "cuda" if gpu else "cpu") if stack.own else 1,
     )
