@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any, Literal
 
 from meshwright.planner.search.fewest_layers import fewest
-from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.ranking import Found, search, worst
 from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
@@ -94,8 +94,9 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
     tries: list[Layout] = []
+    none_bytes = worst(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
     for recompute in RECOMPUTE[max(1, RECOMPUTE.index(layout.recompute)) :]:
-        some = fewest(of, replace(layout, recompute=recompute, recompute_layers=0), usable_bytes(plan))
+        some = fewest(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
         if some is not None and some != layout:
             tries.append(some)
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
