@@ -64,11 +64,11 @@ def measured(shape: ModelShape, rows: int, sequence: int, rounds: int) -> dict[s
     once()
     all_layouts = layouts(shape.layers)
     seconds: dict[str, list[float]] = {name: [] for name in all_layouts}
-    for turn in range(rounds + 1):
-        for name, layout in all_layouts.items():
-            switched(model, layout)
-            if turn:
-                seconds[name].append(_seconds(once))
+    names = list(all_layouts)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none is always the first
+            switched(model, all_layouts[name])
+            seconds[name].append(_seconds(once))
     peaks = {}
     for name, layout in all_layouts.items():
         switched(model, layout)
