@@ -103,6 +103,8 @@ FOUR: list[dict[str, Any]] = [
     {"dp_replicate": 2, "dp_shard": 2, "zero": 2, "micro_batch": 1},
     {"dp_replicate": 2, "tp": 2},
     *({"tp": 4, "sp": sp, "recompute": again} for sp in (False, True) for again in RECOMPUTE),
+    {"tp": 4, "sp": True, "recompute": "full", "recompute_layers": 1},
+    {"pp": 2, "tp": 2, "micro_batch": 2, "recompute": "all-but-attention", "recompute_layers": 1},
     {"cp": 4, "recompute": "selective"},
     {"cp": 4, "context": "all-gather", "recompute": "full"},
     *({"tp": 4, "sp": sp, "tp_chunks": 2, "recompute": again} for sp in (False, True) for again in RECOMPUTE),

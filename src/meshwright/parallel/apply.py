@@ -11,14 +11,14 @@ from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, is_compiled
+from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, prepare
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import block_call, kept_attention
+from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
 from meshwright.parallel.sequence import SequenceSlices
@@ -158,9 +158,16 @@ def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
 
 
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
-    """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
+    """Recomputation around the arithmetic of the stage's first blocks, of as many as the layout says, then compilation
+    of both; hooks of the block stay outside. The pass back begins with the last blocks: what they keep is gone before
+    anything is made again, so that the two never stand beside each other."""
     compiled = is_compiled(layout, device)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"
-    model.seams.call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)
+    make = compiled_call if compiled else block_call
+    if compiled:
+        prepare(model)
+    first = model.blocks[: layout.recomputed(len(model.blocks))]
+    call = make(layout.recompute)
+    model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call

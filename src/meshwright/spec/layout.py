@@ -60,6 +60,8 @@ class Layout:
     recompute: Recompute = "none"
     """What the backward pass makes again. norms: what norms make; selective: all but matrix products (attention,
     norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
+    recompute_layers: int = 0
+    """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
@@ -78,6 +80,8 @@ class Layout:
             raise IllegalLayout(f"layout.tp_chunks={self.tp_chunks} must be 0 (chosen by the sequence) or more")
         if self.micro_batch < 0:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
+        if self.recompute_layers < 0:
+            raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
         for field, words in WORDS.items():
             if getattr(self, field) not in words:
                 raise IllegalLayout(
@@ -93,6 +97,12 @@ class Layout:
     def world(self) -> int:
         """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
         return self.dp * self.cp * self.tp * self.pp
+
+    def recomputed(self, layers: int) -> int:
+        """How many of a stage's so many layers recompute: its first ones."""
+        if self.recompute == "none":
+            return 0
+        return min(layers, self.recompute_layers or layers)
 
     def saves_behind(self, device: str) -> bool:
         """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would

@@ -19,6 +19,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_pipeline(shape, recipe, layout),
         *_expert(shape, layout),
         *_data(layout),
+        *_recomputation(layout),
         *_randomness(recipe, layout),
     ]
 
@@ -200,6 +201,14 @@ def _data(layout: Layout) -> Iterator[str]:
     if layout.zero and layout.dp_shard * layout.cp == 1:
         instead = ", or dp_shard instead of dp_replicate" if layout.dp_replicate > 1 else ""
         yield f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: take layout.zero=0{instead}"
+
+
+def _recomputation(layout: Layout) -> Iterator[str]:
+    if layout.recompute_layers and layout.recompute == "none":
+        yield (
+            f"layout.recompute_layers={layout.recompute_layers} says how many layers recompute, and "
+            "layout.recompute=none is nothing to do: take layout.recompute=full or layout.recompute_layers=0"
+        )
 
 
 def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -71,6 +71,8 @@ def _layout(random: Random, processes: int) -> Settings:
     found["context"] = random.choice(("ring", "all-gather"))
     found["context_split"] = random.choice(("zigzag", "zigzag", "striped", "chunks"))
     found["recompute"] = random.choice(("none", *RECOMPUTE))
+    if found["recompute"] != "none" and _often(random, 0.4):
+        found["recompute_layers"] = random.randint(1, 3)
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         found["schedule"] = random.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"))

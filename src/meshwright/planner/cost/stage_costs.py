@@ -80,6 +80,16 @@ class MicroBatchCost(NamedTuple):
             logits=self.logits.plus(other.logits, times),
         )
 
+    def followed_by(self, other: "MicroBatchCost") -> "MicroBatchCost":
+        """The first layers of a stage, and those behind them: its backward pass begins inside those, when most is kept,
+        and comes to its last layer inside these."""
+        return self.plus(other)._replace(
+            mlp_bytes=other.mlp_bytes,
+            attention_bytes=other.attention_bytes,
+            after_bytes=other.after_bytes,
+            split_bytes=self.split_bytes,
+        )
+
 
 NO_COST = MicroBatchCost()
 
