@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,12 +124,15 @@ def _flex(document: Tensor, length: int) -> Callable[..., Tensor]:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document[query] == document[key])
 
-    blocks, compiled = create_block_mask(sees, None, None, length, length, device=document.device.type), None
+    made: dict[str, Any] = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        nonlocal compiled
-        compiled = compiled or torch.compile(flex_attention, dynamic=False)
+        if not made:
+            made["blocks"] = create_block_mask(sees, None, None, length, length, device=document.device.type)
+            made["attend"] = torch.compile(flex_attention, dynamic=False)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        found: Tensor = made["attend"](q, k, v, block_mask=made["blocks"], enable_gqa=grouped)
+        return found.transpose(1, 2)
 
     return run

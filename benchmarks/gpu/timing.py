@@ -158,7 +158,8 @@ def measured(
             found[name], racing[name] = _warmed(case, run, sets[0], timer)
         except Exception as failure:  # rivals fail in many ways, and memory may not be enough
             found[name] = {"failed": reason(failure)}
-            timer.release()
+        if "failed" in found[name]:
+            timer.release()  # not before the exception is gone, which holds what filled the memory
     rounds = _race(case, racing, sets, timer, seconds)
     for name, one in racing.items():
         found[name]["rounds"] = rounds
