@@ -28,7 +28,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.timing import Timer, timer_of
 from benchmarks.gpu.whole_steps import STEPS, TINY_STEPS, StepEntry
 from meshwright.kernels import chooser
-from meshwright.training.device import prepare
+from meshwright.training.device import pick_device, prepare
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +43,7 @@ class Bench:
     """A run: where, for how long, and what came of it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.device = options, torch.device(options.device)
+        self.options, self.device = options, pick_device() if options.device == "cuda" else torch.device("cpu")
         self.timer: Timer = timer_of(self.device)
         self.budget = Budget(options.minutes)
         self.skip = {word.strip().lower() for word in options.skip.split(",") if word.strip()}

@@ -26,13 +26,14 @@ def normalised(reported: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "unknown"
 
 
-def smi(index: int) -> dict[str, str]:
-    """Driver, clocks and power of a GPU now, as nvidia-smi prints them; empty where there is none."""
+def smi(gpu: str) -> dict[str, str]:
+    """Driver, clocks and power of a GPU now, as nvidia-smi prints them; empty where there is none. `gpu`: its UUID, or
+    its index, which is another than CUDA's where some GPUs are hidden."""
     command = [
         "nvidia-smi",
         f"--query-gpu={','.join(FIELDS.values())}",
         "--format=csv,noheader,nounits",
-        f"--id={index}",
+        f"--id={gpu}",
     ]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -68,10 +69,11 @@ def described(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
+        gpu = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else str(device.index or 0)
         found |= {
             "name": properties.name, "memory_bytes": properties.total_memory, "cache_bytes": properties.L2_cache_size,
             "processors": properties.multi_processor_count, "capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "under_load": smi(device.index or 0),
+            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "under_load": smi(gpu),
         }  # fmt: skip
     found["hardware"] = normalised(found["name"]) if device.type == "cuda" else "cpu"
     return found

@@ -76,6 +76,12 @@ def plan_of(shape: ModelShape, entry: StepEntry, device: torch.device, *, compil
     )  # fmt: skip
 
 
+def predicted_bytes(plan: Plan) -> float:
+    """Of live tensors at the peak, by the planner: without what the allocator holds for later."""
+    said = predict(plan)
+    return said.peak_bytes - said.worst.kinds["reserve"]
+
+
 def fitting(entry: StepEntry, device: torch.device, precision: str) -> ModelShape:
     """The model with as many layers as the planner finds room for."""
     shape = presets.model(entry.model)
@@ -200,7 +206,7 @@ def row(
     for name, compiled in zip(OURS, (False, True), strict=True):
         if name in found:
             plan = plan_of(shape, entry, device, compiled=compiled, precision=precision)
-            found[name]["predicted_peak_bytes"] = predict(plan).peak_bytes if device.type == "cuda" else None
+            found[name]["predicted_peak_bytes"] = predicted_bytes(plan) if device.type == "cuda" else None
     return {
         "model": entry.model, "layers": shape.layers, "of_layers": whole.layers, "sequence": entry.sequence,
         "rows": entry.rows, "precision": precision, "contestants": found,

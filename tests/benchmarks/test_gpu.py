@@ -197,9 +197,9 @@ def test_names_of_hardware() -> None:
 def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "580.65, 700.00, 700.00, 1755, 1980, 2619, 54\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=said, stderr=""))
-    assert hardware.smi(0)["driver"] == "580.65" and hardware.smi(0)["sm_clock_mhz"] == "1755"
+    assert hardware.smi("0")["driver"] == "580.65" and hardware.smi("0")["sm_clock_mhz"] == "1755"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout="", stderr=""))
-    assert hardware.smi(0) == {}
+    assert hardware.smi("0") == {}
 
 
 class FakeEvent:
@@ -295,6 +295,8 @@ def test_a_model_is_cut_to_the_memory_that_is_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(whole_steps.machine, "title", lambda device: "X")
     one, eight = (whole_steps.fitting(entry, gpu, "bf16") for entry in whole_steps.STEPS)
     assert one.layers == 16 and 4 <= eight.layers < 32
+    plan = whole_steps.plan_of(one, whole_steps.STEPS[0], gpu, compiled=False, precision="bf16")
+    assert 16 * 1.2e9 < whole_steps.predicted_bytes(plan) < whole_steps.predict(plan).peak_bytes
 
 
 def test_errors_of_fast_paths_hold_their_bars() -> None:
