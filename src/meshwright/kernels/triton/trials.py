@@ -8,7 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.triton import flash, gated, grouped, loss_rows, mean_norm, merging, permute, root_norm, rotary
+from meshwright.kernels import narrow_states
+from meshwright.kernels.triton import (
+    flash,
+    gated,
+    grouped,
+    loss_rows,
+    mean_norm,
+    merging,
+    narrow_update,
+    permute,
+    root_norm,
+    rotary,
+)
 
 Made = Callable[..., Tensor]
 LARGEST_ERROR = 0.03
@@ -143,6 +155,22 @@ def _attention(make: Made) -> float:
     return _error(lambda q, k, v: flash.attend(q, k, v, borders, 70, scale=0.2)[0], plain, (q, k, v))
 
 
+def _narrow(make: Made) -> float:
+    """Three updates of a bf16 weight with 8-bit moments."""
+    gradient = make(5, 300)
+    books, one = narrow_states.code_books(gradient.device), torch.ones((), device=gradient.device)
+    numbers = narrow_states.UpdateNumbers(
+        rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=one, skip=one * 0
+    )
+    pieces = [narrow_states.trial_piece(make(6, 300)[:5].to(torch.bfloat16), books, one) for _ in range(2)]
+    for _ in range(3):
+        narrow_update.narrow_adamw(pieces[0], gradient, numbers)
+        narrow_states.narrow_adamw_reference(pieces[1], gradient, numbers, slice(0, 5))
+    found, right = (piece.weight.double() for piece in pieces)
+    error: float = ((found - right).norm() / right.norm()).item()
+    return error
+
+
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -155,5 +183,6 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "permute": _permute,
     "grouped": _grouped,
     "attention": _attention,
+    "narrow_adamw": _narrow,
 }
 """Of each operation of chooser.RULES."""
