@@ -117,7 +117,7 @@ def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: Update
     wide = weight.float()
     moments = [read(one, piece.books, rows) for one in piece.moments]
     compat.fused_adamw(
-        [wide], [gradient[rows].float()], ([moments[0]], [moments[1]]), [piece.step], lr=numbers.rate,
+        [wide], [gradient[rows].float().contiguous()], ([moments[0]], [moments[1]]), [piece.step], lr=numbers.rate,
         beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.decay, eps=numbers.epsilon,
         grad_scale=numbers.divide_by, found_inf=numbers.skip,
     )  # fmt: skip

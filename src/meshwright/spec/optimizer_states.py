@@ -95,11 +95,11 @@ FP32_STATES = StateStorage()
 
 
 def _block(parameter: Parameter) -> int:
-    """BLOCK; of a row that tp may cut, what is left of it when 8 ranks share the row."""
+    """BLOCK; of a row that tp may cut, the largest power of two that 8 ranks can share it by, else 4, else 2."""
     if parameter.axes[-1] != "tp":
         return BLOCK
-    shared = gcd(parameter.shape[-1], 8 * BLOCK) // 8
-    return shared if shared >= LEAST_BLOCK else BLOCK
+    shared = (gcd(parameter.shape[-1], tp * BLOCK) // tp for tp in (8, 4, 2))
+    return next((block for block in shared if block >= LEAST_BLOCK), BLOCK)
 
 
 @lru_cache(maxsize=4096)

@@ -42,11 +42,14 @@ def _rounded(x: Arg, bits: Arg) -> Arg:
 
 @triton.jit
 def _read(values: Arg, at: Arg, scale: Arg, inside: Arg, book: Arg, FORMAT: tl.constexpr) -> Arg:
+    held = tl.load(values + at, mask=inside, other=0)
     if FORMAT == 2:
-        return tl.load(book + tl.load(values + at, mask=inside, other=0).to(tl.int32)) * scale
-    if FORMAT == 1:
-        return _widened(tl.load(values + at, mask=inside, other=0))
-    return tl.load(values + at, mask=inside, other=0.0)
+        found = tl.where(inside, tl.load(book + held.to(tl.int32)) * scale, 0.0)
+    elif FORMAT == 1:
+        found = _widened(held)
+    else:
+        found = held
+    return found
 
 
 @triton.jit
@@ -70,7 +73,7 @@ def narrow_rows(
     """A program has one block of each of some rows. Nothing is written where `skip` is 1."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    known = (row < rows) & (tl.load(skip) == 0)
+    known = row < tl.where(tl.load(skip) > 0, 0, rows)
     inside = known & (column < width)
     at = row * width + column
     scale_at = row * blocks + tl.program_id(1)
