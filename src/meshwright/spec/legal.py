@@ -21,6 +21,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_expert(shape, layout),
         *_data(layout),
         *_randomness(recipe, layout),
+        *_masters(recipe),
         *_state_blocks(shape, recipe, layout),
     ]
 
@@ -207,6 +208,15 @@ def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield (
             f"recipe.noise_scale_every={recipe.noise_scale_every} compares micro-batches on one device, and the layout "
             f"has {layout.world} ranks: take recipe.noise_scale_every=0"
+        )
+
+
+def _masters(recipe: Recipe) -> Iterator[str]:
+    """No layout mends it. `plan` fills in a precision that was not named, so that a recipe alone cannot refuse it."""
+    if recipe.master_weights == "none" and recipe.precision != "bf16":
+        yield (
+            f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={recipe.precision}: "
+            "take recipe.precision=bf16 or recipe.master_weights=fp32"
         )
 
 

@@ -124,11 +124,6 @@ class Recipe:
         for field in ("beta1", "beta2", "dropout"):
             if not 0 <= getattr(self, field) < 1:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
-        if self.master_weights == "none" and self.precision != "bf16":
-            raise PlanError(
-                f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={self.precision}: "
-                "take recipe.precision=bf16 or recipe.master_weights=fp32"
-            )
         if self.min_learning_rate_ratio > 1:
             raise PlanError(
                 f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
