@@ -51,7 +51,12 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         {"optimizer_states": "int8"},
         "scales layers.0.mlp.down.weight in blocks of 32 elements of a row, and layout.tp=16 leaves a rank 900",
     ),
-    (LLAMA, {}, {"master_weights": "none"}, "rounds bf16 weights, and recipe.precision=fp32: take recipe.precision=bf16"),
+    (
+        LLAMA,
+        {},
+        {"master_weights": "none"},
+        "rounds bf16 weights, and recipe.precision=fp32: take recipe.precision=bf16",
+    ),
     (LLAMA, {"dp_shard": 2}, {"noise_scale_every": 5}, "take recipe.noise_scale_every=0"),
 ]
 
