@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import fake_tensors
-from meshwright.kernels.narrow_states import code_book, code_books, hashed, quantized, rounded
+from meshwright.kernels.narrow_states import hashed, quantized, rounded
+from meshwright.kernels.triton.narrow_piece import code_book, code_books
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import SMALL, MomentFormat
 from meshwright.spec.recipe import Recipe

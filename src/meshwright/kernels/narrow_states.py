@@ -8,94 +8,17 @@ The arithmetic is fp32: moments are read into fp32, updated, and written back in
            2022, arXiv:2110.02861). A second moment above 0 never becomes 0: AdamW would divide by epsilon alone.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, UpdateNumbers
 
 MASK = 0xFFFFFFFF
 STEP_SALT, SECOND_SALT = 0x9E3779B9, 0x85EBCA6B
 """Odd constants that spread step numbers, and tell the weight's random bits from those of the moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One moment of a parameter's piece as rows. `values` (R, W) fp32, bf16, or uint8 with `scales` (R, W / block)."""
-
-    values: Tensor
-    scales: Tensor | None
-    signed: bool
-    block: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a piece lies in its whole tensor (X, Y, W), and the number of the parameter's random bits. Row r of the
-    piece is row ((r // rows) + first) * whole_rows + r % rows + second of the whole."""
-
-    seed: int
-    rows: int
-    whole_rows: int
-    first: int
-    second: int
-    width: int
-    """Of a whole row."""
-    column: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowPiece:
-    """What is updated together: rows (R, W) of one parameter."""
-
-    weight: Tensor
-    """fp32: updated as it is. bf16: rounded stochastically."""
-    copy: Tensor | None
-    """The 16-bit weight of an fp32 master, written from it."""
-    moments: tuple[Moment, Moment]
-    step: Tensor
-    """() fp32: updates so far, this one included."""
-    books: Tensor
-    """`code_books`."""
-    place: Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateNumbers:
-    """Of one update. `divide_by` and `skip` () fp32: as AdamW.step."""
-
-    rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    decay: float
-    divide_by: Tensor
-    skip: Tensor
-
-
-def code_books(device: torch.device) -> Tensor:
-    """(4, 256) fp32: signed numbers ascending, the middles between them, the same unsigned. The last middle is
-    infinite."""
-    rows = []
-    for signed in (True, False):
-        numbers = code_book(signed)
-        rows += [numbers, [(a + b) / 2 for a, b in pairwise(numbers)] + [float("inf")]]
-    return torch.tensor(rows, device=device)
-
-
-def code_book(signed: bool) -> list[float]:
-    """Dynamic exponent quantization: 0, 1, and for each power of ten from 1e-6 to 1 equal steps between 0.1 and 1 of
-    it, twice as many for each next power; both signs, or one sign and twice as many again."""
-    found = [0.0, 1.0]
-    for exponent in range(7):
-        steps = 2**exponent * (1 if signed else 2)
-        middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (at + 0.5) / steps) for at in range(steps)]
-        found += middles + [-one for one in middles if signed]
-    return sorted(found)
 
 
 def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, most: int) -> None:
@@ -128,21 +51,6 @@ def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: Update
         weight.copy_(rounded(wide, hashed(bits ^ _signed(SECOND_SALT))))
     if piece.copy is not None:
         piece.copy[rows].copy_(wide)
-
-
-def trial_piece(weight: Tensor, books: Tensor, step: Tensor) -> NarrowPiece:
-    """A whole weight (R, W) with 8-bit moments of 0, in blocks of 256."""
-    rows, width = weight.shape
-
-    def moment(signed: bool) -> Moment:
-        zero = 127 if signed else 0
-        codes = torch.full((rows, width), zero, dtype=torch.uint8, device=weight.device)
-        return Moment(codes, torch.zeros(rows, -(-width // 256), device=weight.device), signed, 256)
-
-    place = Place(seed=1, rows=rows, whole_rows=rows, first=0, second=0, width=width, column=0)
-    return NarrowPiece(
-        weight=weight, copy=None, moments=(moment(True), moment(False)), step=step, books=books, place=place
-    )
 
 
 def read(moment: Moment, books: Tensor, rows: slice) -> Tensor:

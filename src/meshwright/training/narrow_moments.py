@@ -7,7 +7,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from meshwright.kernels.narrow_states import Moment, NarrowPiece, Place, UpdateNumbers, code_books, narrow_adamw
+from meshwright.kernels.narrow_states import narrow_adamw
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import WORK_BYTES, MomentFormat
 
@@ -66,14 +67,14 @@ class NarrowStates:
         )
         narrow_adamw(piece, gradient.reshape(size), numbers, most_bytes // WORK_BYTES)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> PlaceInWhole:
         """Random bits go by seed, name and place in the whole tensor: no rank and no layout changes them."""
         box = self.held[name].box
         _, rows, _ = _three(box.sizes)
         _, whole_rows, width = _three(box.whole)
         first, second, column = _three(box.offsets, 0)
         seed = (crc32(name.encode()) + 2654435761 * self.seed) % 2**32
-        return Place(
+        return PlaceInWhole(
             seed=seed, rows=max(1, rows), whole_rows=whole_rows, first=first, second=second, width=width, column=column
         )
 

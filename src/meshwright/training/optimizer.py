@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.narrow_states import UpdateNumbers
+from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.boxes import Box

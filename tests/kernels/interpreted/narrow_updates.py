@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.narrow_states import (
-    Moment,
-    NarrowPiece,
-    Place,
-    UpdateNumbers,
-    code_books,
-    narrow_adamw_reference,
-    read,
-)
-from meshwright.kernels.triton import narrow_update
+from meshwright.kernels.narrow_states import narrow_adamw_reference, read
+from meshwright.kernels.triton import narrow_update, trials
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 BOOKS = code_books(torch.device("cpu"))
@@ -38,7 +31,9 @@ def made(rows: int, width: int, moments: str, weights: str) -> NarrowPiece:
             return Moment(values, None, signed)
         return Moment(values, torch.zeros(rows, -(-width // 64)), signed, 64)
 
-    place = Place(seed=2**31 + 5, rows=max(1, rows // 2), whole_rows=2**17, first=1, second=3, width=2**15, column=64)
+    place = PlaceInWhole(
+        seed=2**31 + 5, rows=max(1, rows // 2), whole_rows=2**17, first=1, second=3, width=2**15, column=64
+    )
     return NarrowPiece(
         weight=weight, copy=copy, moments=(moment(True), moment(False)), step=torch.ones(()), books=BOOKS, place=place
     )
@@ -90,3 +85,7 @@ def test_a_view_of_a_wider_gradient_and_a_beta_of_zero() -> None:
     narrow_update.narrow_adamw(mine, gradient, numbers)
     narrow_adamw_reference(twin, gradient, numbers, slice(0, 4))
     torch.testing.assert_close(mine.weight, twin.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_trial_of_a_device_passes() -> None:
+    assert trials.problem("narrow_adamw", torch.device("cpu"), torch.float32) == ""

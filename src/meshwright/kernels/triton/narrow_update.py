@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.narrow_states import NarrowPiece, UpdateNumbers
 from meshwright.kernels.triton.blocks import ELEMENTS, Arg, ceil_div
+from meshwright.kernels.triton.narrow_piece import NarrowPiece, UpdateNumbers
 
 BLOCK = 256
 """Of a row, where moments have no blocks."""

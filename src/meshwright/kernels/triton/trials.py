@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import narrow_states
 from meshwright.kernels.triton import (
     flash,
     gated,
@@ -16,6 +15,7 @@ from meshwright.kernels.triton import (
     loss_rows,
     mean_norm,
     merging,
+    narrow_piece,
     narrow_update,
     permute,
     root_norm,
@@ -156,19 +156,33 @@ def _attention(make: Made) -> float:
 
 
 def _narrow(make: Made) -> float:
-    """Three updates of a bf16 weight with 8-bit moments."""
-    gradient = make(5, 300)
-    books, one = narrow_states.code_books(gradient.device), torch.ones((), device=gradient.device)
-    numbers = narrow_states.UpdateNumbers(
-        rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=one, skip=one * 0
+    """Three updates of a bf16 weight with 8-bit moments, beside AdamW in fp64."""
+    gradient, weight = make(5, 300), make(6, 300)[:5].to(torch.bfloat16)
+    step, right = torch.zeros((), device=weight.device), weight.double()
+    mean, square, given = torch.zeros_like(right), torch.zeros_like(right), gradient.double()
+    numbers = narrow_piece.UpdateNumbers(
+        rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=step + 1, skip=step * 0
     )
-    pieces = [narrow_states.trial_piece(make(6, 300)[:5].to(torch.bfloat16), books, one) for _ in range(2)]
-    for _ in range(3):
-        narrow_update.narrow_adamw(pieces[0], gradient, numbers)
-        narrow_states.narrow_adamw_reference(pieces[1], gradient, numbers, slice(0, 5))
-    found, right = (piece.weight.double() for piece in pieces)
-    error: float = ((found - right).norm() / right.norm()).item()
+    piece = narrow_piece.NarrowPiece(
+        weight=weight, copy=None, moments=(_no_moment(weight, 127, True), _no_moment(weight, 0, False)), step=step,
+        books=narrow_piece.code_books(weight.device),
+        place=narrow_piece.PlaceInWhole(seed=1, rows=5, whole_rows=5, first=0, second=0, width=300, column=0),
+    )  # fmt: skip
+    for number in range(1, 4):
+        step.fill_(number)
+        narrow_update.narrow_adamw(piece, gradient, numbers)
+        mean, square = 0.9 * mean + 0.1 * given, 0.95 * square + 0.05 * given**2
+        size = (square / (1 - 0.95**number)).sqrt() + 1e-8
+        right = right * (1 - 0.1 * 0.1) - 0.1 / (1 - 0.9**number) * mean / size
+    error: float = ((weight.double() - right).norm() / right.norm()).item()
     return error
+
+
+def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
+    """Of zeros, whose place in the code book is `zero`, in blocks of 256."""
+    codes = torch.full(weight.shape, zero, dtype=torch.uint8, device=weight.device)
+    scales = torch.zeros(len(weight), -(-weight.shape[1] // 256), device=weight.device)
+    return narrow_piece.Moment(codes, scales, signed, 256)
 
 
 TRIALS: dict[str, Callable[[Made], float]] = {

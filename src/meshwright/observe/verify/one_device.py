@@ -82,7 +82,6 @@ class Case:
         if not 0 <= self.overflow <= self.steps:
             raise PlanError(f"overflow={self.overflow} must be a step of steps={self.steps}, or 0")
 
-
     @property
     def recipe(self) -> Recipe:
         """What the optimizer is made of. PlanError."""
