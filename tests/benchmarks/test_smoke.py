@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, exactness, quickstart, real_text, resident, resume, startup, update_host_time
+from benchmarks import (
+    agreement,
+    exactness,
+    optimizer_states,
+    quickstart,
+    real_text,
+    resident,
+    resume,
+    startup,
+    update_host_time,
+)
 from meshwright.cli.main import main
 
 TOY = [
@@ -115,3 +125,12 @@ def test_the_update_is_measured_with_the_buckets_of_the_real_sizes() -> None:
     assert fp32["tensors"] == 291 and fp32["buckets_before"] == bf16["buckets_before"] > 220
     assert fp32["buckets_after"] == 1 and 1 < bf16["buckets_after"] < 20
     assert 0 < found["share"] < 1 and found["share"] == max(fp32["share"], bf16["share"])
+
+
+def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("fp32", "fp32, int8 states")
+    monkeypatch.setattr(optimizer_states, "VARIANTS", {name: optimizer_states.VARIANTS[name] for name in some})
+    found = optimizer_states.measured(3)
+    narrow = found["curves"][some[1]]
+    assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == found["largest_off"] < 0.01
+    assert narrow["bytes"] < 6.2 < found["curves"]["fp32"]["bytes"] == 12
