@@ -91,3 +91,18 @@ def test_the_product_in_between_is_not_kept() -> None:
     given = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,))]
     assert saved_bytes(lambda: fast().swiglu_linear(*given), without=given)[1] == 0
     assert saved_bytes(lambda: reference().swiglu_linear(*given), without=given)[1] == 2 * 30 * 50 * 4
+
+
+@pytest.mark.parametrize("wanted", range(1, 16))
+def test_any_of_the_inputs_alone_may_want_a_gradient(wanted: int) -> None:
+    """Frozen weights and inputs; a bias alone."""
+    made = [torch.randn(3, 6), torch.randn(3, 6), torch.randn(4, 6), torch.randn(4)]
+    gradients = []
+    for form in (fast().swiglu_linear, reference().swiglu_linear):
+        given = [x.clone().requires_grad_(bool(wanted >> place & 1)) for place, x in enumerate(made)]
+        form(*given).square().sum().backward()
+        gradients.append([x.grad for x in given])
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)

@@ -144,6 +144,12 @@ def test_stochastic_rounding_has_the_mean_of_what_it_rounds() -> None:
     assert torch.equal(rounded(whole, bits).float(), whole), "what bf16 holds is not rounded"
 
 
+def test_what_is_not_a_number_stays_so() -> None:
+    """The NaN that arithmetic makes on a GPU is all ones: any bit added to it carries into the sign."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32)
+    assert bool(rounded(bits.view(torch.float32), torch.full((3,), 0xFFFF, dtype=torch.int32)).isnan().all())
+
+
 def test_the_code_book_is_that_of_the_paper() -> None:
     """Dettmers et al. 2022, section 2.1, written the other way around, from the bits of a code: a sign, zeros that
     count the power of ten, a one, and the rest is a place between 0.1 and 1."""

@@ -29,8 +29,12 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
                     f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
                 )
     _agree(asked, found)
-    if found.get("recompute_layers", (0,))[0]:
+    if layers := found.get("recompute_layers", (0,))[0]:
         found.setdefault("recompute", RECOMPUTE[1:])
+        if found["recompute"] == ("none",):
+            raise ArgumentError(f"layout= has recompute_layers={layers} and recompute=none: take another recompute")
+        if layers > asked.model.layers:
+            raise ArgumentError(f"layout= has recompute_layers={layers}, and the model has {asked.model.layers} layers")
     return found
 
 

@@ -65,7 +65,8 @@ def within(plan: Plan, memory_gib: float) -> Plan:
         raise ArgumentError(
             f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB that a {device.name} has"
         )
-    smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES))
+    source = f"{device.source}; of its memory {memory_gib:g} GiB, as asked".removeprefix("; ")
+    smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES), source=source)
     return replace(plan, cluster=replace(plan.cluster, device=smaller))
 
 

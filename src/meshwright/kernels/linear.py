@@ -28,9 +28,10 @@ class Kept:
 
     _node: Any = None
 
-    def __call__(self, *tensors: Tensor, changed: int) -> Sequence[Tensor]:
-        """Save tensors; the function is to be given the first ones, as many as are `changed`, as they come back."""
-        found: Sequence[Tensor] = _Keep.apply(self, changed, *tensors)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    def __call__(self, *tensors: Tensor, changed: int, bias: Tensor | None = None) -> Sequence[Tensor]:
+        """Save tensors; the function is to be given the first ones, as many as are `changed`, as they come back. `bias`
+        is not saved: it may be all that the function has a gradient for."""
+        found: Sequence[Tensor] = _Keep.apply(self, changed, bias, *tensors)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
     @property
@@ -42,15 +43,17 @@ class Kept:
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kept: Kept, changed: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kept: Kept, changed: int, bias: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.others = len(tensors) - changed
         kept._node = ctx
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
+        views = tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
+        ctx.mark_non_differentiable(*(view for view, x in zip(views, tensors, strict=False) if not x.requires_grad))
+        return views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *gradients, *[None] * ctx.others
+        return None, None, None, *gradients, *[None] * ctx.others
 
 
 class SummedProduct(Protocol):

@@ -21,9 +21,9 @@ STEP_SALT, SECOND_SALT = 0x9E3779B9, 0x85EBCA6B
 """Odd constants that spread step numbers, and tell the weight's random bits from those of the moments."""
 
 
-def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, most: int) -> None:
+def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, most: int, prefer: str = "auto") -> None:
     """One update of a piece in place, from its gradient (R, W). `most`: elements of which there may be temporaries."""
-    if uses_triton("narrow_adamw", gradient):
+    if uses_triton("narrow_adamw", gradient, prefer=prefer):
         from meshwright.kernels.triton import narrow_update
 
         narrow_update.narrow_adamw(piece, gradient, numbers)
@@ -97,7 +97,8 @@ def _along(scales: Tensor, block: int, width: int) -> Tensor:
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
     """x fp32 -> bf16, up where its lower 16 bits and the lower 16 of `bits` (int32) carry."""
     found = x.view(torch.int32) + (bits & 0xFFFF)
-    return (found & _signed(0xFFFF0000)).view(torch.float32).to(torch.bfloat16)
+    found = (found & _signed(0xFFFF0000)).view(torch.float32)
+    return torch.where(x.isnan(), x, found).to(torch.bfloat16)  # the sum of a NaN's bits may be another number's
 
 
 def random_bits(piece: NarrowPiece, rows: slice, width: int) -> Tensor | None:

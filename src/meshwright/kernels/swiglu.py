@@ -131,7 +131,7 @@ def swiglu_linear(
         return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
     kept = Kept()
-    gate, up = kept(gate, up, weight, changed=2)
+    gate, up = kept(gate, up, weight, changed=2, bias=bias)
     result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, summed, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 

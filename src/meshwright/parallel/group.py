@@ -169,8 +169,10 @@ class Pending:
         """The result, once it is there."""
         if self.work is not None:
             self.work.wait()
-        self.sent = None
-        return self.tensor if self.made_of is None else self.made_of(self.tensor)
+        if self.made_of is not None:
+            self.tensor = self.made_of(self.tensor)
+        self.sent = self.work = self.made_of = None
+        return self.tensor
 
 
 def _bytes(x: Tensor) -> int:

@@ -33,7 +33,7 @@ class RowParallelProducts:
             traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces)
             return traced
         kept = Kept()
-        (x,) = kept(x, weight, changed=1)
+        (x,) = kept(x, weight, changed=1, bias=bias)
         found: Tensor = _Rows.apply(x, weight, bias, self, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 

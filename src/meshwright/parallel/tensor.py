@@ -10,9 +10,10 @@ local products; what communicates stands at the borders of attention and MLP:
 so that with sp norms, residuals and dropout work on S / tp positions. Per layer and pass two collectives of B S D
 elements either way (an all-reduce being one reduce-scatter and one all-gather).
 
-f and g are one with the products that read what they give (`columns.py`): in the backward pass those of the weights'
-gradients run while the collective does, and g keeps its slice only and gathers once more. Where something else reads
-it too (a router, experts), and before the head, they stand alone.
+f and g are one with the products that read what they give (`column_parallel.py`): in the backward pass those of the
+weights' gradients run while the collective does, and g keeps its slice only and gathers once more. f* and g* are one
+with the products before them (`row_parallel.py`). Where something else reads or makes it too (a router, experts), and
+before the head, they stand alone.
 """
 
 from functools import partial

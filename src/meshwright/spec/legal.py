@@ -228,7 +228,7 @@ def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _masters(recipe: Recipe) -> Iterator[str]:
-    """No layout mends it. `plan` fills in a precision that was not named, so that a recipe alone cannot refuse it."""
+    """No layout changes that. `plan` fills in a precision that was not named: a recipe alone cannot refuse it."""
     if recipe.master_weights == "none" and recipe.precision != "bf16":
         yield (
             f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={recipe.precision}: "

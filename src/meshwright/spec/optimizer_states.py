@@ -86,7 +86,7 @@ class StateStorage:
         """The moments of a parameter; the same on every rank of every layout."""
         if self.moments != "int8":
             return MomentFormat(dtype=self.moments)
-        if parameter.numel < SMALL:
+        if parameter.numel < SMALL or len(parameter.shape) == 1:  # ZeRO cuts a vector anywhere
             return MomentFormat(dtype="fp32")
         return MomentFormat(dtype="int8", block=_block(parameter))
 

@@ -28,8 +28,9 @@ class Held:
 class NarrowStates:
     """Moments by parameter name, and their update."""
 
-    def __init__(self, held: dict[str, Held], seed: int, device: torch.device) -> None:
-        self.held, self.seed = held, seed
+    def __init__(self, held: dict[str, Held], seed: int, device: torch.device, prefer: str = "auto") -> None:
+        """`prefer`: one of chooser.PREFERENCES."""
+        self.held, self.seed, self.prefer = held, seed, prefer
         self.books = code_books(device)
         self.moments = {name: (_made(one, device, True), _made(one, device, False)) for name, one in held.items()}
 
@@ -65,7 +66,7 @@ class NarrowStates:
             books=self.books,
             place=self._place(name),
         )
-        narrow_adamw(piece, gradient.reshape(size), numbers, most_bytes // WORK_BYTES)
+        narrow_adamw(piece, gradient.reshape(size), numbers, most_bytes // WORK_BYTES, self.prefer)
 
     def _place(self, name: str) -> PlaceInWhole:
         """Random bits go by seed, name and place in the whole tensor: no rank and no layout changes them."""

@@ -45,9 +45,11 @@ class AdamW:
     gradient is passed over and has no state."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None
-    ) -> None:
-        """`held`: of each parameter, where the recipe's states are not fp32 (`of` knows it)."""
+        self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None,
+        prefer: str = "auto",
+    ) -> None:  # fmt: skip
+        """`held`: of each parameter, where the recipe's states are not fp32 (`of` knows it). `prefer`: one of
+        chooser.PREFERENCES, for their kernel."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe, storage = recipe, recipe.storage
         assert held is not None or storage == FP32_STATES, "narrow states go by a parameter's place: AdamW.of"
@@ -57,7 +59,7 @@ class AdamW:
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
         self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
         apart = {name: held[name] for name in own if held and not _plain(held[name], name in self.masters)}
-        self._narrow = NarrowStates(apart, recipe.seed, next(iter(own.values())).device) if apart else None
+        self._narrow = NarrowStates(apart, recipe.seed, next(iter(own.values())).device, prefer) if apart else None
         wide = {name: x for name, x in self.masters.items() if name not in apart}
         self._moments = {name: (torch.zeros_like(x), torch.zeros_like(x)) for name, x in wide.items()}
         self._groups: dict[tuple[str, ...], list[_ParameterGroup]] = {}
@@ -67,7 +69,7 @@ class AdamW:
         """Over all parameters of a laid-out model."""
         known = {one.name: one for one in inventory(engine.model.shape)}
         held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
-        return cls(engine.parameters.items(), recipe, held)
+        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer)
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in

@@ -37,7 +37,8 @@ def _widened(bits: Arg) -> Arg:
 
 @triton.jit
 def _rounded(x: Arg, bits: Arg) -> Arg:
-    return ((x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) >> 16).to(tl.int16)
+    found = ((x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) >> 16).to(tl.int16)
+    return tl.where(x != x, 0x7FC0, found).to(tl.int16)  # the sum of a NaN's bits may be another number's
 
 
 @triton.jit
