@@ -47,6 +47,7 @@ def curve(folder: Path, name: str, steps: int) -> dict[str, Any]:
     plan = Plan(model=SHAPE, data=data, recipe=recipe, run=str(folder / name.replace(", ", "-").replace(" ", "-")))
     loop.run(plan)
     losses = [one["loss"] for one in MetricsLog.read(RunFolder.open(Path(plan.run)).metrics) if "loss" in one]
+    assert len(losses) >= steps, f"the run of {name!r} was ended after {len(losses)} of {steps} steps"
     elements = checkpoint_bytes(SHAPE, Recipe()) / 12
     return {"losses": losses[:steps], "last": mean(losses[:steps][-LAST:]),
             "bytes": round(checkpoint_bytes(SHAPE, recipe) / elements, 2)}  # fmt: skip
