@@ -52,6 +52,9 @@ class Layout:
     norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
     recompute_layers: int = 0
     """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
+    offload: Literal["off", "activations"] = "off"
+    """activations: what a block keeps for its backward pass lies in host memory meanwhile, but for each stage's last
+    block. With recompute none and full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
