@@ -5,9 +5,9 @@ let go of at the end of that one. It comes back while the block behind it makes 
 stage keeps its own: its backward pass is the next thing. Storages are moved, not tensors, each once, however many views
 of it are saved; parameters, what all blocks share (rotary tables, masks) and the stage's input stay.
 
-On a GPU two streams copy, one each way, and pinned buffers are taken from those that earlier blocks gave back, so that a
-steady state pins nothing anew. Elsewhere (fake tensors of a dry run, a CPU that has no second memory) copies are made in
-line, in the same order.
+On a GPU two streams copy, one each way, and pinned buffers are taken from those that earlier blocks gave back, so that
+a steady state pins nothing anew. Elsewhere (fake tensors of a dry run, a CPU that has no second memory) copies are made
+in line, in the same order.
 """
 
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ class StoredStorage:
     """A storage that a block has saved: on the device, in host memory, or in both."""
 
     def __init__(self, owner: "KeptOfBlock", flat: Tensor) -> None:
-        self.owner, self.size, self.options = owner, flat.numel(), {"dtype": flat.dtype, "device": flat.device}
+        self.owner, self.size, self.dtype, self.device = owner, flat.numel(), flat.dtype, flat.device
         self.here: Tensor | None = flat
         self.host: HostBuffer | None = None
         self.arrived: Any = None
@@ -114,7 +114,7 @@ class StoredStorage:
         """Begin to copy it back, where it is gone."""
         if self.here is None:
             assert self.host is not None
-            self.here = torch.empty(self.size, **self.options)  # type: ignore[call-overload]  # a dtype and a device
+            self.here = torch.empty(self.size, dtype=self.dtype, device=self.device)
             self.arrived = self.host.used = offload.back.copy(self.here, self._host_view(), self.host.used)
         return self.here
 
@@ -129,7 +129,7 @@ class StoredStorage:
 
     def _host_view(self) -> Tensor:
         assert self.host is not None
-        return self.host.memory.view(self.options["dtype"])
+        return self.host.memory.view(self.dtype)
 
 
 class Saved(NamedTuple):
@@ -163,7 +163,7 @@ class KeptOfBlock:
             flat = saved.as_strided((storage.nbytes() // saved.element_size(),), (1,), 0)
             self.found[key] = StoredStorage(self, flat)
         self.found[key].readers += 1
-        return Saved(self.found[key], saved.dtype, saved.size(), saved.stride(), saved.storage_offset())
+        return Saved(self.found[key], saved.dtype, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def unpack(self, packed: Tensor | Saved) -> Tensor:
         """The tensor; the first of a block sends for those of the block in front."""

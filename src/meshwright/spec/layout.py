@@ -12,6 +12,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+OFFLOADED: tuple[Recompute, ...] = ("none", "full")
+"""Policies under which all that a block keeps can be moved to host memory; the others keep some of it by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,11 @@ class Layout:
     def world(self) -> int:
         """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def policies(self) -> tuple[Recompute, ...]:
+        """Those that it may have."""
+        return RECOMPUTE if self.offload == "off" else OFFLOADED
 
     def recomputed(self, layers: int) -> int:
         """How many of a stage's so many layers recompute: its first ones."""

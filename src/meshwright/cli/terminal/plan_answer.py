@@ -189,6 +189,8 @@ def details(of: Estimator, found: Found) -> Iterator[str]:
     for kind, size in best.worst.kinds.items():
         if size:
             yield f"    {explain.kind_name(kind):<37}{_number(size, whole):>9}"
+    if moved := max(one.host_bytes for one in best.memory):
+        yield f"    {'in host memory':<37}{_number(moved, whole):>9}"
     yield "  Time of a step"
     for part in fields(best.time):
         seconds = getattr(best.time, part.name)

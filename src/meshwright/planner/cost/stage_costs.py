@@ -42,6 +42,12 @@ class MicroBatchCost(NamedTuple):
     left_bytes: float = 0.0
     """Of new_bytes, what a split pass leaves for later."""
     logits: Logits = NONE
+    largest_kept_bytes: float = 0.0
+    """Of one layer."""
+    host_bytes: float = 0.0
+    """Kept in host memory instead."""
+    offload_s: float = 0.0
+    """Of both passes, what the way to host memory takes longer than computing."""
 
     @property
     def transient_bytes(self) -> float:
@@ -78,6 +84,27 @@ class MicroBatchCost(NamedTuple):
             new_bytes=max(self.new_bytes, other.new_bytes),
             left_bytes=max(self.left_bytes, other.left_bytes),
             logits=self.logits.plus(other.logits, times),
+            largest_kept_bytes=max(self.largest_kept_bytes, other.largest_kept_bytes or other.kept_bytes),
+            host_bytes=self.host_bytes + times * other.host_bytes,
+            offload_s=self.offload_s + times * other.offload_s,
+        )
+
+    def offloaded(self, last: "MicroBatchCost", stays_bytes: float, host_bytes_per_s: float) -> "MicroBatchCost":
+        """A stage whose blocks but the last keep in host memory what they keep, but for `stays_bytes` of its input.
+        While one makes its backward pass, what the one in front keeps comes back."""
+        moved = max(0.0, self.kept_bytes - last.kept_bytes - stays_bytes)
+        ahead = self.largest_kept_bytes if moved else 0.0
+        way_s = moved / host_bytes_per_s if host_bytes_per_s else 0.0
+        forward_s, backward_s = max(0.0, way_s - self.forward_s), max(0.0, way_s - self.backward_s)
+        return self._replace(
+            kept_bytes=self.kept_bytes - moved,
+            host_bytes=moved,
+            mlp_bytes=self.mlp_bytes + ahead,
+            attention_bytes=self.attention_bytes + ahead,
+            after_bytes=self.after_bytes + ahead,
+            forward_s=self.forward_s + forward_s,
+            input_s=self.input_s + backward_s,
+            offload_s=forward_s + backward_s,
         )
 
     def followed_by(self, other: "MicroBatchCost") -> "MicroBatchCost":
