@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-parallel leaderboard claims pages docs clean
+.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers; encoding; start-up"
+	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes)"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
@@ -74,6 +75,10 @@ bench: $(VENV)/.installed-dev
 	$(RUN) benchmarks/train_speed.py $(ARGS)
 	$(RUN) -m benchmarks.encoding
 	$(RUN) -m benchmarks.startup
+
+# liger_kernel and transformers take part where they are installed (docs/benchmarks/README.md).
+bench-gpu: $(VENV)/.installed
+	$(RUN) -m benchmarks.gpu $(ARGS)
 
 # picotron takes part where PICOTRON names its checkout (docs/parallel_speed.md).
 bench-parallel: $(VENV)/.installed-dev

@@ -19,6 +19,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.spec.shape import ModelShape
 
 CONTESTANTS = ("ours", "ours-compiled", "transformers", "transformers-compiled")
 BATCH = {"10m": (8, 512), "100m": (4, 512)}
@@ -73,27 +77,34 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     return step
 
 
-def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compiled: bool) -> Callable[[], float]:
-    """A step of transformers' Llama in a plain loop."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def their_config(shape: "ModelShape") -> Any:
+    """transformers' configuration of a Llama of this shape."""
+    from transformers import LlamaConfig
 
-    from meshwright.spec.presets import model as preset
-
-    shape = preset(f"llama-{shape_name}")
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
         tie_word_embeddings=shape.tied,
         use_cache=False,
     )
+
+
+def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compiled: bool) -> Callable[[], float]:
+    """A step of transformers' Llama in a plain loop."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from meshwright.spec.presets import model as preset
+
+    shape = preset(f"llama-{shape_name}")
     torch.manual_seed(0)
-    plain = LlamaForCausalLM(config).train()
+    plain = LlamaForCausalLM(their_config(shape)).train()
     model = torch.compile(plain, dynamic=False) if compiled else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(0)

@@ -173,7 +173,8 @@ def test_the_site_has_every_page_once_and_links_within_itself() -> None:
     names = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
     places = site.places()
     pages = [place.as_posix() for place in places.values() if place.suffix == ".md"]
-    assert sorted(names) == sorted(pages)
+    results = [page for page in pages if page.startswith("benchmarks/gpu_")]  # of users: docs/benchmarks/README.md
+    assert sorted(names) == sorted(set(pages) - set(results))
     for source, place in places.items():
         for match in LINK.finditer(without_blocks(site.gathered(source, places)) if source.suffix == ".md" else ""):
             target = (match[1] or match[2]).partition("#")[0]

@@ -30,7 +30,11 @@ GENERATED_PART = re.compile(r"<!-- generated: .+? -->.*?<!-- /generated -->", re
 def written() -> list[Path]:
     """Pages that people write for readers."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    pages += [*(ROOT / "docs" / "learn").glob("*.md"), *(ROOT / "docs" / "lookup").glob("*.md")]
+    pages += [
+        ROOT / "docs" / "benchmarks" / "README.md",
+        *(ROOT / "docs" / "learn").glob("*.md"),
+        *(ROOT / "docs" / "lookup").glob("*.md"),
+    ]
     return sorted(page for page in pages if shown(page) not in GENERATED)
 
 

@@ -82,6 +82,8 @@ FEATURES: dict[str, Asks] = {
     "virtual stages": lambda one: one.layout.vp == 3,
     "hybrid sharding": lambda one: one.layout.dp_replicate > 1 and one.layout.dp_shard > 1 and one.layout.zero > 0,
     "sp": lambda one: one.layout.sp,
+    "pieces of whole sequences": lambda one: one.layout.tp_chunks == 2 and not one.layout.sp,
+    "pieces of slices": lambda one: one.layout.tp_chunks == 3 and one.layout.sp,
     "the ring": lambda one: one.layout.cp > 1 and one.layout.context == "ring",
     "the gather": lambda one: one.layout.cp > 1 and one.layout.context == "all-gather",
     "striped": lambda one: one.layout.cp > 1 and one.layout.context_split == "striped",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,69 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.target import kind
+
+
+class Kept:
+    """What an autograd function needs for its backward pass, saved before its forward pass runs.
+
+    A function saves behind its own forward pass. Recomputation stops as soon as it has all that was saved: the last
+    product of a layer, and the sum over ranks behind it, would be repeated for nothing.
+    """
+
+    _node: Any = None
+
+    def __call__(self, *tensors: Tensor, changed: int) -> Sequence[Tensor]:
+        """Save tensors; the function is to be given the first ones, as many as are `changed`, as they come back."""
+        found: Sequence[Tensor] = _Keep.apply(self, changed, *tensors)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return found
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Once, in the function's backward pass."""
+        found: Sequence[Tensor] = self._node.saved_tensors
+        return found
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Kept, changed: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.others = len(tensors) - changed
+        kept._node = ctx
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *gradients, *[None] * ctx.others
+
+
+class SummedProduct(Protocol):
+    """A product x W^T + b whose result is a part of a sum; what it gives is the sum, or a slice of it."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., in) -> the sum."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without a gradient."""
+
+    def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum's gradient -> that of the part (..., out), and that of x (..., in)."""
+
+
+class PlainProduct:
+    """A sum of one part."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As kernels.linear."""
+        return linear(x, weight, bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As torch's."""
+        return F.linear(x, weight, bias)
+
+    def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient itself, and its product."""
+        return gradient, input_gradient((gradient,), (weight,))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.target import acts, kind
 
 WIDEST, WIDEST_CENTERED = 16384, 4096
@@ -19,6 +19,18 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return scaled.to(x.dtype) * weight
+
+
+BLOCK = 32
+"""Rows that a product sums in one go: a sum of all rows in one order loses digits (6 times as far off at 4,096)."""
+
+
+def _summed(scales: Tensor, x: Tensor) -> Tensor:
+    """Sum over rows of scales (N, 1) times x (N, D) -> (D,), by blocks whose sums are added in pairs."""
+    whole = len(x) // BLOCK * BLOCK
+    blocks = torch.bmm(scales[:whole].view(-1, 1, BLOCK), x[:whole].view(-1, BLOCK, x.shape[1]))
+    rest = torch.mm(scales[whole:].t(), x[whole:])
+    return blocks.sum((0, 1)) + rest.view(-1)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -41,7 +53,7 @@ class _RmsNorm(torch.autograd.Function):
         width = x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
-        weight_gradient = torch.mm(rows.t(), product).view(width)
+        weight_gradient = _summed(rows, product)
         along = torch.mv(product, weight).view_as(rows).mul_(rows.pow(3)).div_(width)
         x_gradient = (gradient * weight).mul_(scale)
         return x_gradient.addcmul_(x, along.view_as(scale), value=-1), weight_gradient, None
@@ -86,12 +98,34 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     return scaled.to(x.dtype) * weight + bias
 
 
+class _NarrowLayerNorm(torch.autograd.Function):
+    """For 16 bit on CPUs, where torch's backward pass sums the gradients of weight and bias in the dtype of x: at 4,096
+    rows of bf16 they are 7 % off. Saves x and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        out, mean, scale = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        wide = (weight.float(), bias.float(), ctx.needs_input_grad[:3])
+        backward = torch.ops.aten.native_layer_norm_backward
+        found = backward(gradient.float(), x.float(), weight.shape, mean, scale, *wide)
+        return *(None if one is None else one.to(x.dtype) for one in found), None
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """As the reference; x and two numbers a row are saved."""
     if uses_triton("layer_norm", x, prefer=prefer, feature=_too_wide(x, WIDEST_CENTERED)):
         from meshwright.kernels.triton import mean_norm
 
         return mean_norm.layer_norm(x, weight, bias, eps)
+    if kind(x) == "cpu" and x.dtype in NARROW and not torch.compiler.is_compiling():
+        result: Tensor = _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return result
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

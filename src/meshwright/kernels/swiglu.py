@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, weight_product
+from meshwright.kernels.linear import (
+    Kept,
+    PlainProduct,
+    SummedProduct,
+    as_leaf,
+    is_left,
+    linear_reference,
+    needs_wide,
+    weight_product,
+)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -46,25 +55,32 @@ def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
     return result
 
 
-def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def swiglu_linear_reference(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None
+) -> Tensor:
     """The second half of a gated MLP: (silu(gate) * up) W^T + b; gate, up (..., F), weight (D, F), bias (D,)."""
-    return linear_reference(swiglu_reference(gate, up), weight, bias)
+    product = summed.linear if summed else linear_reference
+    return product(swiglu_reference(gate, up), weight, bias)
 
 
 class _SwigluLinear(torch.autograd.Function):
     """Saves gate and up but not their product: a third of the MLP's activations less, for two passes more."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.leaf, ctx.has_bias, ctx.in_triton = as_leaf(weight), bias is not None, in_triton
-        return F.linear(_product(gate, up, in_triton), weight, bias)
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool,
+        summed: SummedProduct, kept: Kept,
+    ) -> Tensor:  # fmt: skip
+        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.summed, ctx.kept = (
+            as_leaf(weight), bias is not None, in_triton, summed, kept,
+        )  # fmt: skip
+        return summed.product(_product(gate, up, in_triton), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = torch.mm(flat, weight).view_as(gate)
+        gate, up, weight = ctx.kept.tensors
+        part, inner = ctx.summed.gradient(gradient, weight)
+        flat = part.reshape(-1, part.shape[-1])
         of_inner = _fused_gradients if ctx.in_triton else _inner_gradients
         gradients = of_inner(inner, gate, up, ctx.needs_input_grad[2])
         again = next(gradients)
@@ -74,7 +90,7 @@ class _SwigluLinear(torch.autograd.Function):
             weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
-        return *gradients, weight_gradient, bias_gradient, None
+        return *gradients, weight_gradient, bias_gradient, None, None, None
 
 
 def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
@@ -105,12 +121,18 @@ def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
     return gated.activate(blocks.rows_of(gate), blocks.rows_of(up)).view(gate.shape)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, prefer: str = "auto") -> Tensor:
+def swiglu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None,
+    prefer: str = "auto",
+) -> Tensor:  # fmt: skip
     """As the reference; nothing of the size of the product is saved."""
+    summed = summed or PlainProduct()
     if torch.compiler.is_compiling() or needs_wide(gate):
-        return linear(swiglu(gate, up, prefer), weight, bias)
+        return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    kept = Kept()
+    gate, up = kept(gate, up, weight, changed=2)
+    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, summed, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
 

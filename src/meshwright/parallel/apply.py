@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
+from meshwright.parallel.sequence import SequenceSlices
 from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.boxes import Box, boxes
@@ -124,7 +126,10 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
     """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
+        slices = SequenceSlices(
+            mesh["tp"], layout.sp, partial(layout.tp_pieces, hidden=model.shape.hidden, device=device.type)
+        )
+        apply_tensor_parallel(model, slices, own_tokens_in_experts=layout.ep > 1)
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], layout)
     apply_expert_parallel(model, mesh["ep"])

@@ -27,12 +27,13 @@ from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
 from meshwright.parallel import operators as operators
 from meshwright.parallel import ring as ring
+from meshwright.parallel import row_parallel as row_parallel
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "linear", "_grouped_mm")
     if hasattr(torch.ops.aten, name)
-) | {torch.ops.meshwright.columns.default}
+) | {torch.ops.meshwright.columns.default, torch.ops.meshwright.rows.default}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 

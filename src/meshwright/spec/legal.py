@@ -58,6 +58,13 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"layout.sp=true cuts a rank's {local} positions into layout.tp={tp} equal parts: "
             f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}{instead}"
         )
+    if layout.tp_chunks > 1:
+        parts = layout.tp_chunks * (tp if layout.sp else 1)
+        if tp == 1:
+            yield f"layout.tp_chunks={layout.tp_chunks} cuts what tp ranks exchange, and layout.tp=1: leave it out"
+        elif local % parts:
+            cut = f"layout.tp_chunks={layout.tp_chunks} cuts a rank's {local} positions into {parts} equal parts"
+            yield f"{cut}: leave it out"
 
 
 def _deals_key_heads(shape: ModelShape, tp: int) -> bool:

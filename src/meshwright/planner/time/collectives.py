@@ -81,7 +81,8 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
-    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
+    gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     part = StageContents.of(own, split)

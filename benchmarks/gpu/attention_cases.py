@@ -1,0 +1,138 @@
+"""Attention as training runs it: causal, grouped heads, whole rows or documents one after another."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import exact_forms
+from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, Run, implementations, taken
+from meshwright.kernels import attention as ours
+from meshwright.kernels.varlen import borders_of
+
+BACKENDS = {
+    "torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
+}  # fmt: skip
+
+
+def causal(
+    length: int, heads: int, kv_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
+) -> Case:  # fmt: skip
+    """One row; half of the square counts."""
+    scale, seen = width**-0.5, torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    mask = ours.causal_mask(length, length, device=device)
+    rivals: dict[str, Run] = {}
+    if device.type == "cuda":
+        rivals = {name: partial(_by_backend, backend=backend, scale=scale) for name, backend in BACKENDS.items()}
+    return _case(
+        "attention", f"{length:,} causal", mask, seen, [length], (heads, kv_heads, width), rivals, dtype, device
+    )
+
+
+def documents(
+    length: int, number: int, heads: int, kv_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
+) -> Case:  # fmt: skip
+    """So many documents of unequal lengths in one row; each sees itself only."""
+    lengths = _lengths(length, number)
+    document = torch.repeat_interleave(torch.arange(number), torch.tensor(lengths)).to(device)
+    seen = (document[:, None] == document[None]).tril()
+    mask = ours.causal_mask(length, length, documents=document[None], spans=(number, max(lengths)))
+    rivals: dict[str, Run] = {}
+    if device.type == "cuda":
+        rivals = {"torch varlen": _varlen(document, lengths), "torch FlexAttention": _flex(document, length)}
+    size = f"{length:,} in {number} documents"
+    return _case("attention", size, mask, seen, lengths, (heads, kv_heads, width), rivals, dtype, device)
+
+
+def _case(
+    operation: str, size: str, mask: ours.Mask, seen: Tensor, lengths: list[int], shape: tuple[int, int, int],
+    rivals: dict[str, Run], dtype: torch.dtype, device: torch.device,
+) -> Case:  # fmt: skip
+    heads, kv_heads, width = shape
+    total, scale = sum(lengths), width**-0.5
+    flop = sum(2.0 * 2 * heads * width * (one * (one + 1) / 2) for one in lengths)
+    q, kv = total * heads * width, 2 * total * kv_heads * width
+
+    def run(q: Tensor, k: Tensor, v: Tensor, prefer: str) -> Tensor:
+        return ours.attend(q, k, v, mask, scale=scale, prefer=prefer)
+
+    return Case(
+        operation=operation, size=f"{size}, {heads}/{kv_heads} heads of {width}", dtype=dtype,
+        leaves=tuple(Leaf((1, total, number, width)) for number in (heads, kv_heads, kv_heads)),
+        exact=partial(exact_forms.attention, seen=seen, scale=scale), eager=partial(_eager, seen=seen, scale=scale),
+        ours=implementations("attention", run, device, dtype), chosen=taken("attention", device, dtype), rivals=rivals,
+        counts={
+            "forward": Count(dtype.itemsize * (2 * q + kv), flop),
+            "backward": Count(dtype.itemsize * (4 * q + 2 * kv), 2.5 * flop),
+        },
+        kinds=(ATTENTION,) * 4, compiles=False,
+    )  # fmt: skip
+
+
+def _lengths(length: int, number: int) -> list[int]:
+    """1 : 2 : 3 ..., which sum to `length`."""
+    ends = [round(length * n * (n + 1) / (number * (number + 1))) for n in range(number + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Whole scores, a mask, a softmax in fp32, products in the dtype given: as transformers' eager attention."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+def _by_backend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel([backend]):
+        found = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return found.transpose(1, 2)
+
+
+def _varlen(document: Tensor, lengths: list[int]) -> Run:
+    """torch.nn.attention.varlen, where this torch has it with grouped heads; else it fails, and is named so."""
+    borders, longest = borders_of(document[None], len(lengths)), max(lengths)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+        found = varlen_attn(
+            flat_q, flat_k, flat_v, borders, borders, longest, longest, window_size=(-1, 0),
+            enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found.view_as(q)
+
+    return run
+
+
+def _flex(document: Tensor, length: int) -> Callable[..., Tensor]:
+    """FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[query] == document[key])
+
+    made: dict[str, Any] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not made:
+            made["blocks"] = create_block_mask(sees, None, None, length, length, device=document.device.type)
+            made["attend"] = torch.compile(flex_attention, dynamic=False)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        found: Tensor = made["attend"](q, k, v, block_mask=made["blocks"], enable_gqa=grouped)
+        return found.transpose(1, 2)
+
+    return run

@@ -1,0 +1,151 @@
+"""The page of a run, from its JSON alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.case import BARS
+
+Document = dict[str, Any]
+PASSES = ("forward", "backward", "full")
+EAGER = "eager"
+
+
+def page(found: Document) -> str:
+    """Markdown."""
+    return "\n".join([*_head(found), *_kernels(found), *_steps(found), *_rest(found)]) + "\n"
+
+
+def _head(found: Document) -> Iterator[str]:
+    machine = found["machine"]
+    yield f"# Kernels and steps on {machine['name']}, {found['date']}"
+    yield ""
+    yield "Written by `python -m benchmarks.gpu` from the JSON beside it. [How to read and repeat it](README.md)."
+    yield ""
+    yield "| | |\n|---|---|"
+    yield f"| command | `{found['command']}` |"
+    yield f"| commit | {machine['commit']} |"
+    versions = [f"{name} {version or 'none'}" for name, version in machine["versions"].items()]
+    yield f"| versions | {', '.join(versions)} |"
+    for name in ("memory_bytes", "cache_bytes", "processors", "capability", "cuda", "cudnn"):
+        if name in machine:
+            yield f"| {name.replace('_', ' ')} | {machine[name]} |"
+    for name, value in machine.get("under_load", {}).items():
+        yield f"| {name.replace('_', ' ')}, under load | {value} |"
+    ceilings = found["ceilings"]
+    yield f"| copy, measured | {ceilings['bytes_per_s'] / 1e9:,.1f} GB/s read and written |"
+    for dtype, rate in ceilings["flop_per_s"].items():
+        yield f"| {dtype} product, measured | {rate / 1e12:,.2f} TFLOP/s |"
+    yield ""
+
+
+def _kernels(found: Document) -> Iterator[str]:
+    if not found["kernels"]:
+        return
+    yield "## Kernels\n"
+    yield (
+        "Median of runs that take turns, each with inputs from memory; in brackets the share of the roofline that was "
+        "measured above. `*` is what training takes by itself. Error: how many times as far from fp64 as plain code of "
+        f"the same dtype ({', '.join(f'{kind} at most {bar:g}' for kind, bar in BARS.items())})."
+    )
+    for row in found["kernels"]:
+        yield ""
+        yield f"### {row['operation']}, {row['size']}, {row['dtype']}\n"
+        if row.get("judged_at") and row["judged_at"] != row["size"]:
+            yield f"Errors at {row['judged_at']}.\n"
+        parts = [part for part in PASSES if part in row["floor_seconds"]]
+        yield f"| contestant | {' | '.join(parts)} | 8 of 10 runs | launch | peak | error |"
+        yield "|---" * (len(parts) + 5) + "|"
+        yield f"| roofline | {' | '.join(_time(row['floor_seconds'][part]) for part in parts)} | | | | |"
+        for name, one in row["contestants"].items():
+            mark = " *" if name == row["chosen"] else ""
+            yield f"| {name}{mark} | {' | '.join(_cells(name, one, parts))} |"
+        yield f"\n{_speeds(row)}" if _speeds(row) else ""
+
+
+def _speeds(row: Document) -> str:
+    """How the chosen one of ours compares with every contestant, by the whole of its passes."""
+    part = [part for part in PASSES if part in row["floor_seconds"]][-1]
+    times = {name: one["seconds"][part]["median"] for name, one in row["contestants"].items() if "seconds" in one}
+    mine = times.pop(row["chosen"], None)
+    if mine is None or not times:
+        return ""
+    return (
+        f"Speed of {row['chosen']}: " + ", ".join(f"{time / mine:.2f} x {name}" for name, time in times.items()) + "."
+    )
+
+
+def _cells(name: str, one: Document, parts: list[str]) -> Iterator[str]:
+    why = one.get("failed") or one.get("left_out")
+    if why:
+        yield from [why.replace("|", "/"), *[""] * (len(parts) + 3)]
+        return
+    for part in parts:
+        yield f"{_time(one['seconds'][part]['median'])} ({one['roofline'].get(part, 0):.0%})"
+    whole = one["seconds"][parts[-1]]
+    yield f"{_time(whole['low'])} to {_time(whole['high'])}"
+    yield _time(one["host_seconds"])
+    yield _bytes(one["peak_bytes"])
+    yield "1, the measure" if name == EAGER else _error(one.get("judged"))
+
+
+def _error(judged: Document | None) -> str:
+    if judged is None:
+        return "not measured"
+    if "failed" in judged:
+        return str(judged["failed"]).replace("|", "/")
+    said = ", ".join(f"{ratio:.2f}" for ratio in judged["ratios"].values())
+    return said if judged["holds"] else f"**{said}**"
+
+
+def _steps(found: Document) -> Iterator[str]:
+    if not found["steps"]:
+        return
+    yield "\n## Whole steps\n"
+    yield (
+        "AdamW with fp32 moments and fp32 weights to update, clipping at 1, no recomputation. MFU half counts the keys "
+        "a query may see, full all of them; in brackets MFU of the product measured above."
+    )
+    for row in found["steps"]:
+        layers = "" if row["layers"] == row["of_layers"] else f", {row['layers']} of its {row['of_layers']} layers"
+        yield f"\n### {row['model']}{layers}, {row['rows']} x {row['sequence']:,} tokens, {row['precision']}\n"
+        yield "| contestant | step | 8 of 10 | tokens/s | MFU half | MFU full | peak | predicted |\n" + "|---" * 8 + "|"
+        for name, one in row["contestants"].items():
+            yield f"| {name} | {' | '.join(_step_cells(one))} |"
+
+
+def _step_cells(one: Document) -> Iterator[str]:
+    why = one.get("failed") or one.get("left_out")
+    if why:
+        yield from [why.replace("|", "/"), *[""] * 6]
+        return
+    seconds = one["seconds"]
+    yield _time(seconds["median"])
+    yield f"{_time(seconds['low'])} to {_time(seconds['high'])}"
+    yield f"{one['tokens_per_s']:,.0f}"
+    for convention in ("half", "full"):
+        sheet, measured = (one["mfu"].get(of, {}).get(convention) for of in ("datasheet", "measured"))
+        yield f"{'unknown' if sheet is None else f'{sheet:.1%}'} ({measured:.1%})"
+    yield _bytes(one["peak_bytes"])
+    yield _bytes(one.get("predicted_peak_bytes"))
+
+
+def _rest(found: Document) -> Iterator[str]:
+    yield "\n## Left out\n"
+    left = [f"- {name}: no time left in {found['minutes']:g} minutes" for name in found["left_out"]]
+    left += [f"- {name}" for name in (*found["absent"], *found["broken"])]
+    yield "\n".join(left) if left else "Nothing."
+    yield f"\nThe run took {found['took_s'] / 60:.1f} of {found['minutes']:g} minutes."
+
+
+def _time(seconds: float) -> str:
+    """Three significant digits, in the unit that suits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _bytes(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
