@@ -3,14 +3,16 @@
 What a block has saved is copied out when its forward pass ends, while the next block computes, and its device memory is
 let go of at the end of that one. It comes back while the block behind it makes its backward pass. The last block of a
 stage keeps its own: its backward pass is the next thing. Storages are moved, not tensors, each once, however many views
-of it are saved; parameters, what all blocks share (rotary tables, masks) and the stage's input stay.
+of it are saved; parameters, what all blocks share (rotary tables, masks) and what a stage has received stay.
+Parameters that fully_shard gathers inside of a block (experts spread over ep) are known once they are there: it frees
+their storages before the block ends.
 
 On a GPU two streams copy, one each way, and pinned buffers are taken from those that earlier blocks gave back, so that
 a steady state pins nothing anew. Elsewhere (fake tensors of a dry run, a CPU that has no second memory) copies are made
 in line, in the same order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 from weakref import finalize, ref
@@ -18,6 +20,7 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
 from meshwright.model.attention import Sight
@@ -144,10 +147,18 @@ class Saved(NamedTuple):
 
 class KeptOfBlock:
     """What one call of a block keeps. `before`: of the block in front, whose backward pass is next. `moves`: whether it
-    goes to host memory. `stays`: storages that are not to be moved, by key."""
+    goes to host memory. `stays`: storages that are not to be moved, by key; `units`: modules of the block that gather
+    parameters of their own, which are not to be moved either."""
 
-    def __init__(self, offload: "Offload", before: "ref[KeptOfBlock] | None", moves: bool, stays: set[int]) -> None:
-        self.offload, self.before, self.moves, self.stays = offload, before, moves, stays
+    def __init__(
+        self,
+        offload: "Offload",
+        before: "ref[KeptOfBlock] | None",
+        moves: bool,
+        stays: set[int],
+        units: Sequence[nn.Module],
+    ) -> None:
+        self.offload, self.before, self.moves, self.stays, self.units = offload, before, moves, stays, units
         self.found: dict[int, StoredStorage] = {}
         self.sent: list[ref[StoredStorage]] = []
         self.begun = False
@@ -160,6 +171,8 @@ class KeptOfBlock:
         if key in self.stays or not storage.nbytes():
             return saved
         if key not in self.found:
+            if any(key == _key(parameter) for unit in self.units for parameter in unit.parameters()):
+                return saved
             flat = saved.as_strided((storage.nbytes() // saved.element_size(),), (1,), 0)
             self.found[key] = StoredStorage(self, flat)
         self.found[key].readers += 1
@@ -204,7 +217,7 @@ class Offload:
     """The calls of a stage's blocks. `inner` runs one."""
 
     def __init__(self, model: Transformer, inner: BlockCall, device: torch.device) -> None:
-        self.inner, self.blocks = inner, model.blocks
+        self.inner, self.model = inner, model
         self.memory, self.out, self.back = HostMemory(), Lane(device), Lane(device)
         self.last: ref[KeptOfBlock] | None = None
         self.leaving: list[StoredStorage] = []
@@ -215,25 +228,29 @@ class Offload:
         """As the inner call."""
         if not torch.is_grad_enabled() or cache is not None:
             return self.inner(block, x, sight, cache)
-        before = None if block is self.blocks[0] else self.last
-        stays = {key for tensor in _shared(block, x, sight) if (key := _key(tensor)) is not None}
-        kept = KeptOfBlock(self, before, block is not self.blocks[-1], stays)
-        with saved_tensors_hooks(kept.pack, kept.unpack):
-            found = self.inner(block, x, sight, cache)
+        blocks = self.model.blocks
+        starts, moves = block is blocks[0], block is not blocks[-1]
+        shared = [*block.parameters(), *block.buffers(), *_tensors_of(sight)]
+        if starts and not self.model.first:
+            shared.append(x)  # the pipeline holds it
+        stays = {key for tensor in shared if (key := _key(tensor)) is not None}
+        units = [part for part in block.modules() if isinstance(part, FSDPModule) and part is not block]
+        kept = KeptOfBlock(self, None if starts else self.last, moves, stays, units)
         self.last = ref(kept)
-        leaving, self.leaving = self.leaving, kept.send()
-        for stored in leaving:
-            stored.let_go()
+        try:
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                found = self.inner(block, x, sight, cache)
+            sent = kept.send()
+        finally:  # a forward pass that fails keeps nothing
+            kept.found = {}
+            self._let_go()
+        self.leaving = sent
         return found
 
-
-def _shared(block: nn.Module, x: Tensor, sight: Sight) -> Iterator[Tensor]:
-    """What is not the block's own: a stage's input is held by the pipeline."""
-    yield from block.parameters()
-    yield from block.buffers()
-    yield from _tensors_of(sight)
-    if x.is_leaf:
-        yield x
+    def _let_go(self) -> None:
+        leaving, self.leaving = self.leaving, []
+        for stored in leaving:
+            stored.let_go()
 
 
 def _tensors_of(part: Any) -> Iterator[Tensor]:

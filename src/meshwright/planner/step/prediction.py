@@ -85,5 +85,5 @@ class Prediction:
     @property
     def bubble_fraction(self) -> float:
         """(pipeline - work of the busiest rank) / that work."""
-        busy = self.time.compute_s + self.time.exchange_s
+        busy = self.time.compute_s + self.time.exchange_s + self.time.offload_s
         return self.time.bubble_s / busy if busy else 0.0
