@@ -101,7 +101,7 @@ TABLES = {
         layout=f"dp_shard=32,zero=3,{PLAIN},offload={{}}",
         head="`layout.offload`, 32,768 tokens",
         rows={"`off`": "off", "`activations`": "activations"},
-        columns=("activations, GiB", "in host memory, GiB", "peak, GiB", "fits 80 GB", "step, s"),
+        columns=("activations, GiB", "in host memory, GiB", "of a node, GiB", "peak, GiB", "fits 80 GB", "step, s"),
     ),
     "micro_batch": Table(
         model="llama-3.1-8b",

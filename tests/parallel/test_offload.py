@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.model import Transformer
+from meshwright.model.transformer import Block
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify.feature_matrix import CASE
+from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
-from meshwright.parallel.offload import Offload
+from meshwright.parallel.data import local
+from meshwright.parallel.offload import Offload, StoredStorage
 from meshwright.spec import Layout
 from tests.counting import Alive
 from tests.model.shrunk import KINDS, model, tokens
@@ -82,6 +88,83 @@ def test_no_gradient_nothing_moved() -> None:
     with torch.no_grad():
         found(tokens(1, 9))
     assert offload_of(found).memory.taken_bytes == 0
+
+
+def test_a_forward_pass_that_fails_keeps_no_buffer() -> None:
+    """Nor does one whose loss is let go of; without a collection of cycles."""
+    found = laid_out("llama-3.1-8b", offload="activations")
+    offload, last = offload_of(found), found.blocks[-1]
+    inner = offload.inner
+
+    def fails(block: Block, *given: object) -> tuple[Tensor, Tensor | None]:
+        done = inner(block, *given)
+        if block is last:
+            raise RuntimeError("out of memory")
+        return done
+
+    gc.collect()
+    gc.disable()
+    try:
+        offload.inner = fails
+        try:
+            found(tokens(1, 9))
+        except RuntimeError as failure:
+            assert offload.memory.taken_bytes > 0 and "out of memory" in str(failure)
+        assert not offload.leaving and free_bytes(found) == offload.memory.taken_bytes
+        offload.inner = inner
+        made = found(tokens(1, 9))
+        assert free_bytes(found) < offload.memory.taken_bytes
+        del made
+        assert free_bytes(found) == offload.memory.taken_bytes
+    finally:
+        gc.enable()
+
+
+RANKS = [
+    (2, {"dp_shard": 2, "zero": 3}),
+    (2, {"dp_shard": 2, "zero": 3, "recompute": "full"}),
+    (2, {"tp": 2, "sp": True, "tp_chunks": 2}),
+    (2, {"cp": 2, "zero": 1, "recompute": "full", "recompute_layers": 2}),
+    (2, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}),
+    (2, {"pp": 2, "vp": 2, "micro_batch": 1, "schedule": "dualpipe-v", "recompute": "full"}),
+    (4, {"dp_shard": 4, "ep": 2, "zero": 3}),
+    (4, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 1}),
+]
+
+
+def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
+    """What each layout computed, and the addresses of parameters' storages that were sent to host memory."""
+    parameters: set[int] = set()
+    sent: set[int] = set()
+
+    class Watched(StoredStorage):
+        def send(self, offload: Offload) -> None:
+            assert self.here is not None
+            blocks = offload.model.blocks
+            now = {compat.storage_key(local(p).untyped_storage()) for block in blocks for p in block.parameters()}
+            parameters.update(now)
+            sent.update({compat.storage_key(self.here.untyped_storage())} & now)
+            super().send(offload)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.parallel.offload.StoredStorage", Watched)
+        for layout in layouts:
+            sent.clear()
+            found.append((outcome(CASE, layout), set(sent)))
+            assert parameters
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_parallelism_equals_one_device(world: int) -> None:
+    """And no parameter is moved: what fully_shard gathers is freed behind the block's back."""
+    layouts = [Layout(compile="off", offload="activations", **each) for size, each in RANKS if size == world]  # type: ignore[arg-type]
+    ranks = on_ranks(world, _moved, layouts)
+    for index, layout in enumerate(layouts):
+        alone = outcome(CASE, Layout(compile="off", micro_batch=layout.micro_batch))
+        assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
+        assert not any(rank[index][1] for rank in ranks), layout
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ class StoredStorage:
         return self.host.memory.view(self.dtype)
 
 
-class Saved(NamedTuple):
+class MovedTensor(NamedTuple):
     """What a node of the graph keeps in a tensor's place."""
 
     stored: StoredStorage
@@ -163,7 +163,7 @@ class KeptOfBlock:
         self.sent: list[ref[StoredStorage]] = []
         self.begun = False
 
-    def pack(self, saved: Tensor) -> Tensor | Saved:
+    def pack(self, saved: Tensor) -> Tensor | MovedTensor:
         """A node that kept its own result itself would never be freed without a backward pass: an alias."""
         saved = saved.detach()
         storage = saved.untyped_storage()
@@ -176,9 +176,9 @@ class KeptOfBlock:
             flat = saved.as_strided((storage.nbytes() // saved.element_size(),), (1,), 0)
             self.found[key] = StoredStorage(self, flat)
         self.found[key].readers += 1
-        return Saved(self.found[key], saved.dtype, saved.size(), saved.stride(), int(saved.storage_offset()))
+        return MovedTensor(self.found[key], saved.dtype, saved.size(), saved.stride(), int(saved.storage_offset()))
 
-    def unpack(self, packed: Tensor | Saved) -> Tensor:
+    def unpack(self, packed: Tensor | MovedTensor) -> Tensor:
         """The tensor; the first of a block sends for those of the block in front."""
         if isinstance(packed, Tensor):
             return packed
@@ -234,7 +234,7 @@ class Offload:
         if starts and not self.model.first:
             shared.append(x)  # the pipeline holds it
         stays = {key for tensor in shared if (key := _key(tensor)) is not None}
-        units = [part for part in block.modules() if isinstance(part, FSDPModule) and part is not block]
+        units = [part for part in block.modules() if part is not block and isinstance(part, FSDPModule)]
         kept = KeptOfBlock(self, None if starts else self.last, moves, stays, units)
         self.last = ref(kept)
         try:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from operator import add
 
 from meshwright.planner.cost.local_shape import SPLIT
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, moments
 from meshwright.planner.memory.instants import Instant, What

@@ -5,9 +5,10 @@ from functools import cached_property
 
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, StageKind, costs, split_by_cost
+from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo

@@ -6,9 +6,9 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
