@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     agreement,
     exactness,
+    optimizer_states,
     quickstart,
     real_text,
     recomputation,
@@ -136,3 +137,12 @@ def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.M
     assert policies["full"]["bytes"] < policies[recomputation.HALF]["bytes"] < policies["none"]["bytes"]
     assert found["largest_dry_error"] < 0.2
     assert policies["full"]["flop_ratio"] > policies[recomputation.HALF]["flop_ratio"] > 1
+
+
+def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("fp32", "fp32, int8 states")
+    monkeypatch.setattr(optimizer_states, "VARIANTS", {name: optimizer_states.VARIANTS[name] for name in some})
+    found = optimizer_states.measured(3)
+    narrow = found["curves"][some[1]]
+    assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == found["largest_off"] < 0.01
+    assert narrow["bytes"] < 6.2 < found["curves"]["fp32"]["bytes"] == 12

@@ -8,6 +8,7 @@ from meshwright.kernels.triton import (
     loss_rows,
     mean_norm,
     merging,
+    narrow_update,
     permute,
     root_norm,
     rotary,
@@ -38,6 +39,11 @@ FLASH_SIZES = {
 COPIES = types("x out rows gradient rows_gradient", "weights weights_gradient", order="*i64", inverse="*i64")
 GROUPED = types("rows weights out gradient", ends="*i32")
 GROUPED_SIZES = {"WIDE": False, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS, "INNER": grouped.INNER}
+NARROW_STATES = types(
+    wide="first_scales second_scales books step divide_by skip gradient", **dict.fromkeys(
+        ("rate", "beta1", "rest1", "beta2", "rest2", "log_beta1", "log_beta2", "epsilon", "decay"), "fp32"), seed="i64",
+)  # fmt: skip
+BITS, CODES = {"first": "*i16", "second": "*i16"}, {"first": "*u8", "second": "*u8"}
 
 SAMPLES = {
     "loss_rows": Sample(
@@ -80,6 +86,14 @@ SAMPLES = {
     "gather_copies": Sample(permute.gather_copies, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),
     "sum_copies": Sample(permute.sum_copies, COPIES, {"WEIGHTS": True, "COPIES": 2, "BLOCK": permute.BLOCK}, 4),
     "combine_backward": Sample(permute.combine_backward, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),
+    "narrow_rows_bf16": Sample(
+        narrow_update.narrow_rows, NARROW_STATES | BITS | {"weight": WIDE, "copy": NARROW},
+        {"FORMAT": 1, "WEIGHT": 1, "ROWS": 4, "BLOCK": 256}, 4,
+    ),
+    "narrow_rows_int8": Sample(
+        narrow_update.narrow_rows, NARROW_STATES | CODES | {"weight": "*i16", "copy": NARROW},
+        {"FORMAT": 2, "WEIGHT": 2, "ROWS": 4, "BLOCK": 256}, 4,
+    ),
     "grouped_rows": Sample(grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "in_stride": 1}, 4, 3, True, ("experts",)),
     "grouped_rows_transposed": Sample(
         grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "out_stride": 1}, 4, 3, True, ("experts",)

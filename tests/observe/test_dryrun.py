@@ -298,6 +298,27 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
     assert planned[1].total_bytes - planned[0].total_bytes == state == planned[1].kinds["staging"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> None:
+    """As plan and dry run find them, on a CPU to the byte (a GPU's allocator rounds up). Saving copies them too."""
+    first = plan(SMALL, 4, precision="bf16", dp_shard=2, zero=3, micro_batch=2, saving="async")
+    keys: dict[str, Any] = {"optimizer_states": states, "master_weights": "none"}
+    narrow = replace(first, recipe=replace(first.recipe, **keys))
+    for one in (first, narrow):
+        found = dry_run(one, device=device).worst
+        storage = one.recipe.storage
+        counted = memory(SMALL, one.layout, "bf16", found.rank, micro_batches=1, storage=storage)["update"]
+        planned = estimator(one).memory(one.layout, [0])[0].kinds
+        for kind in ("parameters", "masters", "moments", "counters"):
+            held, right = found.kinds.get(kind, 0), counted.get(kind, 0)
+            assert held == right if device == "cpu" else right <= held <= right + 512 * 64, kind
+            assert planned.get(kind, 0) == counted.get(kind, 0) or kind == "parameters", kind
+        written = written_bytes(SMALL, one.layout, "bf16", found.rank, storage=storage)
+        assert found.staging_bytes == pytest.approx(written, rel=0.001)
+    assert counted["moments"] < 4.1 * sum(p.numel for p in parameters(SMALL)) / 2
+
+
 def test_of_equal_pieces_one_rank_copies_each() -> None:
     """All replicas together copy the state once, some a tensor more than others; on a GPU each has an even share."""
     one = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")

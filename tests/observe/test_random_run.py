@@ -175,9 +175,7 @@ def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
     ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
     alone = {text: outcome(drawn_of(text).case, ALONE) for text in texts}
     for place, (fault, text) in enumerate(runs):
-        found = one_device.first_difference(
-            alone[text], [rank[place] for rank in ranks], one_device.BANDS[drawn_of(text).case.precision]
-        )
+        found = one_device.first_difference(alone[text], [rank[place] for rank in ranks], drawn_of(text).case.band)
         assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
 
 

@@ -23,7 +23,7 @@ from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")
 FORMULAS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js")
-MODELS = (
+MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama-3.1-8b", "h100x8", 8, "bf16"),
     ("llama-3.2-1b", "a100-40x8", 4, "fp32"),
     ("gpt2-xl", "a100-80x8", 3, "fp16"),
@@ -32,6 +32,7 @@ MODELS = (
     ("qwen3-30b-a3b", "h200x8", 6, "bf16"),
     ("llama-3.1-405b", "h100x8", 256, "bf16"),
     ("moe-tiny", "h100x8", 2, "bf16"),
+    ("llama-2-7b", "h100x8", 4, "bf16", "int8", "none"),
 )
 PLANS = 1000
 
@@ -59,8 +60,9 @@ def told(place: int) -> dict[str, Any]:
     return facts(shared(place))
 
 
-def asked(name: str, cluster: str, nodes: int, precision: str) -> Plan:
-    recipe = Recipe(sequence=4096, global_batch=512, precision=precision)  # type: ignore[arg-type]
+def asked(name: str, cluster: str, nodes: int, precision: str, states: str = "fp32", masters: str = "fp32") -> Plan:
+    keys: dict[str, Any] = {"precision": precision, "optimizer_states": states, "master_weights": masters}
+    recipe = Recipe(sequence=4096, global_batch=512, **keys)
     return Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster(cluster, nodes))
 
 

@@ -9,8 +9,11 @@ import pytest
 from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import ElementCounts, counts, states
+from meshwright.spec import presets
 from meshwright.spec.held import memory
+from meshwright.spec.inventory import num_parameters
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
 
@@ -49,29 +52,33 @@ EXPERT_LAYOUTS = [
 ]
 
 
-def planned(shape: ModelShape, layout: Layout, precision: str, place: int, **batch: Any) -> dict[str, dict[str, float]]:
+def planned(
+    shape: ModelShape, layout: Layout, precision: str, place: int, storage: StateStorage = FP32_STATES, **batch: Any
+) -> dict[str, dict[str, float]]:
     """Of a pipeline place, as the estimator asks for it: {phase: {kind: bytes}} without those that have nothing."""
-    found = states(MESHWRIGHT, layout, precision, stage_counts(shape, layout, place), **batch)
+    count = stage_counts(shape, layout, place, storage)
+    found = states(MESHWRIGHT, layout, precision, count, storage=storage, **batch)
     phases = {"step": found.step, "update": found.update}
     return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in phases.items()}
 
 
-def stage_counts(shape: ModelShape, layout: Layout, place: int) -> ElementCounts:
+def stage_counts(shape: ModelShape, layout: Layout, place: int, storage: StateStorage = FP32_STATES) -> ElementCounts:
     split, own = layers_of_stages(shape.layers, layout), own_stages(layout, place)
     layers = tuple(layer for stage in own for layer in split[stage])
-    return counts(shape, layout, layers, first=0 in own, last=len(split) - 1 in own)
+    return counts(shape, layout, layers, first=0 in own, last=len(split) - 1 in own, storage=storage)
 
 
+@pytest.mark.parametrize("storage", [FP32_STATES, StateStorage("bf16", False), StateStorage("int8")], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_states_are_those_of_the_inventory(name: str, precision: str) -> None:
+def test_states_are_those_of_the_inventory(name: str, precision: str, storage: StateStorage) -> None:
     shape = SHAPES[name]
     layouts = LAYOUTS + (EXPERT_LAYOUTS if shape.moe else [])
     for layout in layouts:
         for stage in range(layout.pp):
             rank = stage * layout.dp * layout.cp * layout.tp
-            ledger = memory(shape, layout, precision, rank)
-            assert planned(shape, layout, precision, stage) == ledger, (layout, stage)
+            ledger = memory(shape, layout, precision, rank, storage=storage)
+            assert planned(shape, layout, precision, stage, storage) == ledger, (layout, stage)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -82,8 +89,24 @@ def test_states_of_random_plans_are_those_of_the_inventory(seed: int) -> None:
         case, layout = drawn.case, drawn.layout
         batch = {"micro_batches": layout.micro_batches(case.global_batch)}
         for place, rank in enumerate(pipeline_ranks(layout)):
-            want = memory(case.shape, layout, case.precision, rank, **batch)
-            assert planned(case.shape, layout, case.precision, place, **batch) == want, (drawn, place)
+            storage = case.recipe.storage
+            want = memory(case.shape, layout, case.precision, rank, storage=storage, **batch)
+            assert planned(case.shape, layout, case.precision, place, storage, **batch) == want, (drawn, place)
+
+
+@pytest.mark.parametrize(
+    ("storage", "per_parameter"),
+    [
+        (FP32_STATES, 12.0), (StateStorage("bf16"), 8.0), (StateStorage("int8"), 6.03),
+        (StateStorage("bf16", False), 4.0), (StateStorage("int8", False), 2.03),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bytes_of_an_8b_model_for_each_parameter(storage: StateStorage, per_parameter: float) -> None:
+    """Masters and moments of Llama-3.1-8B in bf16: a scale for 256 elements is 1/64 byte of each moment."""
+    shape = presets.model("llama-3.1-8b")
+    held = memory(shape, Layout(), "bf16", storage=storage)["update"]
+    assert (held.get("masters", 0) + held["moments"]) / num_parameters(shape) == pytest.approx(per_parameter, abs=0.005)
 
 
 def test_sixteen_bytes_a_parameter_and_the_table_of_zero() -> None:

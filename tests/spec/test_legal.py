@@ -45,6 +45,18 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"zero": 3, "dp_replicate": 2}, {}, "dp_shard instead of dp_replicate"),
     (LLAMA, {"zero": 3}, {}, "which is one rank: take layout.zero=0$"),
     (LLAMA, {"tp": 2}, {"dropout": 0.1}, "take recipe.dropout=0"),
+    (
+        replace(LLAMA, ffn=14400),
+        {"tp": 16},
+        {"optimizer_states": "int8"},
+        "scales layers.0.mlp.down.weight in blocks of 32 elements of a row, and layout.tp=16 leaves a rank 900",
+    ),
+    (
+        LLAMA,
+        {},
+        {"master_weights": "none"},
+        "rounds bf16 weights, and recipe.precision=fp32: take recipe.precision=bf16",
+    ),
     (LLAMA, {"dp_shard": 2}, {"noise_scale_every": 5}, "take recipe.noise_scale_every=0"),
 ]
 

@@ -25,13 +25,17 @@ def has(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_size_is_that_of_a_checkpoint(texts: Path, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [{}, {"precision": "bf16"}, {"optimizer_states": "int8"}, {"precision": "bf16", "master_weights": "none"}],
+    ids=str,
+)
+def test_the_size_is_that_of_a_checkpoint(texts: Path, tmp_path: Path, recipe: dict[str, str]) -> None:
     shape = replace(running.SHAPE, vocab=4096, hidden=64)
-    plan = running.plan(texts, tmp_path / "run", shape=shape, steps=1, precision=precision)
+    plan = running.plan(texts, tmp_path / "run", shape=shape, steps=1, **recipe)
     loop.run(plan)
     [saved] = checkpoint_folder.listing(tmp_path / "run" / "checkpoints")
-    beside = saved.size_bytes - checkpoint_bytes(shape, precision)
+    beside = saved.size_bytes - checkpoint_bytes(shape, plan.recipe)
     assert 0 < beside < 40 * KIB, "names, hashes and random states"
     assert saved.size_bytes > 4 * 40 * KIB
 
@@ -45,7 +49,9 @@ def test_a_full_disk_is_refused_before_anything_is_made(
         RunError, match=r"a checkpoint of this model takes .* and its disk has .* free: free some space"
     ):
         loop.run(plan)
-    has(monkeypatch, checkpoint_bytes(plan.model, "fp32") + OTHER_BYTES // 2)  # but for plan, tokenizer and ledgers
+    has(
+        monkeypatch, checkpoint_bytes(plan.model, plan.recipe) + OTHER_BYTES // 2
+    )  # but for plan, tokenizer and ledgers
     with pytest.raises(RunError, match="the run's other files"):
         loop.run(plan)
     assert not (tmp_path / "run").exists()
@@ -53,7 +59,7 @@ def test_a_full_disk_is_refused_before_anything_is_made(
 
 def test_room_for_one_and_not_for_all_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, watcher = running.plan(texts, tmp_path / "run", steps=4, checkpoint_every=1), running.Notes()
-    size = checkpoint_bytes(plan.model, "fp32")
+    size = checkpoint_bytes(plan.model, plan.recipe)
     has(monkeypatch, 3 * size + OTHER_BYTES)
     loop.run(plan, watchers=[watcher])
     assert watcher.info is not None

@@ -24,6 +24,8 @@ from tests.planner.test_states import planned
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)
 """All that is split divides by 2 and by 4."""
 N = num_parameters(SHAPE)
+LARGE = replace(SHAPE, vocab=127, hidden=64, ffn=128)
+"""Of matrices that are large enough for 8-bit states, and rows that 4 ranks cut between blocks."""
 UNEVEN = shrink("qwen3-30b-a3b")
 """A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
 FEW = replace(UNEVEN, moe=MoEShape(experts=2, top_k=1, ffn=12))
@@ -63,7 +65,7 @@ FEW_EXPERTS: list[dict[str, Any]] = [
 Held = dict[Phase, dict[str, int]]
 
 
-def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Held:
+def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: dict[str, Any]) -> Held:
     """What this rank holds at the two moments of a step."""
     case = Case(shape=shape)
     mesh = make_mesh(layout, made=made)
@@ -76,7 +78,7 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Held:
         micro_batches=layout.micro_batches(case.global_batch),
     )
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), RECIPE)
+    optimizer = AdamW.of(engine, replace(RECIPE, precision=precision, **states))  # type: ignore[arg-type]
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
     share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
@@ -104,34 +106,37 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made) -> Held:
     return {"step": seen[0], "update": measured(engine, optimizer)}
 
 
-def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str) -> list[Held]:
+def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, states: dict[str, Any]) -> list[Held]:
     made: Made = {}
-    return [hold(shape, Layout(compile="off", **each), precision, made) for each in options]
+    return [hold(shape, Layout(compile="off", **each), precision, made, states) for each in options]
 
 
 @pytest.mark.parametrize(
-    ("shape", "world", "options", "precision"),
+    ("shape", "world", "options", "precision", "states"),
     [
-        (SHAPE, 2, TWO, "fp32"),
-        (UNEVEN, 2, TWO + EXPERTS, "bf16"),
-        (TIED, 2, TWO, "fp32"),
-        (SHAPE, 4, FOUR, "bf16"),
-        (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32"),
-        (FEW, 4, FEW_EXPERTS, "bf16"),
+        (SHAPE, 2, TWO, "fp32", {}),
+        (UNEVEN, 2, TWO + EXPERTS, "bf16", {"optimizer_states": "bf16"}),
+        (TIED, 2, TWO, "fp32", {}),
+        (SHAPE, 4, FOUR, "bf16", {}),
+        (LARGE, 4, FOUR, "bf16", {"optimizer_states": "int8", "master_weights": "none"}),
+        (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32", {}),
+        (FEW, 4, FEW_EXPERTS, "bf16", {}),
     ],
-    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, uneven", "four, few experts"],
+    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, int8", "four, uneven", "four, few experts"],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(
-    shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str
+    shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str, states: dict[str, Any]
 ) -> None:
-    for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision)):
+    storage = replace(RECIPE, precision=precision, **states).storage  # type: ignore[arg-type]
+    for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision, states)):
         for each, found in zip(options, results, strict=True):
             layout = Layout(compile="off", **each)
             passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
-            counted = memory(shape, layout, precision, rank, micro_batches=passes)
+            counted = memory(shape, layout, precision, rank, micro_batches=passes, storage=storage)
             assert found["update"] == counted["update"], title
             if rank in pipeline_ranks(layout):  # which hold most of their place
-                said = planned(shape, layout, precision, pipeline_ranks(layout).index(rank), micro_batches=passes)
+                place = pipeline_ranks(layout).index(rank)
+                said = planned(shape, layout, precision, place, storage, micro_batches=passes)
                 assert found["update"] == said["update"] and counted["step"] == said["step"], title
             now, right = found["step"], counted["step"]
             if passes == 1 and layout.pp == 1:

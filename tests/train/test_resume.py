@@ -3,23 +3,29 @@
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.spec import BatchStage
+from meshwright.spec.errors import CheckpointError
 from meshwright.training import loop
 from tests.store import saving
 from tests.train import running
 from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
 
+WIDE = replace(running.SHAPE, hidden=32, ffn=160)
+"""Its matrices are large enough for 8-bit states."""
 RAMP = (BatchStage(tokens=192, global_batch=4), BatchStage(tokens=300, global_batch=8))
 KINDS: dict[str, dict[str, Any]] = {
     "dropout and epochs": {"dropout": 0.2, "global_batch": 32, "micro_batch": 16},
     "bf16": {"precision": "bf16", "dropout": 0.1},
     "fp16": {"precision": "fp16"},
     "experts": {"shape": MOE, "dropout": 0.1},
+    "8-bit states": {"optimizer_states": "int8", "precision": "bf16", "master_weights": "none", "shape": WIDE},
+    "bf16 states": {"optimizer_states": "bf16"},
     "ramp and noise scale": {"global_batch": 2, "micro_batch": 1, "batch_ramp": RAMP, "noise_scale_every": 2},
 }
 """32 sequences a step are an epoch in about eight steps; the ramp's stages begin at steps 9 and 12 of 14."""
@@ -59,6 +65,13 @@ def test_an_earlier_checkpoint_by_its_path(texts: Path, tmp_path: Path) -> None:
     whole = running.plan(texts, tmp_path / "whole", **OPTIONS, keep_last=9)
     loop.run(whole)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_states_of_another_precision_are_refused(texts: Path, tmp_path: Path) -> None:
+    loop.run(running.plan(texts, tmp_path / "run", steps=2))
+    changed = running.plan(texts, tmp_path / "run", steps=4, optimizer_states="bf16")
+    with pytest.raises(CheckpointError, match=r"optimizer states of recipe\.optimizer_states=fp32, .* take recipe"):
+        loop.run(changed, resume="auto")
 
 
 @pytest.mark.slow

@@ -98,7 +98,9 @@ class TrainingProgram:
         names = self.assigned(offered) if kind == "cpu" else None
         if names is None:
             recipe, layout = self.plan.recipe, self.plan.layout
-            self.staging_bytes = written_bytes(self.plan.model, layout, recipe.precision, self.mesh.rank)
+            self.staging_bytes = written_bytes(
+                self.plan.model, layout, recipe.precision, self.mesh.rank, storage=recipe.storage
+            )
             return
         own = {name: offered[name] for name in offered if name in names}
         self.staging_bytes = copied_bytes(own.values())

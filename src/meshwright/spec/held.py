@@ -24,6 +24,7 @@ from typing import Literal
 from meshwright.spec.boxes import Box, boxes, shard
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
 from meshwright.spec.places import expert_ranks, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
@@ -39,12 +40,6 @@ class ElementWidths:
     parameter: int
     gradient: int
     master: int
-    moments: int = 8
-
-    @property
-    def saved(self) -> int:
-        """Of a checkpoint: all but the gradient."""
-        return self.parameter + self.master + self.moments
 
 
 WIDTHS = {
@@ -52,13 +47,18 @@ WIDTHS = {
     "bf16": ElementWidths(parameter=2, gradient=2, master=4),
     "fp16": ElementWidths(parameter=2, gradient=2, master=4),
 }
-"""By recipe.precision: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient that is a sum is
-`gradient_bytes` wide."""
+"""By recipe.precision. With moments in fp32 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient
+that is a sum is `gradient_bytes` wide. Moments: spec/optimizer_states.py."""
 COUNTER_BYTES = 4
 TOKEN_BYTES = 16
 """A token and its target, int64."""
 LATE = ("pp", "tp")
 """Axes along which gradients are summed after data parallelism, in this order."""
+
+
+def master_bytes(precision: str, storage: StateStorage) -> int:
+    """Bytes of an element of a master weight."""
+    return WIDTHS[precision].master if storage.masters else 0
 
 
 def adds_gradients(layout: Layout, micro_batches: int) -> bool:
@@ -83,9 +83,14 @@ class HeldParameter:
     index: int = 0
 
     @property
+    def own_box(self) -> Box:
+        """What is this rank's to update."""
+        return shard(self.box, self.ranks, self.index)
+
+    @property
     def own(self) -> int:
-        """Elements that are this rank's to update."""
-        return shard(self.box, self.ranks, self.index).numel
+        """Elements of it."""
+        return self.own_box.numel
 
     @property
     def padded(self) -> int:
@@ -190,30 +195,43 @@ def memory(
     *,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
+    storage: StateStorage = FP32_STATES,
 ) -> dict[Phase, dict[str, int]]:
     """Bytes by phase ("step" and "update") and kind (ledger.STATES), for one rank. Kinds with nothing are left out.
 
-    `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype`: the recipe's.
+    `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype` and `storage`: the recipe's.
     """
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
-    width, found = replace(WIDTHS[precision], gradient=gradient), held(shape, layout, rank)
+    width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
+    found = held(shape, layout, rank)
+    moments = sum(moment_bytes(one, storage) for one in found)
     return {
-        phase: {kind: size for kind, size in _sizes(found, layout, phase, width).items() if size} for phase in PHASES
+        phase: {kind: size for kind, size in _sizes(found, layout, phase, width, moments).items() if size}
+        for phase in PHASES
     }
 
 
-def written_bytes(shape: ModelShape, layout: Layout, precision: str, rank: int = 0) -> int:
+def moment_bytes(one: HeldParameter, storage: StateStorage) -> int:
+    """Of the moments of what a rank updates of a parameter."""
+    return storage.of(one.parameter).nbytes(one.own_box.sizes)
+
+
+def written_bytes(
+    shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
+) -> int:
     """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
     all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
-    bytes_each = WIDTHS[precision].saved
+    bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     ranks, total = layout.world // layout.pp, 0.0
     for one in held(shape, layout, rank):
         copies = ranks * one.box.numel / one.parameter.numel / one.ranks
-        total += one.own * bytes_each / max(1.0, copies)
+        total += (one.own * bytes_each + moment_bytes(one, storage)) / max(1.0, copies)
     return round(total)
 
 
-def _sizes(found: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths) -> dict[str, int]:
+def _sizes(
+    found: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths, moments: int
+) -> dict[str, int]:
     """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
     parameter put back into shards, before the stage's last one."""
     zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
@@ -227,6 +245,6 @@ def _sizes(found: list[HeldParameter], layout: Layout, phase: Phase, width: Elem
         "shards": shards * width.parameter if whole else 0,
         "gradients": (sum(one.box.numel for one in found) if whole_gradients else shards) * width.gradient,
         "masters": own * width.master,
-        "moments": own * width.moments,
+        "moments": moments,
         "counters": len(found) * COUNTER_BYTES,
     }

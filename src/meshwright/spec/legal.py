@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import cut_blocks
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import V_PLACED, refusal, stage_layers
 from meshwright.spec.shape import ModelShape
@@ -21,6 +22,8 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_data(layout),
         *_recomputation(layout),
         *_randomness(recipe, layout),
+        *_masters(recipe),
+        *_state_blocks(shape, recipe, layout),
     ]
 
 
@@ -226,4 +229,36 @@ def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield (
             f"recipe.noise_scale_every={recipe.noise_scale_every} compares micro-batches on one device, and the layout "
             f"has {layout.world} ranks: take recipe.noise_scale_every=0"
+        )
+
+
+def _masters(recipe: Recipe) -> Iterator[str]:
+    """No layout mends it. `plan` fills in a precision that was not named, so that a recipe alone cannot refuse it."""
+    if recipe.master_weights == "none" and recipe.precision != "bf16":
+        yield (
+            f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={recipe.precision}: "
+            "take recipe.precision=bf16 or recipe.master_weights=fp32"
+        )
+
+
+def block_refusals(shape: ModelShape, recipe: Recipe, devices: int) -> dict[str, str]:
+    """The degrees of tp that would cut a block of 8-bit states, each with its sentence."""
+    refused = {str(tp): "".join(_state_blocks(shape, recipe, Layout(tp=tp))) for tp in divisors(devices)}
+    return {tp: sentence for tp, sentence in refused.items() if sentence}
+
+
+def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Only of layouts that are legal but for this."""
+    tp, ep, ranks = layout.tp, layout.ep, layout.dp_shard * layout.cp
+    experts = shape.moe.experts if shape.moe else 1
+    if recipe.optimizer_states != "int8" or shape.heads % tp or experts % ep or ranks * tp % ep:
+        return
+    sharers = (ranks * tp // ep if ep > 1 else ranks) if layout.zero else 1
+    found = cut_blocks(shape, tp, ep, sharers if shape.moe else 1)
+    if found:
+        name, length, block = found
+        how = f"layout.tp={tp}" if tp > 1 else f"layout.zero={layout.zero}"
+        yield (
+            f"recipe.optimizer_states=int8 scales {name} in blocks of {block} elements of a row, and {how} leaves a "
+            f"rank {length} of a row: take recipe.optimizer_states=bf16, or a degree that leaves a multiple of {block}"
         )

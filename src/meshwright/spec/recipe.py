@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.optimizer_states import StateStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class Recipe:
     """AdamW: decay of the mean of its square."""
     epsilon: float = 1e-8
     """AdamW: added to the root of that mean."""
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """AdamW's moments: bf16, rounded stochastically; int8, in blocks with an fp32 scale each (arXiv:2110.02861)."""
+    master_weights: Literal["fp32", "none"] = "fp32"
+    """bf16 only: none = no fp32 copy; weights are updated in bf16 and rounded stochastically."""
     weight_decay: float = 0.1
     """For matrices; norms, biases and other vectors never decay."""
     clip: float = 1.0
@@ -132,6 +137,11 @@ class Recipe:
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)):
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
+
+    @property
+    def storage(self) -> StateStorage:
+        """How optimizer states are stored."""
+        return StateStorage(self.optimizer_states, self.master_weights == "fp32")
 
     @property
     def global_batches(self) -> tuple[int, ...]:

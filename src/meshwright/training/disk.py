@@ -5,16 +5,19 @@ from pathlib import Path
 
 from meshwright.spec import Plan, parameters
 from meshwright.spec.errors import RunError
-from meshwright.spec.held import COUNTER_BYTES, WIDTHS
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS, master_bytes
+from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import MIB, gib, many
 from meshwright.store import checkpoint_folder
 
 
-def checkpoint_bytes(shape: ModelShape, precision: str) -> int:
+def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
     """Of the tensors of one checkpoint, whatever the layout: weights, master weights, two moments, and a step counter
     for each tensor. Names, hashes and random states, some kilobytes a rank, are left out."""
-    return sum(one.numel * WIDTHS[precision].saved + COUNTER_BYTES for one in parameters(shape))
+    storage, precision = recipe.storage, recipe.precision
+    each = WIDTHS[precision].parameter + master_bytes(precision, storage)
+    return sum(one.numel * each + storage.of(one).nbytes(one.shape) + COUNTER_BYTES for one in parameters(shape))
 
 
 OTHER_BYTES = 2 * MIB
@@ -33,7 +36,7 @@ def check_space(plan: Plan) -> str | None:
         free = shutil.disk_usage(place).free
     except OSError:  # some network file systems do not say
         return None
-    size = checkpoint_bytes(plan.model, recipe.precision)
+    size = checkpoint_bytes(plan.model, recipe)
     if free < size + OTHER_BYTES:
         raise RunError(
             f"run={run}: a checkpoint of this model takes {gib(size)}, the run's other files up to "

@@ -99,8 +99,9 @@ def shared_bytes(plan: Plan, of_places: Mapping[int, int], machines: int) -> int
 def _needs(plan: Plan, rank: int, device: str) -> Needs:
     layout, recipe, shape = plan.layout, plan.recipe.largest, plan.model
     held = memory(
-        shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype
-    )
+        shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype,
+        storage=recipe.storage,
+    )  # fmt: skip
     update, inside = sum(held["update"].values()), sum(held["step"].values())
     if plan.micro_batches == 1:
         inside -= held["step"].get("gradients", 0)
@@ -114,7 +115,8 @@ def _needs(plan: Plan, rank: int, device: str) -> Needs:
         states=max(update, inside),
         activations=max(0, inside + kept - max(update, inside)),
         tokens=recipe.global_batch // layout.dp * positions * TOKEN_BYTES * host,
-        copy=written_bytes(shape, layout, recipe.precision, rank) * (host and plan.copies_state(device)),
+        copy=written_bytes(shape, layout, recipe.precision, rank, storage=recipe.storage)
+        * (host and plan.copies_state(device)),
     )
 
 

@@ -215,7 +215,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         initialize=initialize,
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
-    return TrainState(engine, AdamW(engine.parameters.items(), recipe), scaler, Progress(), StepSkipper(target))
+    return TrainState(engine, AdamW.of(engine, recipe), scaler, Progress(), StepSkipper(target))
 
 
 def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Heartbeat) -> Path | None:
@@ -238,6 +238,13 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
     for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
         if values[what] != now:
             raise _other_place(found, f"recipe.{what}={values[what]}", f"recipe.{what}={now}")
+    for key in ("optimizer_states", "master_weights"):
+        there, here = values.get(key, "fp32"), getattr(plan.recipe, key)  # an older checkpoint has neither
+        if there != here:
+            raise CheckpointError(
+                f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
+                f"take recipe.{key}={there}, or start a new run from its export"
+            )
     if values["data"] != corpus.fingerprint:
         raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
     tensors = state.tensors()

@@ -4,20 +4,29 @@ The update itself is torch's fused kernel, called once for the matrices and once
 fp32 master weights. Gradients that were summed in fp32 are taken as they are. Those of 16 bit are widened in buckets,
 so that few are ever there twice: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters this
 rank's part is updated, as plain tensors that share the part's memory.
+
+Moments that are narrower than fp32, and bf16 weights without masters, are training/narrow_moments.py.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from meshwright import compat
+from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.parallel import Engine
 from meshwright.parallel.data import local
+from meshwright.spec.boxes import Box
+from meshwright.spec.inventory import parameters as inventory
+from meshwright.spec.optimizer_states import FP32_STATES
 from meshwright.spec.recipe import Recipe
+from meshwright.training.narrow_moments import Held, NarrowStates
 
 BUCKET_BYTES = 16 * 2**20
-"""What widened gradients may take beyond the 16-bit ones that they replace."""
+"""What widened gradients may take beyond the 16-bit ones that they replace; and narrow states beside themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +44,30 @@ class AdamW:
     """Updates named parameters from their gradients. Matrices decay; norms and biases do not. What does not require a
     gradient is passed over and has no state."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None
+    ) -> None:
+        """`held`: of each parameter, where the recipe's states are not fp32 (`of` knows it)."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        self.recipe = recipe
-        self.masters = {name: local(parameter.detach()).float() for name, parameter in self.parameters.items()}
+        self.recipe, storage = recipe, recipe.storage
+        assert held is not None or storage == FP32_STATES, "narrow states go by a parameter's place: AdamW.of"
+        own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
-        self._steps = {name: torch.zeros((), device=master.device) for name, master in self.masters.items()}
-        self._moments = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in self.masters.items()}
+        self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
+        apart = {name: held[name] for name in own if held and not _plain(held[name], name in self.masters)}
+        self._narrow = NarrowStates(apart, recipe.seed, next(iter(own.values())).device) if apart else None
+        wide = {name: x for name, x in self.masters.items() if name not in apart}
+        self._moments = {name: (torch.zeros_like(x), torch.zeros_like(x)) for name, x in wide.items()}
         self._groups: dict[tuple[str, ...], list[_ParameterGroup]] = {}
+
+    @classmethod
+    def of(cls, engine: Engine, recipe: Recipe) -> Self:
+        """Over all parameters of a laid-out model."""
+        known = {one.name: one for one in inventory(engine.model.shape)}
+        held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
+        return cls(engine.parameters.items(), recipe, held)
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
@@ -71,6 +95,29 @@ class AdamW:
                 if self.widened:
                     narrow = [local(self.parameters[name].detach()) for name in names]
                     compat.copy_each(narrow, [self.masters[name] for name in names])
+            self._update_narrow(rate, divide_by, skip, counts)
+
+    def _update_narrow(self, rate: float, divide_by: Tensor, skip: Tensor, counts: Tensor) -> None:
+        """What the fused kernel cannot read: parameter by parameter, each gradient dropped below fp32."""
+        recipe, states = self.recipe, self._narrow
+        if states is None:
+            return
+        ready = {n: p for n, p in self.parameters.items() if n in states.moments and p.grad is not None}
+        if ready:
+            compat.add_to_each([self._steps[name] for name in ready], counts)
+        for name, parameter in ready.items():
+            assert parameter.grad is not None
+            weight, gradient = local(parameter.detach()), local(parameter.grad)
+            master = self.masters.get(name, weight)
+            numbers = UpdateNumbers(
+                rate=rate, beta1=recipe.beta1, beta2=recipe.beta2, epsilon=recipe.epsilon,
+                decay=recipe.weight_decay if weight.dim() > 1 else 0.0, divide_by=divide_by, skip=skip,
+            )  # fmt: skip
+            copy = weight if master.dtype != weight.dtype else None
+            states.update(name, (master, copy), gradient, self._steps[name], numbers, BUCKET_BYTES)
+            if self.widened:
+                del gradient
+                parameter.grad = None
 
     def buckets(self) -> Iterator[tuple[str, ...]]:
         """The parameters that have a gradient, in the runs in which they are updated: fp32 gradients all at once, then
@@ -79,7 +126,8 @@ class AdamW:
         A run is as large as BUCKET_BYTES and what earlier runs gave back. A gradient that is a piece of a larger buffer
         gives nothing back.
         """
-        found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        wide = {name: self.parameters[name] for name in self._moments}
+        found = {name: local(p.grad) for name, p in wide.items() if p.grad is not None}
         ready = tuple(name for name, gradient in found.items() if gradient.dtype == torch.float32)
         if ready:
             yield ready
@@ -131,14 +179,23 @@ class AdamW:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`."""
+        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`; of 8-bit moments
+        also `moment1_scale.NAME` and `moment2_scale.NAME`."""
         found: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            if self.widened:
-                found["master." + name] = master
-            found["moment1." + name], found["moment2." + name] = self._moments[name]
+        for name in self.parameters:
+            if self.widened and name in self.masters:
+                found["master." + name] = self.masters[name]
+            if self._narrow is not None and name in self._narrow.moments:
+                found |= self._narrow.tensors(name)
+            else:
+                found["moment1." + name], found["moment2." + name] = self._moments[name]
             found["step." + name] = self._steps[name]
         return found
+
+    def box(self, state: str, box: Box) -> Box:
+        """Of a tensor of the state by its name, where this rank has `box` of the parameter."""
+        kind, _, name = state.partition(".")
+        return self._narrow.held[name].stored.box(kind, box) if self._narrow and name in self._narrow.held else box
 
     def read_masters(self) -> None:
         """Take the master weights from the parameters anew (after weights were loaded without optimizer state)."""
@@ -151,3 +208,8 @@ class AdamW:
 def _alone(gradient: Tensor) -> bool:
     """Whether its memory is its own, and free once it is dropped."""
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+
+
+def _plain(held: Held, has_master: bool) -> bool:
+    """Whether the fused kernel updates it."""
+    return held.stored.dtype == "fp32" and has_master

@@ -63,7 +63,7 @@ class TrainState:
         found = self.model_tensors()
         boxes = self.engine.local_boxes()
         for name, tensor in self.optimizer.tensors().items():
-            box = boxes[name.partition(".")[2]] if tensor.dim() else None
+            box = self.optimizer.box(name, boxes[name.partition(".")[2]]) if tensor.dim() else None
             found["optimizer." + name] = piece(tensor, box)
         if self.scaler:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
@@ -77,6 +77,8 @@ class TrainState:
             **{name: getattr(self.progress, name) for name in COUNTERS},
             "sequence": recipe.sequence,
             "seed": recipe.seed,
+            "optimizer_states": recipe.optimizer_states,
+            "master_weights": recipe.master_weights,
             "data": data,
             "tokenizer": tokenizer,
             "noise": [noise.variance, noise.signal, noise.weight],

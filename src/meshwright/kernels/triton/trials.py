@@ -8,7 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.triton import flash, gated, grouped, loss_rows, mean_norm, merging, permute, root_norm, rotary
+from meshwright.kernels.triton import (
+    flash,
+    gated,
+    grouped,
+    loss_rows,
+    mean_norm,
+    merging,
+    narrow_piece,
+    narrow_update,
+    permute,
+    root_norm,
+    rotary,
+)
 
 Made = Callable[..., Tensor]
 LARGEST_ERROR = 0.03
@@ -143,6 +155,36 @@ def _attention(make: Made) -> float:
     return _error(lambda q, k, v: flash.attend(q, k, v, borders, 70, scale=0.2)[0], plain, (q, k, v))
 
 
+def _narrow(make: Made) -> float:
+    """Three updates of a bf16 weight with 8-bit moments, beside AdamW in fp64."""
+    gradient, weight = make(5, 300), make(6, 300)[:5].to(torch.bfloat16)
+    step, right = torch.zeros((), device=weight.device), weight.double()
+    mean, square, given = torch.zeros_like(right), torch.zeros_like(right), gradient.double()
+    numbers = narrow_piece.UpdateNumbers(
+        rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=step + 1, skip=step * 0
+    )
+    piece = narrow_piece.NarrowPiece(
+        weight=weight, copy=None, moments=(_no_moment(weight, 127, True), _no_moment(weight, 0, False)), step=step,
+        books=narrow_piece.code_books(weight.device),
+        place=narrow_piece.PlaceInWhole(seed=1, rows=5, whole_rows=5, first=0, second=0, width=300, column=0),
+    )  # fmt: skip
+    for number in range(1, 4):
+        step.fill_(number)
+        narrow_update.narrow_adamw(piece, gradient, numbers)
+        mean, square = 0.9 * mean + 0.1 * given, 0.95 * square + 0.05 * given**2
+        size = (square / (1 - 0.95**number)).sqrt() + 1e-8
+        right = right * (1 - 0.1 * 0.1) - 0.1 / (1 - 0.9**number) * mean / size
+    error: float = ((weight.double() - right).norm() / right.norm()).item()
+    return error
+
+
+def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
+    """Of zeros, whose place in the code book is `zero`, in blocks of 256."""
+    codes = torch.full(weight.shape, zero, dtype=torch.uint8, device=weight.device)
+    scales = torch.zeros(len(weight), -(-weight.shape[1] // 256), device=weight.device)
+    return narrow_piece.Moment(codes, scales, signed, 256)
+
+
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -155,5 +197,6 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "permute": _permute,
     "grouped": _grouped,
     "attention": _attention,
+    "narrow_adamw": _narrow,
 }
 """Of each operation of chooser.RULES."""

@@ -67,7 +67,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),
     )  # fmt: skip
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), recipe)
+    optimizer = AdamW.of(engine, recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
     size = layout.micro_batch_of(recipe.global_batch)
     generator = torch.Generator().manual_seed(0)

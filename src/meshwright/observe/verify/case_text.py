@@ -7,7 +7,7 @@ shape. A field that is not written has its default; for fields without one it is
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,7 +16,6 @@ from meshwright.observe.verify.one_device import Case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
 
 BASE: Mapping[str, Any] = {
@@ -112,7 +111,7 @@ def violations(drawn: Drawn) -> list[str]:
     if case.shape.positions == "learned" and case.sequence > case.shape.max_positions:
         return [f"sequence={case.sequence} exceeds max_positions={case.shape.max_positions}: take a shorter sequence"]
     for batch in sorted({case.sequences(step) for step in range(1, case.steps + 1)}):
-        recipe = Recipe(sequence=case.sequence, global_batch=batch)
+        recipe = replace(case.recipe, sequence=case.sequence, global_batch=batch)
         found = layout_violations(case.shape, recipe, layout)
         if found:
             return found

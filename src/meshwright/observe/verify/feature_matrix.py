@@ -9,7 +9,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
@@ -168,7 +168,7 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
     `device` cuda = a GPU for each rank, NCCL between them.
     """
     for found, alone, ranks in outcomes(chosen, device):
-        yield found, first_difference(alone, ranks, BANDS[found.precision])
+        yield found, first_difference(alone, ranks, found.case.band)
 
 
 def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, RankOutcome, list[RankOutcome]]]:

@@ -6,9 +6,9 @@ a `Band`: in fp32 each element, in bf16 the length of the difference.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import FP32_STATES
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch, Share, moved, select, split
@@ -52,6 +53,10 @@ class Case:
     """Several documents in a sequence."""
     precision: str = "fp32"
     """As recipe.precision."""
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """As recipe.optimizer_states."""
+    master_weights: Literal["fp32", "none"] = "fp32"
+    """As recipe.master_weights."""
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
@@ -76,6 +81,18 @@ class Case:
             raise PlanError(f"precision={self.precision} is unknown: take one of {', '.join(DTYPES)}")
         if not 0 <= self.overflow <= self.steps:
             raise PlanError(f"overflow={self.overflow} must be a step of steps={self.steps}, or 0")
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the optimizer is made of. PlanError."""
+        words: dict[str, Any] = {key: getattr(self, key) for key in ("precision", "optimizer_states", "master_weights")}
+        return replace(RECIPE, **words)
+
+    @property
+    def band(self) -> "Band":
+        """How far a layout may be from one device."""
+        narrow = self.precision == "fp32" and self.recipe.storage != FP32_STATES
+        return BANDS["narrow states" if narrow else self.precision]
 
     def sequences(self, step: int) -> int:
         """Sequences of a step; the first is 1."""
@@ -157,7 +174,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     )
     engine.train()
     margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
-    optimizer = _Recording(engine.parameters.items(), RECIPE)
+    optimizer = _Recording.of(engine, case.recipe)
     share = Share(
         index=mesh.reader,
         parts=layout.dp,
@@ -243,9 +260,11 @@ BANDS = {
     "fp32": Band(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
     "bf16": Band(loss=1.5e-3, norm=4e-3, gradient=5e-2, weight=4e-3, by_length=True),
     "fp16": Band(loss=4e-4, norm=1e-3, gradient=1.5e-2, weight=1e-3, by_length=True),
+    "narrow states": Band(loss=1e-5, norm=1e-5, gradient=5e-3, weight=1e-4, by_length=True),
 }
 """By precision. A product in bf16 is rounded to 2**-9, and whether before or after a sum over ranks is what layouts
-differ in: two to three times what was measured (docs/decisions/0005-gradient-precision.md)."""
+differ in: two to three times what was measured (docs/decisions/0005-gradient-precision.md). Narrow states in an fp32
+run: where two layouts' moments differ by a rounding, a few are stored as neighbouring numbers."""
 
 
 def first_difference(one: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:

@@ -206,10 +206,23 @@ def _recipe(random: Random, settings: Settings) -> Settings:
         found["last_target"] = random.randint(1, sequence)
     if found["precision"] == "fp16" and _often(random, 0.6):
         found["overflow"], found["overflow_sequence"] = random.choice((1, 2)), random.randrange(batch)
+    found |= _states(random, found["precision"])
     if found["precision"] != "fp32":
         found["kernels"] = "auto"  # the reference ones round elsewhere than the kernels of one device
     if found["precision"] != "fp32" and "moe.experts" in settings:  # else a token that two experts want almost equally
         found |= {"moe.top_k": settings["moe.experts"], "moe.groups": 1, "moe.top_groups": 1}  # goes to either
+    return found
+
+
+def _states(random: Random, precision: str) -> Settings:
+    """Now and then narrow ones; 8-bit ones with matrices that are large enough for them."""
+    found: Settings = {}
+    if precision == "bf16" and _often(random, 0.3):
+        found["master_weights"] = "none"
+    if _often(random, 0.2):
+        found["optimizer_states"] = random.choice(("bf16", "int8"))
+        if found["optimizer_states"] == "int8":
+            found |= {"hidden": random.randint(64, 80), "ffn": random.choice((64, 128, 256, 500))}
     return found
 
 

@@ -9,13 +9,14 @@ from math import prod
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.boxes import boxes, sharded_dim
-from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 from meshwright.spec.shape import ModelShape
 
-Size = tuple[tuple[int, ...], bool]
-"""(sizes of a parameter, whether it is an expert's)."""
+Size = tuple[tuple[int, ...], bool, MomentFormat]
+"""(sizes of a parameter, whether it is an expert's, how its moments are stored)."""
 Sizes = tuple[Size, ...]
 
 
@@ -31,7 +32,7 @@ class LocalSizes:
 
 
 @cache
-def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
+def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STATES) -> LocalSizes:
     """The parts of a shape; layers by their kind."""
     first = shape.moe.first_dense if shape.moe else 0
     small = replace(shape, layers=min(shape.layers, first + 1)) if first < shape.layers else replace(shape, layers=1)
@@ -42,7 +43,7 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        groups.setdefault(kind, []).append((sizes, parameter.group == "expert"))
+        groups.setdefault(kind, []).append((sizes, parameter.group == "expert", storage.of(parameter)))
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
 
@@ -51,23 +52,28 @@ def pieces(shape: ModelShape, tp: int, ep: int) -> LocalSizes:
 def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     """Elements of the largest tensor of a layer on a rank."""
     found = pieces(shape, tp, ep)
-    return max(prod(sizes) for sizes, _ in (found.routed if routed else found.dense))
+    return max(prod(sizes) for sizes, *_ in (found.routed if routed else found.dense))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementCounts:
-    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`."""
+    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`; and the
+    bytes of its `moments`, which are not the same for each element."""
 
     whole: int
     shard: int
     own: int
     gathered: int
     tensors: int
+    moments: int
 
 
-def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool) -> ElementCounts:
+def counts(
+    shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool,
+    storage: StateStorage = FP32_STATES,
+) -> ElementCounts:  # fmt: skip
     """Of the layers (and ends) that a pipeline rank holds."""
-    found = pieces(shape, layout.tp, layout.ep)
+    found = pieces(shape, layout.tp, layout.ep, storage)
     routed = sum(shape.is_moe_layer(layer) for layer in layers)
     parts: Counter[Size] = Counter()
     for sizes, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
@@ -84,17 +90,19 @@ def counts(shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: b
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-    whole = shard = gathered = tensors = 0
-    for (sizes, expert), times in parts.items():
+    whole = shard = gathered = tensors = moments = 0
+    for (sizes, expert, stored), times in parts.items():
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)
         numel = prod(sizes)
-        each = -(-sizes[dim] // n) * (numel // sizes[dim])
+        cut = (*sizes[:dim], -(-sizes[dim] // n), *sizes[dim + 1 :])
+        each = cut[dim] * (numel // sizes[dim])
         whole += times * numel
         shard += times * each
         gathered += times * each * n
         tensors += times
-    return ElementCounts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors)
+        moments += times * stored.nbytes(cut)
+    return ElementCounts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors, moments=moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +123,11 @@ def states(
     count: ElementCounts,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
+    *,
+    storage: StateStorage = FP32_STATES,
 ) -> States:
-    """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank."""
+    """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank. `count` was made with the same
+    `storage`."""
     width = WIDTHS[precision]
     sixteen = precision != "fp32"
     gradient = stack.gradient_bytes if sixteen else width.gradient
@@ -125,7 +136,7 @@ def states(
     zero, late = layout.zero, layout.pp > 1
     beside = stack.sharding == "fully_shard"
     shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
-    master = 0 if shard > width.parameter else width.master
+    master = 0 if shard > width.parameter else master_bytes(precision, storage)
     kinds = {}
     for inside in (True, False):
         whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
@@ -136,7 +147,7 @@ def states(
             "shards": count.shard * shard if beside and whole and zero else 0.0,
             "gradients": (count.whole if whole_gradients else count.shard) * gradient,
             "masters": count.own * master,
-            "moments": count.own * width.moments,
+            "moments": count.moments,
             "counters": count.tensors * COUNTER_BYTES,
         }
     return States(step=kinds[True], update=kinds[False], parameter_bytes=width.parameter, gradient_bytes=gradient)

@@ -13,7 +13,7 @@ from math import isclose
 from typing import Any
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.states import ElementCounts, pieces, states
+from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors, layout_violations
@@ -112,11 +112,12 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
 
 
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
-    """part -> (sizes, 1 for an expert's, how many such tensors)."""
-    found = pieces(of.shape, tp, ep)
+    """part -> (sizes, 1 for an expert's, how many such tensors, bytes of the moments: of an element, of a block,
+    and its length)."""
+    found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
-        field.name: [[sizes, int(expert), times] for (sizes, expert), times in
-                     Counter(getattr(found, field.name)).items()]
+        field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1]]
+                     for (sizes, expert, one), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 
@@ -125,8 +126,7 @@ def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:
     """phase -> kind -> bytes of an element of each of ELEMENTS. `sums`: gradients are sums of several."""
     layout = Layout(dp_shard=2 if sums else 1, pp=pp, zero=zero)  # type: ignore[arg-type]  # 0 to 3
     units = [ElementCounts(**{name: int(name == one) for name in ELEMENTS}) for one in ELEMENTS]
-    precision, reduce_dtype = of.recipe.precision, of.recipe.reduce_dtype
-    made = [states(of.stack, layout, precision, unit, reduce_dtype=reduce_dtype) for unit in units]
+    made = [of.states(layout, unit, 1) for unit in units]
     return {
         "step": {kind: [one.step[kind] for one in made] for kind in made[0].step},
         "update": {kind: [one.update[kind] for one in made] for kind in made[0].update},

@@ -18,6 +18,7 @@ from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
+from meshwright.spec.legal import block_refusals
 from meshwright.spec.plan import Plan
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
@@ -63,6 +64,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "first_dense": shape.moe.first_dense if shape.moe else 0,
             "learned_positions": shape.max_positions if shape.positions == "learned" else 0,
             "dropout": recipe.dropout,
+            "state_blocks": block_refusals(shape, recipe, of.cluster.devices),
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },
         "recipe": {"sequence": recipe.sequence, "global_batch": recipe.global_batch, "precision": recipe.precision},
@@ -77,7 +79,8 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {
-            "bucket_bytes": of.stack.update_bucket_bytes if recipe.precision != "fp32" else 0.0,
+            "bucket_bytes": of.stack.update_bucket_bytes,
+            "widened_bytes": of.widened_bytes,
             "reserve_bytes": of.stack.reserve_bytes,
             "slack": of.stack.slack,
         },

@@ -144,6 +144,7 @@ function* dropoutRules(model, layout) {
   if (model.dropout && layout.tp * layout.cp > 1)
     yield `recipe.dropout=${model.dropout} would draw otherwise with layout.tp=${layout.tp} and ` +
       `layout.cp=${layout.cp} than on one device: take recipe.dropout=0`;
+  if (model.state_blocks[layout.tp]) yield model.state_blocks[layout.tp];
 }
 
 function* batchRules(recipe, layout) {

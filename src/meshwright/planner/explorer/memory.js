@@ -34,7 +34,7 @@ function memoryOf(data, recipe, layout) {
 // Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
 function rankMemory({stack, memory}, table, count, worst, borders) {
   const step = {...worst.kinds, activations: worst.kinds.activations + borders};
-  const temporaries = Math.min(4 * count.own, stack.bucket_bytes);
+  const temporaries = Math.min(stack.widened_bytes * count.own, stack.bucket_bytes);
   const update = {...stateBytes(memory, table.update, count), temporaries};
   const inside = sumOf(step) >= sumOf(update);
   const kinds = {...(inside ? step : update)};
@@ -62,9 +62,9 @@ function countOf(data, layout, layers, first, last) {
   const {tp, cp, ep, zero} = layout;
   const ranks = zero ? layout.dp_shard * cp : 1;
   const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
-  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0};
+  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0};
   for (const [sizes, times] of parts)
-    for (const [shape, expert, copies] of sizes) {
+    for (const [shape, expert, copies, stored] of sizes) {
       const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
       const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
       count.whole += many * all;
@@ -72,8 +72,15 @@ function countOf(data, layout, layers, first, last) {
       count.own += many * each;
       count.gathered += many * each * n;
       count.tensors += many;
+      count.moments += many * momentBytes(shape.map((size, at) => (at === dim ? Math.ceil(size / n) : size)), stored);
     }
   return count;
+}
+
+// Of a piece of a parameter: spec/optimizer_states.py.
+function momentBytes(sizes, [element, scale, block]) {
+  const row = sizes[sizes.length - 1], all = numel(sizes);
+  return element * all + (scale ? scale * all / row * Math.ceil(row / block) : 0);
 }
 
 // The dim along which ZeRO cuts a tensor: spec/boxes.py, for experts too few for all ranks one inside them.

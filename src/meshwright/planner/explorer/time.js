@@ -154,9 +154,12 @@ function stepParts(data, recipe, layout) {
   const {weights, gradients, whole} = exposedSeconds(
     data, layout, m, own, sharingSeconds(data, layout, held), hidden, edgesOf(data, layout));
   const slowed = stack.contention * Math.max(0, whole - weights - gradients);
-  const elements = held.map((one, rank) => countOf(data, layout, ranges[rank], one.first, one.last).own);
+  const updates = held.map((one, rank) => {
+    const {own, moments} = countOf(data, layout, ranges[rank], one.first, one.last);
+    return own * data.time.update_s + moments * data.time.moment_s;
+  });
   return [
-    busy - exchange + slowed, exchange, bubble, weights, gradients, Math.max(...elements) * data.time.update_s,
+    busy - exchange + slowed, exchange, bubble, weights, gradients, Math.max(...updates),
     stack.step_s + m * stack.micro_batch_s,
   ];
 }

@@ -13,11 +13,11 @@ from typing import Any
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import Costs, costs
-from meshwright.planner.cost.states import ElementCounts, states
+from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
-from meshwright.planner.time.timeline import NORM_BYTES, UPDATE_BYTES
+from meshwright.planner.time.timeline import weight_update_bytes
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors
 
@@ -39,7 +39,6 @@ def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
     devices, stack = of.cluster.devices, of.stack
     send = [of.links.send_seconds(size, devices // 2, 2) for size in (2**20, 2**30)]
     slope = (send[1] - send[0]) / (2**30 - 2**20)
-    moved = (28.0 if of.recipe.precision == "fp32" else UPDATE_BYTES) + NORM_BYTES
     contexts = list(_with_context(degrees, devices))
     known: Known = {}
     sequences = sorted({*SEQUENCES[:: 2 if len(contexts) > MANY else 1], of.recipe.sequence})
@@ -58,7 +57,8 @@ def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
         "ends": {_key(one): _ends(of, one, known) for one in degrees if one.ep == 1},
         "sharing": _sharing(of, sorted({(one.tp, one.ep) for one in degrees})),
         "send": [send[0] - slope * 2**20, slope],
-        "update_s": of.speeds.update_seconds(LARGE * moved) / LARGE,
+        "update_s": of.speeds.update_seconds(LARGE * weight_update_bytes(of.recipe)) / LARGE,
+        "moment_s": of.speeds.update_seconds(LARGE * 2.0) / LARGE,
         "per_node": of.links.per_node,
         "ranks_per_core": of.speeds.ranks_per_core,
         "ends_apart": stack.ends_apart,
@@ -159,8 +159,8 @@ def _sharing(of: Estimator, cuts: list[tuple[int, int]]) -> dict[str, list[list[
 def _of_part(of: Estimator, plain: Layout, part: StageContents) -> list[float]:
     if not (part.layers or part.first or part.last):
         return [0.0] * 4
-    none = ElementCounts(whole=0, shard=0, own=0, gathered=0, tensors=0)
-    word = states(of.stack, plain, of.recipe.precision, none, 2, of.recipe.reduce_dtype)
+    none = ElementCounts(whole=0, shard=0, own=0, gathered=0, tensors=0, moments=0)
+    word = of.states(plain, none, 2)
     summed = of.stack.gradient_exchange_bytes or word.gradient_bytes
     flat = of.stack.sharding == "flat"
     whole = sharing(of.shape, plain, part, of.links, word.parameter_bytes, summed, flat)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.stage_costs import Costs
-from meshwright.planner.cost.states import counts, states
+from meshwright.planner.cost.states import counts
 from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import (
@@ -228,9 +228,9 @@ class Least:
         shape, recipe = self.of.shape, self.of.recipe
         parts = []
         for layers, first in (((0,), False), ((shape.layers - 1,), False), ((), True)):
-            count = counts(shape, layout, layers, first=first, last=False)
+            count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
             count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
-            parts.append(states(self.of.stack, layout, recipe.precision, count, m, recipe.reduce_dtype).step)
+            parts.append(self.of.states(layout, count, m).step)
         dense, routed, ends = (sum(part.values()) for part in parts)
         gradients = tuple(part["gradients"] for part in parts)
         return HeldBytes(

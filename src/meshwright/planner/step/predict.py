@@ -27,6 +27,7 @@ from meshwright.planner.time.timeline import (
 )
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
+from meshwright.spec.optimizer_states import FP32_STATES, WORK_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
@@ -73,9 +74,9 @@ class Estimator(SharedCosts):
         ranks = self._ranks(layout)
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
-            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            state = self.states(layout, count, m)
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
-            update_s = max(update_s, update_seconds(self.speeds, count, recipe.precision == "fp32"))
+            update_s = max(update_s, update_seconds(self.speeds, count, recipe))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
@@ -120,7 +121,7 @@ class Estimator(SharedCosts):
         found = []
         for rank in ranks:
             count = self.held(layout, rank)
-            state = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype)
+            state = self.states(layout, count, m)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
             one = rank_memory(
@@ -136,6 +137,11 @@ class Estimator(SharedCosts):
             found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
 
+    def states(self, layout: Layout, count: ElementCounts, m: int) -> States:
+        """Of the elements of a pipeline rank, with steps of `m` micro-batches."""
+        recipe = self.recipe
+        return states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
+
     def _of_host(self, layout: Layout, rank: int) -> dict[str, float]:
         """What a CPU's memory holds beside the program's tensors: the tokens of this step and of the next, and the copy
         from which a thread writes checkpoints. Of a GPU's memory tokens are less than a thousandth."""
@@ -144,7 +150,7 @@ class Estimator(SharedCosts):
         tokens = 2 * recipe.global_batch // layout.dp * recipe.sequence // layout.cp * each
         first = rank * (layout.world // layout.pp)
         copied = layout.saves_behind("cpu") and recipe.saves_between
-        staging = written_bytes(self.shape, layout, recipe.precision, first) if copied else 0
+        staging = written_bytes(self.shape, layout, recipe.precision, first, storage=recipe.storage) if copied else 0
         return {"tokens": float(tokens), "staging": float(staging)}
 
     @cached_property
@@ -192,7 +198,14 @@ class Estimator(SharedCosts):
 
     def _update_bytes(self, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
-        return min(count.own * 4.0, self.stack.update_bucket_bytes) if self.recipe.precision != "fp32" else 0.0
+        return min(count.own * self.widened_bytes, self.stack.update_bucket_bytes)
+
+    @property
+    def widened_bytes(self) -> float:
+        """Of an element's temporaries: narrow states, or a 16-bit gradient, in fp32."""
+        if self.recipe.storage != FP32_STATES:
+            return float(WORK_BYTES)
+        return 4.0 if self.recipe.precision != "fp32" else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:
         """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two

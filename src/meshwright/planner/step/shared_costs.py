@@ -160,7 +160,9 @@ class SharedCosts:
         if key not in self._known.counts:
             dense, routed, first, last = kind
             layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
-            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
+            self._known.counts[key] = counts(
+                self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage
+            )
         return self._known.counts[key]
 
     def stage_shares(self, layout: Layout, own: tuple[int, ...]) -> tuple[float, ...]:

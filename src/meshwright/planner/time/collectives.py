@@ -222,7 +222,7 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
     """Elements of a rank's padded share."""
     return sum(
-        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, _ in sizes
+        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, *_ in sizes
     )
 
 

@@ -13,15 +13,15 @@ from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
+from meshwright.spec.recipe import Recipe
 from meshwright.spec.replay import Timed, Turn, in_order, play
 from meshwright.spec.schedule import SPLIT, V_PLACED, last_of, schedule, stages_of_ranks
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
 played, where interleaved stages are uneven; exact for 1F1B)."""
-UPDATE_BYTES = 30.0
-"""AdamW with fp32 masters: reads gradient, master and two moments, writes three and the 16-bit weight (4 x 4 + 3 x 4 +
-2); an fp32 run moves 28."""
+GRADIENT_BYTES = 4.0
+"""A gradient as the optimizer reads it."""
 NORM_BYTES = 4.0
 """Reading the gradients once for their norm."""
 
@@ -202,9 +202,17 @@ def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> 
     return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
 
 
-def update_seconds(speeds: Speeds, count: ElementCounts, fp32: bool) -> float:
-    """The optimizer over a rank's own elements, and the norm of its gradients."""
-    return speeds.update_seconds(count.own * ((28.0 if fp32 else UPDATE_BYTES) + NORM_BYTES))
+def weight_update_bytes(recipe: Recipe) -> float:
+    """Bytes that the optimizer moves of an element beside its moments: the gradient, read for its norm too, and the
+    master weight and its 16-bit copy, or the only weight, read and written."""
+    only = 8.0 if recipe.precision == "fp32" else 4.0
+    weights = 8.0 + 2.0 if recipe.precision != "fp32" and recipe.storage.masters else only
+    return NORM_BYTES + GRADIENT_BYTES + weights
+
+
+def update_seconds(speeds: Speeds, count: ElementCounts, recipe: Recipe) -> float:
+    """The optimizer over a rank's own elements, whose moments are read and written, and the norm of its gradients."""
+    return speeds.update_seconds(count.own * weight_update_bytes(recipe) + 2 * count.moments)
 
 
 BACKWARD_EXCHANGES = 0.5

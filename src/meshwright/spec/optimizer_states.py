@@ -1,0 +1,120 @@
+"""How optimizer states are stored: of each parameter the bytes of its moments, and the blocks that share a scale.
+
+Read by the engine (what it allocates), the planner, the dry run, the checkpoint and the rules of layouts.
+
+    fp32   4 bytes for each moment
+    bf16   2, rounded stochastically
+    int8   1, an index into a code book, and one fp32 scale for each block of a row (Dettmers et al. 2022,
+           arXiv:2110.02861); a parameter of fewer than SMALL elements stays in fp32, as in bitsandbytes
+
+A block is a run of a row, which is the last dim of a parameter. Cuts along other dims (ZeRO, column-parallel tp, ep)
+therefore keep blocks whole, and no layout changes a number. A cut inside a row must fall between blocks
+(`cut_blocks`).
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+
+from meshwright.spec.boxes import Box, boxes, sharded_dim
+from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+SMALL = 4096
+"""Elements of a whole parameter below which its moments stay in fp32 (bitsandbytes' min_8bit_size)."""
+BLOCK, LEAST_BLOCK = 256, 32
+"""Elements of a block: of a row that no layout cuts, and at least."""
+SCALE_BYTES = 4
+"""Of a block's scale, fp32."""
+WORK_BYTES = 32
+"""Temporaries of an element that plain code updates: moments, weight and gradient in fp32, random bits, indices."""
+MOMENTS = 2
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentFormat:
+    """How the moments of one parameter are stored. `block` = 0: without scales."""
+
+    dtype: str
+    """fp32, bf16 or int8."""
+    block: int = 0
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an element, all moments together."""
+        return MOMENTS * MOMENT_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, all moments together."""
+        return MOMENTS * SCALE_BYTES if self.block else 0
+
+    def nbytes(self, sizes: tuple[int, ...]) -> int:
+        """Of the moments of a piece of these sizes."""
+        numel, blocks = 1, 1
+        for size in sizes:
+            numel *= size
+        if self.block:
+            for size in self.scale_sizes(sizes):
+                blocks *= size
+        return self.element_bytes * numel + self.block_bytes * blocks
+
+    def scale_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor of scales of such a piece."""
+        return *sizes[:-1], -(-sizes[-1] // self.block)
+
+    def box(self, state: str, box: Box) -> Box:
+        """Of a state (`moment1`, `moment1_scale`, ...) of a parameter of which a rank has `box`."""
+        if not state.endswith("_scale"):
+            return box
+        offsets = (*box.offsets[:-1], box.offsets[-1] // self.block)
+        sizes, whole = self.scale_sizes(box.sizes), self.scale_sizes(box.whole)
+        return replace(box, whole=whole, offsets=offsets, sizes=sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class StateStorage:
+    """What a recipe says of optimizer states: `Recipe.storage`."""
+
+    moments: str = "fp32"
+    masters: bool = True
+    """Whether weights of 16 bits have an fp32 copy that is updated."""
+
+    def of(self, parameter: Parameter) -> MomentFormat:
+        """The moments of a parameter; the same on every rank of every layout."""
+        if self.moments != "int8":
+            return MomentFormat(dtype=self.moments)
+        if parameter.numel < SMALL:
+            return MomentFormat(dtype="fp32")
+        return MomentFormat(dtype="int8", block=_block(parameter))
+
+
+FP32_STATES = StateStorage()
+
+
+def _block(parameter: Parameter) -> int:
+    """BLOCK; of a row that tp may cut, the largest power of two that 8 ranks can share it by, else 4, else 2."""
+    if parameter.axes[-1] != "tp":
+        return BLOCK
+    shared = (gcd(parameter.shape[-1], tp * BLOCK) // tp for tp in (8, 4, 2))
+    return next((block for block in shared if block >= LEAST_BLOCK), BLOCK)
+
+
+@lru_cache(maxsize=4096)
+def cut_blocks(shape: ModelShape, tp: int, ep: int, sharers: int) -> tuple[str, int, int] | None:
+    """(parameter, elements of a row's piece, block) of the first parameter of which a layout would cut a block; None
+    where it cuts none. `sharers`: ranks among which ZeRO shares what ep leaves of experts."""
+    storage = StateStorage("int8")
+    held = boxes(shape, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
+    for parameter in parameters(shape):
+        block, sizes = storage.of(parameter).block, held[parameter.name].sizes
+        row, whole = sizes[-1], parameter.shape[-1]
+        if not block:
+            continue
+        if row < whole and (row % block or whole % row):
+            return parameter.name, row, block
+        if parameter.group == "expert" and sharded_dim(sizes, sharers) == len(sizes) - 1 and row // sharers % block:
+            return parameter.name, row // sharers, block
+    return None
