@@ -123,6 +123,8 @@ CELLS: dict[str, Callable[[Any], str]] = {
     "optimizer, GiB": _gib("masters", "moments", "counters"),
     "states, GiB": _gib("parameters", "shards", "gradients", "masters", "moments", "counters"),
     "activations, GiB": _gib("activations"),
+    "in host memory, GiB": lambda found: _digits(found["host_bytes"] / GIB),
+    "of a node, GiB": lambda found: _digits(found["node_bytes"] / GIB),
     "peak, GiB": _peak,
     "fits 80 GB": _fits,
     "sent, GB": _sent(),

@@ -94,6 +94,15 @@ TABLES = {
         rows={"8": "8", "16": "16", "24": "24", "0: all 32": "0"},
         columns=("activations, GiB", "peak, GiB", "step, s"),
     ),
+    "offload": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        recipe="sequence=32768",
+        layout=f"dp_shard=32,zero=3,{PLAIN},offload={{}}",
+        head="`layout.offload`, 32,768 tokens",
+        rows={"`off`": "off", "`activations`": "activations"},
+        columns=("activations, GiB", "in host memory, GiB", "of a node, GiB", "peak, GiB", "fits 80 GB", "step, s"),
+    ),
     "micro_batch": Table(
         model="llama-3.1-8b",
         cluster=FOUR_NODES,

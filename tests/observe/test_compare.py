@@ -13,6 +13,7 @@ from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import Comparison, compare
 from meshwright.observe.compare.sources_of_columns import columns
 from meshwright.observe.compare.table import as_json
+from meshwright.observe.shared_document import TimePart
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
@@ -278,3 +279,16 @@ def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
         folder = write(tmp_path / key, profile={**profiled(PLAN), key: value})
         with pytest.raises(RunError, match=key):
             open_run(folder)
+
+
+def test_waiting_for_host_memory_is_computing_to_a_clock(tmp_path: Path) -> None:
+    """The planner says it apart; a profile cannot."""
+    run = open_run(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
+    planned, *others = columns(run)
+    assert planned.found is not None
+    plain = row(compare(run.plan_as_run, (planned, *others), 0.1), "time", "compute").values[0]
+    time = (*(one for one in planned.found.time if one.what != "offload"), TimePart(what="offload", seconds=2.0))
+    waiting = replace(planned, found=replace(planned.found, time=time))
+    found = compare(run.plan_as_run, (waiting, *others), 0.1)
+    assert row(found, "time", "compute").values[0] == pytest.approx(plain + 2.0)
+    assert "offload" not in {one.what for one in found.rows}

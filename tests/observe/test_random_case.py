@@ -95,6 +95,7 @@ FEATURES: dict[str, Asks] = {
     "recomputation of all but attention": lambda one: one.layout.recompute == "all-but-attention",
     "recomputation of all": lambda one: one.layout.recompute == "full",
     "recomputation of some layers": lambda one: one.layout.recompute_layers > 0,
+    "activations in host memory": lambda one: one.layout.offload == "activations",
     "accumulation": lambda one: one.layout.pp == 1 and one.layout.micro_batches(one.case.global_batch) > 1,
     "steps of different size": lambda one: len(set(one.case.batches)) > 1,
     "a rank without a target": _reader_without_target,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.time.timeline import least_s, pipeline_s
 from meshwright.spec.layout import Layout
 from meshwright.spec.replay import Times, needs, placement_of, replay

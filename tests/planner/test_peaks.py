@@ -168,6 +168,18 @@ def test_window_from_a_layer_on() -> None:
         {"dp_shard": 2, "tp": 2, "sp": True, "zero": 3, "micro_batch": 4, "recompute": "selective"},
         {"dp_shard": 4, "zero": 3, "micro_batch": 2, "recompute": "full", "recompute_layers": 2},
         {"pp": 2, "schedule": "1f1b", "micro_batch": 2, "recompute": "norms", "recompute_layers": 1},
+        {"dp_shard": 4, "zero": 3, "micro_batch": 2, "offload": "activations"},
+        {"pp": 2, "schedule": "1f1b", "micro_batch": 2, "offload": "activations"},
+        {"dp_shard": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "micro_batch": 2, "offload": "activations"},
+        {
+            "dp_shard": 2,
+            "tp": 2,
+            "sp": True,
+            "zero": 3,
+            "micro_batch": 4,
+            "recompute": "full",
+            "offload": "activations",
+        },
         {"pp": 2, "schedule": "zb-h1", "micro_batch": 2, "recompute": "full", "recompute_layers": 1},
     ],
 )

@@ -12,11 +12,12 @@ from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.regions import Fixed, without_own
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout import OFFLOADED, RECOMPUTE
 from meshwright.spec.schedule import NAMES, V_PLACED, refusal
 from meshwright.spec.shape import MoEShape
 
@@ -33,6 +34,7 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
     devices, batch, shape = of.cluster.devices, of.recipe.global_batch, of.model
     degrees = [d for d in range(1, devices + 1) if devices % d == 0]
     found = []
+    [offload] = fixed.get("offload", ("off",))
     for tp, cp, pp, shard, sp in product(degrees, degrees, degrees, degrees, (False, True)):
         if devices % (tp * cp * pp * shard) or (sp and tp == 1) or pp > shape.layers:
             continue
@@ -48,7 +50,7 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
                 continue
             layout = Layout(
                 dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, sp=sp, zero=zero, ep=ep, schedule=name,
-                vp=vp, micro_batch=micro, recompute=recompute,
+                vp=vp, micro_batch=micro, recompute=recompute, offload=offload,
             )  # type: ignore[arg-type]  # fmt: skip
             if any(getattr(layout, name) not in values for name, values in fixed.items()):
                 continue
@@ -103,12 +105,23 @@ def counted(of: Estimator, asked: Plan, layouts: list[Layout]) -> list[tuple[flo
     return [(one.step_s, one.peak_bytes) for one in made]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_search_lists_what_looking_at_every_layout_lists(seed: int) -> None:
+CASES = [*(("off", seed) for seed in range(20)), *(("activations", seed) for seed in range(4))]
+
+
+def with_offload(asked: Plan, fixed: Fixed, offload: str) -> tuple[Plan, Fixed]:
+    """The same with activations in host memory, under a policy that goes with it; or as it is."""
+    if offload == "off":
+        return asked, fixed
+    policies = [one for one in fixed.get("recompute", OFFLOADED) if one in OFFLOADED] or OFFLOADED
+    return asked, {**fixed, "recompute": tuple(policies), "offload": (offload,)}
+
+
+@pytest.mark.parametrize(("offload", "seed"), CASES)
+def test_search_lists_what_looking_at_every_layout_lists(offload: str, seed: int) -> None:
     """Ten models of each seed; of each, devices whose memory is enough for some of the layouts, or for all."""
     dice = Random(seed)
     for _ in range(10):
-        asked, fixed = random_plan(dice)
+        asked, fixed = with_offload(*random_plan(dice), offload)
         every = every_layout(asked, fixed)
         truth = counted(estimator(asked), asked, every)
         if not truth:
@@ -127,18 +140,18 @@ def test_search_lists_what_looking_at_every_layout_lists(seed: int) -> None:
             assert found.nearest is not None and found.nearest.peak_bytes == pytest.approx(peaks[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_layout_is_below_the_least_of_its_kind(seed: int) -> None:
+@pytest.mark.parametrize(("offload", "seed"), CASES[10:])
+def test_no_layout_is_below_the_least_of_its_kind(offload: str, seed: int) -> None:
     dice = Random(100 + seed)
-    asked, fixed = random_plan(dice)
+    asked, fixed = with_offload(*random_plan(dice), offload)
     of = estimator(asked)
-    for least, family in families(of, asked, fixed):
+    for least, family in families(of, without_own(asked, fixed), fixed):
         family_s, family_bytes = least.family_s(family), least.family_bytes(family)
         for region in family.regions():
             region_s, region_bytes = least.region_s(region), least.region_bytes(region)
             assert family_s <= region_s * (1 + 1e-9) and family_bytes <= region_bytes
             for split in least.splits[:: max(1, len(least.splits) - 1)]:
-                one = of.predict(replace(asked, layout=region.layout(*split)))
+                one = of.predict(replace(asked, layout=region.layout(*split, base=least.base)))
                 assert region_s <= one.step_s * (1 + 1e-9), one.plan.layout
                 assert region_bytes <= one.peak_bytes, one.plan.layout
 

@@ -12,7 +12,7 @@ from meshwright.spec.schedule import NAMES
 from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
-WORDS = ("recompute", "schedule", "sp")
+WORDS = ("recompute", "schedule", "sp", "offload")
 SEARCHED = (*DEGREES[1:], *WORDS)
 
 Fixed = dict[str, tuple[Any, ...]]
@@ -60,7 +60,7 @@ def _value(part: str, key: str, value: str) -> Any:
     from difflib import get_close_matches
 
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
-             "zero": ("0", "1", "2", "3")}  # fmt: skip
+             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations")}  # fmt: skip
     if key in words and value in words[key]:
         return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
     if key in words:

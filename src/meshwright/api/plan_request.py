@@ -163,6 +163,7 @@ def _known(found: Plan, given: str) -> None:
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
     needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]
+    needed += ["host_bytes_per_s"] if found.layout.offload != "off" else []
     needed += ["link_bytes_per_s"] if cluster.devices_per_node > 1 else []
     needed += ["network_bytes_per_s"] if cluster.nodes > 1 else []
     missing = [name for name in needed if not getattr(device, name)]

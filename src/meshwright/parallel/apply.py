@@ -17,6 +17,7 @@ from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.offload import Offload
 from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
@@ -171,3 +172,5 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     call = make(layout.recompute)
     model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call
+    if layout.offload == "activations":
+        model.seams.call = Offload(model, model.seams.call, device)

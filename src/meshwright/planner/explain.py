@@ -44,7 +44,8 @@ def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
     if layout.ep > 1 or (model is not None and model.moe is not None):
         words.append(f"ep={layout.ep}")
     words += [f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"]
-    return " ".join((*words, *([f"recompute_layers={n}"] if (n := layout.recompute_layers) else [])))
+    return " ".join((*words, *([f"recompute_layers={n}"] if (n := layout.recompute_layers) else []),
+                     *([f"offload={layout.offload}"] if layout.offload != "off" else [])))  # fmt: skip
 
 
 def words_of(plan: Plan) -> str:

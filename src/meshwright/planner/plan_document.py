@@ -19,6 +19,8 @@ def document(found: Prediction) -> dict[str, Any]:
         "peak_bytes": round(found.peak_bytes),
         "peak_rank": worst.pp_rank * (found.plan.layout.world // found.plan.layout.pp),
         "memory": [{"kind": kind, "bytes": round(size)} for kind, size in worst.kinds.items() if size],
+        "host_bytes": round(found.host_bytes),
+        "node_bytes": round(found.node_bytes),
         "traffic": [
             {"axis": sent.axis, "collective": sent.collective, "bytes": sent.sent_bytes, "calls": sent.calls}
             for sent in found.traffic(worst.pp_rank)

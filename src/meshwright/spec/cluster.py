@@ -31,6 +31,8 @@ class Device:
     """To neighbours in the same node, one direction."""
     network_bytes_per_s: float = 0.0
     """To other nodes, per device, one direction."""
+    host_bytes_per_s: float = 0.0
+    """To or from the memory of its host, one direction."""
     source: str = ""
     """Where the numbers stand."""
     certainty: str = ""

@@ -12,6 +12,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+OFFLOADED: tuple[Recompute, ...] = ("none", "full")
+"""Policies under which all that a block keeps can be moved to host memory; the others keep some of it by themselves."""
 
 
 PIECED = 2**25
@@ -62,6 +64,9 @@ class Layout:
     norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
     recompute_layers: int = 0
     """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
+    offload: Literal["off", "activations"] = "off"
+    """activations: what a block keeps for its backward pass lies in host memory meanwhile, but for each stage's last
+    block. With recompute none and full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
@@ -97,6 +102,11 @@ class Layout:
     def world(self) -> int:
         """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def policies(self) -> tuple[Recompute, ...]:
+        """Those that it may have."""
+        return RECOMPUTE if self.offload == "off" else OFFLOADED
 
     def recomputed(self, layers: int) -> int:
         """How many of a stage's so many layers recompute: its first ones."""

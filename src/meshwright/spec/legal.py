@@ -212,6 +212,11 @@ def _recomputation(layout: Layout) -> Iterator[str]:
             f"layout.recompute_layers={layout.recompute_layers} says how many layers recompute, and "
             "layout.recompute=none is nothing to do: take layout.recompute=full or layout.recompute_layers=0"
         )
+    if layout.offload != "off" and layout.recompute not in layout.policies:
+        yield (
+            f"layout.offload={layout.offload} moves what blocks save, and layout.recompute={layout.recompute} keeps "
+            "some of it by itself: take layout.recompute=none or full, or layout.offload=off"
+        )
 
 
 def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:

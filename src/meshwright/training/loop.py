@@ -65,6 +65,11 @@ def run(
     first.alone(lambda: _check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target, machines=machines))
+    if plan.layout.offload != "off" and target.type == "cpu":
+        raise PlanError(
+            f"layout.offload={plan.layout.offload} moves to host memory, which is all that a CPU has: take "
+            "layout.offload=off"
+        )
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     recipe = plan.recipe

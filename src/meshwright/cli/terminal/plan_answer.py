@@ -123,6 +123,13 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     parts = dot().join(f"{name} {_number(size, peak)}" for name, size in explain.groups(best) if size)
     at = f"pipeline rank {where.pp_rank}, {where.when}" if best.plan.layout.pp > 1 else where.when
     yield from wrapped(f"{parts} {_unit(peak)} ({at})", columns, "    peak is  ")
+    if best.host_bytes:
+        yield from wrapped(_in_host_memory(best), columns, "    host     ")
+
+
+def _in_host_memory(best: Prediction) -> str:
+    each = f"{short_gib(best.host_bytes)} of a rank's activations, {short_gib(best.node_bytes)} of a node's at most"
+    return f"{each}: whether the node has as much free is not known"
 
 
 def _of(part: float, whole: float) -> str:
@@ -189,6 +196,8 @@ def details(of: Estimator, found: Found) -> Iterator[str]:
     for kind, size in best.worst.kinds.items():
         if size:
             yield f"    {explain.kind_name(kind):<37}{_number(size, whole):>9}"
+    if best.host_bytes:
+        yield f"    {'in host memory':<37}{_number(best.host_bytes, whole):>9}"
     yield "  Time of a step"
     for part in fields(best.time):
         seconds = getattr(best.time, part.name)

@@ -129,10 +129,10 @@ class StorageWatch(compat.DispatchMode):
         size = self._round(storage.nbytes())
         if found is not None and found[0]() is not None:
             record = found[1]
-            if size != record.size_bytes:
+            if size != record.size_bytes and record.purpose != "host":
                 self._changed(record, size)
             return record
-        record = self._born(tuple(tensor.shape), tensor.dtype, size, operation)
+        record = self._born(tuple(tensor.shape), tensor.dtype, 0 if purpose() == "host" else size, operation)
         self._known[key] = weakref.ref(storage, partial(self._died, key)), record
         return record
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.observe.verify.case_text import Drawn, drawn_from
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout import OFFLOADED, RECOMPUTE
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """How often each number of processes is drawn, as weights."""
@@ -73,6 +73,7 @@ def _layout(random: Random, processes: int) -> Settings:
     found["recompute"] = random.choice(("none", *RECOMPUTE))
     if found["recompute"] != "none" and _often(random, 0.4):
         found["recompute_layers"] = random.randint(1, 3)
+    found["offload"] = "activations" if found["recompute"] in OFFLOADED and _often(random, 0.3) else "off"
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         found["schedule"] = random.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
 
-from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.planner.cost.local_shape import local
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, costs
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.stage_costs import Costs, costs
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.step.predict import Estimator

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.cost.stage_costs import MicroBatchCost
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.memory.instants import Instant, What, moments_of
 from meshwright.spec.layout import Layout
 

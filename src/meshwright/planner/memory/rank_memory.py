@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from operator import add
 
 from meshwright.planner.cost.local_shape import SPLIT
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, moments
 from meshwright.planner.memory.instants import Instant, What
@@ -26,6 +26,8 @@ class RankMemory:
     pp_rank: int
     when: str
     kinds: dict[str, float]
+    host_bytes: float = 0.0
+    """In host memory, at the most."""
 
     @property
     def total_bytes(self) -> float:
@@ -111,7 +113,10 @@ def rank_memory(
         kinds, when = update, "optimizer step"
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
-    return RankMemory(pp_rank=rank, when=when, kinds={kind: kinds.get(kind, 0.0) for kind in PLANNED})
+    host = [cost.host_bytes for cost in costs]
+    moved = max(_sum(one, host) for one in in_flight(layout, micro_batches, rank)) if any(host) else 0.0
+    kinds = {kind: kinds.get(kind, 0.0) for kind in PLANNED}
+    return RankMemory(pp_rank=rank, when=when, kinds=kinds, host_bytes=moved)
 
 
 def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:

@@ -27,7 +27,7 @@ from meshwright.planner.search.regions import (
     splits,
 )
 from meshwright.planner.step.predict import Estimator
-from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
 
@@ -204,7 +204,9 @@ class Least:
         if recompute not in self._kept:
             costs = self.costs(1, recompute)
             inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
-            self._kept[recompute] = costs.dense.kept_bytes, costs.routed.kept_bytes, min(inside, default=0.0)
+            here = self.base.offload == "off"  # else in host memory, but for each stage's last block
+            kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
+            self._kept[recompute] = *kept, min(inside, default=0.0)
         return self._kept[recompute]
 
     def states(self, sums: bool) -> list[HeldBytes]:
@@ -282,5 +284,5 @@ def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, R
             schedules = pipelines(plan, cell, micro, fixed)
             if not schedules:
                 continue
-            for recompute in keep(fixed, "recompute", RECOMPUTE):
+            for recompute in keep(fixed, "recompute", plan.layout.policies):
                 yield least, RegionFamily(cell, micro, recompute, schedules)

@@ -12,7 +12,7 @@ from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.worlds import differences
 
@@ -95,7 +95,7 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     layout = plan.layout
     tries: list[Layout] = []
     none_bytes = worst(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
-    for recompute in RECOMPUTE[max(1, RECOMPUTE.index(layout.recompute)) :]:
+    for recompute in layout.policies[max(1, layout.policies.index(layout.recompute)) :]:
         some = fewest(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
         if some is not None and some != layout:
             tries.append(some)

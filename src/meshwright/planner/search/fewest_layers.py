@@ -8,7 +8,7 @@ from math import ceil
 from meshwright.planner.search.ranking import rank, worst
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.layout import Layout
 
 WORTH = 0.005
 """Share of a step that must be gained by layers that keep everything: below, all recompute and leave memory free."""
@@ -42,7 +42,7 @@ def cheapest(of: Estimator, layout: Layout, room: float) -> Layout | None:
     none_bytes = worst(of, layout).total_bytes
     if none_bytes <= room:
         return None
-    policies = (replace(layout, recompute=policy) for policy in RECOMPUTE[1:])
+    policies = (replace(layout, recompute=policy) for policy in layout.policies[1:])
     some = [found for one in policies if (found := fewest(of, one, room, none_bytes))]
     if not some:
         return None

@@ -65,7 +65,7 @@ class Front:
 
 def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
-    every = list(families(of, without_own(plan, {}), {}))
+    every = list(families(of, without_own(plan, {"offload": ("off",)}), {}))
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(

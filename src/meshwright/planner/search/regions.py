@@ -85,9 +85,9 @@ class RegionFamily(NamedTuple):
 
 
 def without_own(plan: Plan, fixed: Fixed) -> Plan:
-    """The plan, whose layers recompute as many as are fixed, else all of them."""
-    layers = fixed.get("recompute_layers", (0,))[0]
-    return replace(plan, layout=replace(plan.layout, recompute_layers=layers))
+    """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed."""
+    layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
+    return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload))
 
 
 def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

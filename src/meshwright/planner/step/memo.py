@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from meshwright.planner.cost.local_shape import Local
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, Policies, StageKind
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.stage_costs import Costs, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
 from meshwright.planner.time.collectives import Sharing

@@ -6,9 +6,10 @@ from functools import cached_property
 
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.stage_costs import MicroBatchCost, ranks_of
+from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory

@@ -39,6 +39,16 @@ class Prediction:
         return self.worst.total_bytes
 
     @property
+    def host_bytes(self) -> float:
+        """In host memory, of the rank that has most there."""
+        return max(one.host_bytes for one in self.memory)
+
+    @property
+    def node_bytes(self) -> float:
+        """Of the ranks of a node in host memory, at the most: each as much as that one."""
+        return self.host_bytes * min(self.plan.layout.world, self.plan.cluster.devices_per_node)
+
+    @property
     def reported_bytes(self) -> float:
         """The peak as the software itself would report it: some print that of their first rank, and none more than a
         device has."""
@@ -85,5 +95,5 @@ class Prediction:
     @property
     def bubble_fraction(self) -> float:
         """(pipeline - work of the busiest rank) / that work."""
-        busy = self.time.compute_s + self.time.exchange_s
+        busy = self.time.compute_s + self.time.exchange_s + self.time.offload_s
         return self.time.bubble_s / busy if busy else 0.0

@@ -5,9 +5,10 @@ from functools import cached_property
 
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
-from meshwright.planner.cost.stage_costs import Costs, MicroBatchCost, StageKind, costs, split_by_cost
+from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
@@ -87,7 +88,10 @@ class SharedCosts:
             each = []
             for first, *rest in kinds:
                 cost = found[layout.recompute].stage(first)
-                each.append(cost.followed_by(found["none"].stage(rest[0])) if rest else cost)
+                cost = cost.followed_by(found["none"].stage(rest[0])) if rest else cost
+                if layout.offload != "off":
+                    cost = self._offloaded(layout, cost, (first, *rest))
+                each.append(cost)
             stages = [each[place] for place in places]
             if len(self._known.stages) >= KEPT:
                 self._known.stages.clear()
@@ -113,13 +117,21 @@ class SharedCosts:
             self._known.stage_kinds[key] = list(kinds), places
         return self._known.stage_kinds[key]
 
+    def _offloaded(self, layout: Layout, cost: MicroBatchCost, parts: tuple[StageKind, ...]) -> MicroBatchCost:
+        """A stage, whose last block keeps its own; what a pipeline has received is the stage's, and stays."""
+        of, _ = self.parts(layout)
+        layers = self.policies(layout)["none" if len(parts) > 1 else layout.recompute]
+        last = layers.routed if parts[-1].routed else layers.windowed if parts[-1].windowed else layers.dense
+        received = 0.0 if parts[0].first else of.between_bytes
+        return cost.offloaded(last, received, self.cluster.device.host_bytes_per_s)
+
     def _stage_kind(self, layers: range, first: bool, last: bool) -> StageKind:
         routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
         windowed = self.windowed(layers)
         return StageKind(len(layers) - routed - windowed, windowed, routed, first, last)
 
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
-        again = layout.recompute, layout.recompute_layers
+        again = layout.recompute, layout.recompute_layers, layout.offload
         return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages)
 
     def windowed(self, layers: range) -> int:

@@ -6,9 +6,9 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import MicroBatchCost
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
@@ -54,12 +54,14 @@ class StepTime:
     optimizer_s: float
     other_s: float
     """Host work of a step and of its micro-batches."""
+    offload_s: float = 0.0
+    """Busiest rank: what the way of activations to host memory and back takes longer than computing."""
 
     @property
     def total_s(self) -> float:
         """The whole step."""
         parts = (self.compute_s, self.exchange_s, self.bubble_s, self.weights_s, self.gradients_s, self.optimizer_s)
-        return sum(parts) + self.other_s
+        return sum(parts) + self.other_s + self.offload_s
 
 
 def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
@@ -99,7 +101,7 @@ def step_time(
     m = micro_batches
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     own = [stages[s] for s in own_stages(layout, busiest)]
-    exchange = m * sum(cost.exchange_s for cost in own)
+    exchange, offload = m * sum(cost.exchange_s for cost in own), m * sum(cost.offload_s for cost in own)
     busy = m * per_rank[busiest]
     bubble_s = passes_s - busy if layout.pp > 1 else 0.0
     if ranks_per_core > 1 and layout.pp > 1:
@@ -113,7 +115,8 @@ def step_time(
     whole_s = _data_parallel_s(layout, m, sharing, edges)
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
-        compute_s=busy - exchange + slowed,
+        compute_s=busy - exchange - offload + slowed,
+        offload_s=offload,
         exchange_s=exchange,
         bubble_s=bubble_s,
         weights_s=weights,

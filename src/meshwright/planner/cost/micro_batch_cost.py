@@ -1,0 +1,111 @@
+"""What one micro-batch costs a part of a model: seconds of its passes, bytes at their moments; and sums of parts."""
+
+from typing import NamedTuple
+
+from meshwright.planner.cost.activations import NONE, Logits
+
+
+class MicroBatchCost(NamedTuple):
+    """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    exchange_s: float = 0.0
+    again_s: float = 0.0
+    """Of input_s: repeated forward passes."""
+    kept_bytes: float = 0.0
+    mlp_bytes: float = 0.0
+    """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
+    attention_bytes: float = 0.0
+    """The same of this package's engine in attention."""
+    after_bytes: float = 0.0
+    """The same between the two, without gradients of weights."""
+    queued_bytes: float = 0.0
+    """Kept from a split backward pass to the gradients of weights."""
+    split_bytes: float = 0.0
+    """Largest moment of a split pass in its last layer, beyond what it leaves."""
+    weights: float = 0.0
+    """Elements of the largest weight."""
+    new_bytes: float = 0.0
+    """Its gradient as it is made, part of mlp_bytes."""
+    left_bytes: float = 0.0
+    """Of new_bytes, what a split pass leaves for later."""
+    logits: Logits = NONE
+    largest_kept_bytes: float = 0.0
+    """Of one layer."""
+    host_bytes: float = 0.0
+    """Kept in host memory instead."""
+    offload_s: float = 0.0
+    """Of both passes, what the way to host memory takes longer than computing."""
+
+    @property
+    def transient_bytes(self) -> float:
+        """Largest moment of a layer's backward pass."""
+        return max(self.mlp_bytes, self.attention_bytes)
+
+    @property
+    def inputs_bytes(self) -> float:
+        """The same of one that leaves gradients of weights."""
+        return max(self.mlp_bytes - self.left_bytes, self.attention_bytes)
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_s + self.weight_s
+
+    def plus(self, other: "MicroBatchCost", times: float = 1.0) -> "MicroBatchCost":
+        """One after the other, the other several times."""
+        if not times:
+            return self
+        return MicroBatchCost(
+            forward_s=self.forward_s + times * other.forward_s,
+            input_s=self.input_s + times * other.input_s,
+            weight_s=self.weight_s + times * other.weight_s,
+            exchange_s=self.exchange_s + times * other.exchange_s,
+            again_s=self.again_s + times * other.again_s,
+            kept_bytes=self.kept_bytes + times * other.kept_bytes,
+            mlp_bytes=max(self.mlp_bytes, other.mlp_bytes),
+            attention_bytes=max(self.attention_bytes, other.attention_bytes),
+            after_bytes=max(self.after_bytes, other.after_bytes),
+            queued_bytes=self.queued_bytes + times * other.queued_bytes,
+            split_bytes=max(self.split_bytes, other.split_bytes),
+            weights=max(self.weights, other.weights),
+            new_bytes=max(self.new_bytes, other.new_bytes),
+            left_bytes=max(self.left_bytes, other.left_bytes),
+            logits=self.logits.plus(other.logits, times),
+            largest_kept_bytes=max(self.largest_kept_bytes, other.largest_kept_bytes or other.kept_bytes),
+            host_bytes=self.host_bytes + times * other.host_bytes,
+            offload_s=self.offload_s + times * other.offload_s,
+        )
+
+    def offloaded(self, last: "MicroBatchCost", stays_bytes: float, host_bytes_per_s: float) -> "MicroBatchCost":
+        """A stage whose blocks but the last keep in host memory what they keep, but for `stays_bytes` of its input.
+        While one makes its backward pass, what the one in front keeps comes back."""
+        moved = max(0.0, self.kept_bytes - last.kept_bytes - stays_bytes)
+        ahead = self.largest_kept_bytes if moved else 0.0
+        way_s = moved / host_bytes_per_s if host_bytes_per_s else 0.0
+        forward_s, backward_s = max(0.0, way_s - self.forward_s), max(0.0, way_s - self.backward_s)
+        return self._replace(
+            kept_bytes=self.kept_bytes - moved,
+            host_bytes=moved,
+            mlp_bytes=self.mlp_bytes + ahead,
+            attention_bytes=self.attention_bytes + ahead,
+            after_bytes=self.after_bytes + ahead,
+            forward_s=self.forward_s + forward_s,
+            input_s=self.input_s + backward_s,
+            offload_s=forward_s + backward_s,
+        )
+
+    def followed_by(self, other: "MicroBatchCost") -> "MicroBatchCost":
+        """The first layers of a stage, and those behind them: its backward pass begins inside those, when most is kept,
+        and comes to its last layer inside these."""
+        return self.plus(other)._replace(
+            mlp_bytes=other.mlp_bytes,
+            attention_bytes=other.attention_bytes,
+            after_bytes=other.after_bytes,
+            split_bytes=self.split_bytes,
+        )
+
+
+NO_COST = MicroBatchCost()

@@ -1,0 +1,180 @@
+"""Saved activations in host memory: on a CPU the second memory is a copy in the first, moved in the same order."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.model import Transformer
+from meshwright.model.transformer import Block
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify.feature_matrix import CASE
+from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
+from meshwright.parallel import on_one_device
+from meshwright.parallel.data import local
+from meshwright.parallel.offload import Offload, StoredStorage
+from meshwright.spec import Layout
+from tests.counting import Alive
+from tests.model.shrunk import KINDS, model, tokens
+from tests.parallel.test_recompute import step
+
+
+def laid_out(name: str, **given: object) -> Transformer:
+    dropout = float(given.pop("dropout", 0.0))  # type: ignore[arg-type]
+    return on_one_device(model(name, dropout=dropout), Layout(**given)).model  # type: ignore[arg-type]
+
+
+def offload_of(found: Transformer) -> Offload:
+    assert isinstance(found.seams.call, Offload)
+    return found.seams.call
+
+
+def free_bytes(found: Transformer) -> int:
+    return sum(one.memory.numel() for some in offload_of(found).memory.free.values() for one in some)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("recompute", "layers"), [("none", 0), ("full", 0), ("full", 1)])
+def test_loss_and_gradients_keep_every_bit(name: str, recompute: str, layers: int) -> None:
+    """In the second step with the buffers of the first: none is taken anew, and all are free again after each."""
+    plain = step(laid_out(name, dropout=0.1))
+    found = laid_out(name, recompute=recompute, recompute_layers=layers, offload="activations", dropout=0.1)
+    taken = []
+    for _ in range(2):
+        for parameter in found.parameters():
+            parameter.grad = None
+        seen = step(found)
+        assert seen.keys() == plain.keys()
+        assert all(torch.equal(seen[key], value) for key, value in plain.items())
+        assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
+        taken.append(free_bytes(found))
+    assert taken[0] == taken[1]
+
+
+def test_several_passes_in_flight_and_one_that_is_given_up() -> None:
+    """As a pipeline has them: backward in another order than forward; buffers are shared and given back."""
+    plain, found = model("llama-3.1-8b"), laid_out("llama-3.1-8b", offload="activations")
+    gradients: list[dict[str, Tensor]] = []
+    for one in (plain, found):
+        losses = [one.loss(tokens(2, 20 + n)[:, :-1], tokens(2, 20 + n)[:, 1:]).cross_entropy for n in range(3)]
+        losses[1].backward()  # type: ignore[no-untyped-call]
+        losses[0].backward()  # type: ignore[no-untyped-call]
+        del losses
+        gradients.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+    gc.collect()
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+    assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
+
+
+def test_the_last_block_and_one_more_are_on_the_device() -> None:
+    """Of what three blocks keep, one block's stays after the forward pass, the rest is in host memory."""
+    kept = {}
+    for offload in ("off", "activations"):
+        found = laid_out("llama-3.1-8b", offload=offload)
+        with Alive([*found.parameters(), *found.buffers()]) as alive:
+            x, _ = found.hidden(tokens(2, 48))
+            kept[offload] = alive.live_bytes
+        host = 0 if offload == "off" else offload_of(found).memory.taken_bytes
+        kept[offload] -= host
+        del x
+    per_layer = (313344 - 48384) / 3
+    assert kept["off"] - kept["activations"] == pytest.approx(2 * per_layer, rel=0.15)
+
+
+def test_no_gradient_nothing_moved() -> None:
+    found = laid_out("llama-3.1-8b", offload="activations")
+    with torch.no_grad():
+        found(tokens(1, 9))
+    assert offload_of(found).memory.taken_bytes == 0
+
+
+def test_a_forward_pass_that_fails_keeps_no_buffer() -> None:
+    """Nor does one whose loss is let go of; without a collection of cycles."""
+    found = laid_out("llama-3.1-8b", offload="activations")
+    offload, last = offload_of(found), found.blocks[-1]
+    inner = offload.inner
+
+    def fails(block: Block, *given: object) -> tuple[Tensor, Tensor | None]:
+        done = inner(block, *given)
+        if block is last:
+            raise RuntimeError("out of memory")
+        return done
+
+    gc.collect()
+    gc.disable()
+    try:
+        offload.inner = fails
+        try:
+            found(tokens(1, 9))
+        except RuntimeError as failure:
+            assert offload.memory.taken_bytes > 0 and "out of memory" in str(failure)
+        assert not offload.leaving and free_bytes(found) == offload.memory.taken_bytes
+        offload.inner = inner
+        made = found(tokens(1, 9))
+        assert free_bytes(found) < offload.memory.taken_bytes
+        del made
+        assert free_bytes(found) == offload.memory.taken_bytes
+    finally:
+        gc.enable()
+
+
+RANKS = [
+    (2, {"dp_shard": 2, "zero": 3}),
+    (2, {"dp_shard": 2, "zero": 3, "recompute": "full"}),
+    (2, {"tp": 2, "sp": True, "tp_chunks": 2}),
+    (2, {"cp": 2, "zero": 1, "recompute": "full", "recompute_layers": 2}),
+    (2, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}),
+    (2, {"pp": 2, "vp": 2, "micro_batch": 1, "schedule": "dualpipe-v", "recompute": "full"}),
+    (4, {"dp_shard": 4, "ep": 2, "zero": 3}),
+    (4, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 1}),
+]
+
+
+def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
+    """What each layout computed, and the addresses of parameters' storages that were sent to host memory."""
+    parameters: set[int] = set()
+    sent: set[int] = set()
+
+    class Watched(StoredStorage):
+        def send(self, offload: Offload) -> None:
+            assert self.here is not None
+            blocks = offload.model.blocks
+            now = {compat.storage_key(local(p).untyped_storage()) for block in blocks for p in block.parameters()}
+            parameters.update(now)
+            sent.update({compat.storage_key(self.here.untyped_storage())} & now)
+            super().send(offload)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.parallel.offload.StoredStorage", Watched)
+        for layout in layouts:
+            sent.clear()
+            found.append((outcome(CASE, layout), set(sent)))
+            assert parameters
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_parallelism_equals_one_device(world: int) -> None:
+    """And no parameter is moved: what fully_shard gathers is freed behind the block's back."""
+    layouts = [Layout(compile="off", offload="activations", **each) for size, each in RANKS if size == world]  # type: ignore[arg-type]
+    ranks = on_ranks(world, _moved, layouts)
+    for index, layout in enumerate(layouts):
+        alone = outcome(CASE, Layout(compile="off", micro_batch=layout.micro_batch))
+        assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
+        assert not any(rank[index][1] for rank in ranks), layout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of its own code
+def test_around_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    plain = model("llama-3.1-8b")
+    plain.hidden(tokens(2, 20))[0].sum().backward()
+    found = laid_out("llama-3.1-8b", offload="activations", compile="on")
+    found.hidden(tokens(2, 20))[0].sum().backward()
+    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
