@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, weight_product
+from meshwright.kernels.linear import (
+    SAME,
+    as_leaf,
+    input_gradient,
+    is_left,
+    linear,
+    linear_reference,
+    needs_wide,
+    products,
+    weight_product,
+)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -55,16 +65,18 @@ class _SwigluLinear(torch.autograd.Function):
     """Saves gate and up but not their product: a third of the MLP's activations less, for two passes more."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool, form: str
+    ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.leaf, ctx.has_bias, ctx.in_triton = as_leaf(weight), bias is not None, in_triton
-        return F.linear(_product(gate, up, in_triton), weight, bias)
+        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.form = as_leaf(weight), bias is not None, in_triton, form
+        return products(_product(gate, up, in_triton), (weight,), (bias,), form)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = torch.mm(flat, weight).view_as(gate)
+        inner = input_gradient((flat,), (weight,), ctx.form).view_as(gate)
         of_inner = _fused_gradients if ctx.in_triton else _inner_gradients
         gradients = of_inner(inner, gate, up, ctx.needs_input_grad[2])
         again = next(gradients)
@@ -74,7 +86,7 @@ class _SwigluLinear(torch.autograd.Function):
             weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
-        return *gradients, weight_gradient, bias_gradient, None
+        return *gradients, weight_gradient, bias_gradient, None, None
 
 
 def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
@@ -105,12 +117,14 @@ def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
     return gated.activate(blocks.rows_of(gate), blocks.rows_of(up)).view(gate.shape)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, prefer: str = "auto") -> Tensor:
+def swiglu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, prefer: str = "auto", form: str = SAME
+) -> Tensor:
     """As the reference; nothing of the size of the product is saved."""
     if torch.compiler.is_compiling() or needs_wide(gate):
-        return linear(swiglu(gate, up, prefer), weight, bias)
+        return linear(swiglu(gate, up, prefer), weight, bias, form)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear import as_leaf, in_halves, input_gradient, parameter_gradients, products
+from meshwright.kernels.linear import SAME, as_leaf, in_halves, input_gradient, parameter_gradients, products
 from meshwright.parallel.group import Group, Pending, numbered
 from meshwright.parallel.operators import SEQUENCE, resized
 
@@ -30,13 +30,15 @@ class ColumnParallelProducts:
 
     group: Group
     sp: bool
+    form: str = SAME
+    """Of kernels.linear."""
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """x (B, S or S / t, in) -> (B, S, out / t) of each."""
         if torch.compiler.is_compiling():
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
-            return tuple(columns(x, list(weights), present, biased, self.group.number, self.sp))
+            return tuple(columns(x, list(weights), present, biased, self.group.number, self.sp, self.form))
         found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
@@ -49,7 +51,8 @@ class _Columns(torch.autograd.Function):
         weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.leaves = columns, tuple(map(as_leaf, weights))
-        return products(columns.group.all_gather(x, SEQUENCE) if columns.sp else x, weights, biases)
+        whole = columns.group.all_gather(x, SEQUENCE) if columns.sp else x
+        return products(whole, weights, biases, columns.form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -68,7 +71,7 @@ def _gradients(
     if any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)]):
         whole = group.start_all_gather(x, SEQUENCE) if sp else Pending(x)
     if ctx.needs_input_grad[0]:
-        part = input_gradient(gradients, weights)
+        part = input_gradient(gradients, weights, columns.form)
         total = group.start_reduce_scatter(part, SEQUENCE) if sp else group.start_all_reduce(part)
     rows = None if whole is None else whole.wait()
     found = list(parameter_gradients(ctx, rows, gradients, weights))
@@ -85,45 +88,49 @@ class _Wanted:
 
 @torch.library.custom_op("meshwright::columns", mutates_args=())
 def columns(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`."""
     given = iter(biases)
     every = [next(given) if has else None for has in biased]
-    return list(products(numbered(group).all_gather(x, SEQUENCE) if sp else x, weights, every))
+    return list(products(numbered(group).all_gather(x, SEQUENCE) if sp else x, weights, every, form))
 
 
 @columns.register_fake
 def _(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
 
 
 @torch.library.custom_op("meshwright::columns_backward", mutates_args=())
 def columns_backward(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
     ctx = _Wanted(wanted, [None] * len(weights))
     return [
         found
-        for found in _gradients(ctx, x, weights, gradients, ColumnParallelProducts(numbered(group), sp))
+        for found in _gradients(ctx, x, weights, gradients, ColumnParallelProducts(numbered(group), sp, form))
         if found is not None
     ]
 
 
 @columns_backward.register_fake
 def _(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
     return [one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, _, ctx.biased, ctx.group, ctx.sp = inputs
+    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.form = inputs
     ctx.save_for_backward(x, *weights)
 
 
@@ -132,10 +139,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
     given = iter(of_biases)
     wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
-    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp))
+    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.form))
     every = [next(found) if wants else None for wants in wanted]
     biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
-    return every[0], every[1 : 1 + len(weights)], biases, None, None, None
+    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None
 
 
 columns.register_autograd(_backward, setup_context=_setup)

@@ -30,7 +30,7 @@ from meshwright.parallel import ring as ring
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "linear", "_grouped_mm")
+    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
     if hasattr(torch.ops.aten, name)
 ) | {torch.ops.meshwright.columns.default}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""

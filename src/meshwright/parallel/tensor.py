@@ -86,7 +86,7 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
     seams, enters, leaves = model.seams, partial(enter, group=group, sp=sp), partial(leave, group=group, sp=sp)
-    seams.dense.read, seams.dense.leave = ColumnParallelProducts(group, sp).linears, leaves
+    seams.dense.read, seams.dense.leave = ColumnParallelProducts(group, sp, model.products).linears, leaves
     if own_tokens_in_experts:
         seams.shared.read, seams.shared.leave = seams.dense.read, leaves
     else:

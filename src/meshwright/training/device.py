@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from meshwright import compat
-from meshwright.kernels import chooser
+from meshwright.kernels import chooser, fp8
 from meshwright.kernels.attention import backend, causal_mask
+from meshwright.kernels.linear import FP8
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
@@ -38,12 +39,16 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare(device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False) -> None:
+def prepare(
+    device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False, products: str = "same"
+) -> None:  # fmt: skip
     """Process-wide settings for training on a device.
 
     `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
     CUBLAS_WORKSPACE_CONFIG, which the command line sets.
     """
+    if products == FP8 and device.type != "cpu" and (why := fp8.missing(device)):
+        raise PlanError(f"{why}: take recipe.products=same")
     if device.type == "cpu":
         compat.keep_freed_memory()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
