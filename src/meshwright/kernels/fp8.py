@@ -62,8 +62,8 @@ def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None
     """a (N, K) times b (M, K) transposed, plus bias (M,) -> (N, M), rounded once."""
     if kind(a.values) == "cuda" and (acts() or not missing(a.values.device)):
         return compat.scaled_product(*a, *b, bias, dtype)
-    found = F.linear(a.values.float(), b.values.float()).mul_(a.scales).mul_(b.scales.t())
-    return (found if bias is None else found.add_(bias)).to(dtype)
+    found = F.linear(a.values.float(), b.values.float()) * a.scales * b.scales.t()
+    return (found if bias is None else found + bias).to(dtype)
 
 
 def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Te
     first, total = gradients[0], None
     for gradient, weight in zip(gradients, weights, strict=True):
         part = product(narrow(gradient.reshape(-1, gradient.shape[-1])), narrow(weight.t()), first.dtype)
-        total = part if total is None else total.add_(part)
+        total = part if total is None else total + part
     assert total is not None
     return total.view(*first.shape[:-1], -1)
 

@@ -52,6 +52,8 @@ class Case:
     """Several documents in a sequence."""
     precision: str = "fp32"
     """As recipe.precision."""
+    products: str = "same"
+    """As recipe.products."""
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
@@ -154,6 +156,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         reduce_dtype=torch.float32,
         micro_batches=max(layout.micro_batches(case.sequences(step)) for step in range(1, case.steps + 1)),
         seed=case.seed,
+        products=case.products,
     )
     engine.train()
     margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
@@ -242,6 +245,7 @@ class Band:
 BANDS = {
     "fp32": Band(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
     "bf16": Band(loss=1.5e-3, norm=4e-3, gradient=5e-2, weight=4e-3, by_length=True),
+    "fp8": Band(loss=5e-3, norm=1.5e-2, gradient=0.15, weight=8e-3, by_length=True),
     "fp16": Band(loss=4e-4, norm=1e-3, gradient=1.5e-2, weight=1e-3, by_length=True),
 }
 """By precision. A product in bf16 is rounded to 2**-9, and whether before or after a sum over ranks is what layouts
