@@ -64,7 +64,8 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
             context=draw.choice(("ring", "all-gather")),
             context_split=draw.choice(("zigzag", "zigzag", "striped", "chunks")),
             schedule=schedule,  # type: ignore[arg-type]
-            micro_batch=micro, recompute=draw.choice(RECOMPUTE), compile="off",  # type: ignore[arg-type]
+            micro_batch=micro, recompute=(again := draw.choice(RECOMPUTE)), compile="off",  # type: ignore[arg-type]
+            recompute_layers=draw.choice((0, 0, 1, 2, 5)) if again != "none" else 0,
         )  # fmt: skip
         recipe = Recipe(
             sequence=draw.choice((2048, 4096, 8192)), global_batch=dp * micro * accumulate, precision="bf16",
@@ -126,7 +127,7 @@ def words(plan: Plan) -> str:
     fields += [f"zero={layout.zero}", *(["sp"] if layout.sp else []), *([layout.schedule] if layout.pp > 1 else [])]
     fields += [layout.context, layout.context_split] if layout.cp > 1 else []
     fields += [
-        layout.recompute,
+        layout.recompute + (f" on {layout.recompute_layers}" if layout.recompute_layers else ""),
         f"mb={layout.micro_batch}x{layout.micro_batches(recipe.global_batch)}",
         f"S={recipe.sequence}",
     ]

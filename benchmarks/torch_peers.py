@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.parallel_work import CLIP, Work, adamw
 from meshwright.kernels import Kernels
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
-from meshwright.kernels.linear import linear_reference, linears_reference
+from meshwright.kernels.linear import SummedProduct, linear_reference, linears_reference
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.parallel.stages import cut
@@ -251,7 +251,10 @@ class TorchPipeline(Peer):
 
 
 def _plain_linears(kernels: Kernels) -> Kernels:
-    def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def swiglu_linear(
+        gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None
+    ) -> Tensor:
+        assert summed is None, "torch's own tensor parallelism is around these stages"
         return F.linear(kernels.swiglu(gate, up), weight, bias)
 
     return replace(

@@ -86,6 +86,14 @@ TABLES = {
         rows={f"`{name}`": name for name in ("none", "norms", "selective", "all-but-attention", "full")},
         columns=("activations, GiB", "peak, GiB", "step, s"),
     ),
+    "recompute_layers": Table(
+        model="llama-3.1-8b",
+        cluster=FOUR_NODES,
+        layout="dp_shard=32,zero=3,micro_batch=1,recompute=full,recompute_layers={}",
+        head="`layout.recompute_layers`",
+        rows={"8": "8", "16": "16", "24": "24", "0: all 32": "0"},
+        columns=("activations, GiB", "peak, GiB", "step, s"),
+    ),
     "micro_batch": Table(
         model="llama-3.1-8b",
         cluster=FOUR_NODES,

@@ -50,6 +50,25 @@ def test_layouts_recipes_and_budgets_are_given_as_words_or_as_a_mapping(capsys: 
     assert words.budget is not None and words.budget.steps == found["budget"]["steps"]
 
 
+def test_a_memory_budget_is_kept_by_recomputing_no_more_layers_than_it_takes() -> None:
+    """The only layout of one rank: with all memory without recomputation, then by more and more layers."""
+    given: Any = {"cluster": "h100x1", "recipe": {"global_batch": 4, "sequence": 8192}}
+    layout = "micro_batch=2"
+    free = mw.plan("llama-3.2-1b", layout=layout, **given).best
+    assert free.layout.recompute == "none"
+    peaks, seconds = [], []
+    for share in (0.95, 0.9, 0.85):
+        gib = share * free.peak_bytes / 2**30
+        one = mw.plan("llama-3.2-1b", layout=layout, memory=gib, **given).best
+        assert one.peak_bytes <= 0.95 * gib * 2**30 and one.layout.recompute != "none"
+        peaks.append(one.peak_bytes)
+        seconds.append(one.step_seconds)
+    assert peaks == sorted(peaks, reverse=True) and free.step_seconds <= seconds[0] <= seconds[1] <= seconds[2]
+    for bad in (0, -1, 1000):
+        with pytest.raises(mw.PlanError, match=r"memory=.* at most 78\.4"):
+            mw.plan("llama-3.2-1b", memory=bad, **given)
+
+
 def test_a_layout_of_an_answer_can_be_asked_about_again(answer: Any) -> None:
     for one in (answer.best, answer.alternatives[3]):
         again = mw.plan(answer, layout=one.layout)

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, exactness, quickstart, real_text, resident, resume, startup, update_host_time
+from benchmarks import (
+    agreement,
+    exactness,
+    quickstart,
+    real_text,
+    recomputation,
+    resident,
+    resume,
+    startup,
+    update_host_time,
+)
 from meshwright.cli.main import main
+from meshwright.spec.layout import RECOMPUTE
 
 TOY = [
     "model.layers=1",
@@ -115,3 +126,13 @@ def test_the_update_is_measured_with_the_buckets_of_the_real_sizes() -> None:
     assert fp32["tensors"] == 291 and fp32["buckets_before"] == bf16["buckets_before"] > 220
     assert fp32["buckets_after"] == 1 and 1 < bf16["buckets_after"] < 20
     assert 0 < found["share"] < 1 and found["share"] == max(fp32["share"], bf16["share"])
+
+
+def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recomputation.SIZES, "10m", (1, 64))
+    found = recomputation.compared("10m", 1)
+    policies = found["policies"]
+    assert list(policies) == [*RECOMPUTE, recomputation.HALF]
+    assert policies["full"]["bytes"] < policies[recomputation.HALF]["bytes"] < policies["none"]["bytes"]
+    assert found["largest_dry_error"] < 0.2
+    assert policies["full"]["flop_ratio"] > policies[recomputation.HALF]["flop_ratio"] > 1

@@ -333,8 +333,8 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
     assert " GiB !  " in said and "leaves less than 5%" in said
     only = Found(best=open_hand.best[:1], legal=2)
     only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
-    first, second = recommended(estimator(asked), asked, only).best
-    assert is_tight(second) and not is_tight(first), "also where none of the listed leaves any"
+    first, *others = recommended(estimator(asked), asked, only).best
+    assert any(map(is_tight, others)) and not is_tight(first), "also where none of the listed leaves any"
 
 
 def test_a_plan_is_saved_where_it_can_be_and_replaces_nobodys_own_file(

@@ -1,7 +1,11 @@
 """Every feature that compiles gives whole blocks as graphs, with one device's values and the bytes of eager code."""
 
+import json
 import logging
+import os
+import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +18,9 @@ import torch
 from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
 from meshwright.parallel.mesh import Made
@@ -24,7 +29,14 @@ from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from tests.model.shrunk import model, tokens
 
-CASES = {"dense": DENSE, "packed": replace(DENSE, packed=True), "routed": replace(CASE, steps=1)}
+NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
+"""Matrices of multiples of 16 on two tp ranks."""
+CASES = {
+    "dense": DENSE,
+    "packed": replace(DENSE, packed=True),
+    "routed": replace(CASE, steps=1),
+    "fp8": replace(DENSE, shape=NARROW, precision="bf16", products="fp8"),
+}
 BACKEND = "aot_eager_decomp_partition"
 """Traces and cuts as the default one does, and generates no code."""
 CUDA = torch.device("cuda")
@@ -73,6 +85,16 @@ LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "pipelines": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": name} for name in ("afab", "1f1b", "zb-h1")]),
     "tp": ("dense", [{"tp": 2, "recompute": policy} for policy in POLICIES]),
     "tp + sp": ("dense", [{"tp": 2, "sp": True, "recompute": policy} for policy in POLICIES]),
+    "tp in pieces": ("dense", [{"tp": 2, "tp_chunks": 2, "recompute": policy} for policy in POLICIES]),
+    "tp + sp in pieces": ("dense", [{"tp": 2, "sp": True, "tp_chunks": 2, "recompute": p} for p in POLICIES]),
+    "tp in fp8": (
+        "fp8",
+        [
+            {"tp": 2, "tp_chunks": 2},
+            {"tp": 2, "sp": True, "tp_chunks": 2},
+            {"tp": 2, "sp": True, "recompute": "selective"},
+        ],
+    ),
     "cp ring": ("dense", [{"cp": 2, "zero": 0, "context": "ring", "recompute": policy} for policy in POLICIES]),
     "cp gather": ("dense", [{"cp": 2, "zero": 0, "context": "all-gather", "recompute": p} for p in POLICIES]),
     "packed": (
@@ -95,23 +117,29 @@ def test_every_dense_block_is_one_graph(name: str) -> None:
     alone = outcome(CASES[case], Layout(compile="off"))
     found = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=600), strict=True))
     for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
-        assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
+        band = BANDS["fp8" if case == "fp8" else "fp32"]
+        assert first_difference(alone, [rank.outcome for rank in compiled], band) is None, layout
         assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
-        same_calls(compiled, eager, layout)
+        same_calls(compiled, eager, layout, CASES[case])
 
 
-def same_calls(compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any]) -> None:
-    """Compiled code sends what eager code sends, on all ranks in one order; less only where eager recomputation gathers
-    what nobody reads: the input of column-split products whose results were kept."""
+def same_calls(
+    compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any], case: Case
+) -> None:  # fmt: skip
+    """Compiled code sends what eager code sends, on all ranks in one order. Selective recomputation sends less of it:
+    the inputs of column-split products, whose results were kept, and the sum behind attention, which was kept itself.
+    """
     assert layout.get("pp") or compiled[0].calls == compiled[1].calls, layout
     for one, other in zip(compiled, eager, strict=True):
-        if layout.get("sp") and layout.get("recompute") == "selective":
-            left = [list(rank.calls) for rank in (one, other)]
-            gathered = [[call for call in calls if call[1] == "all_gather"] for calls in left]
-            extra = 2 * DENSE.shape.layers * DENSE.steps
-            assert len(gathered[1]) - len(gathered[0]) == extra == len(left[1]) - len(left[0])
-        else:
-            assert sorted(one.calls) == sorted(other.calls), layout
+        less = Counter(call[:2] for call in other.calls) - Counter(call[:2] for call in one.calls)
+        expected: dict[tuple[str, str], int] = {}
+        if layout.get("tp", 1) > 1 and layout.get("recompute") == "selective":
+            each = case.shape.layers * case.steps * layout.get("tp_chunks", 1)
+            expected = {("tp", "all_reduce"): each}
+            if layout.get("sp"):
+                expected = {("tp", "all_gather"): 2 * each, ("tp", "reduce_scatter"): each}
+        assert less == expected, layout
+        assert not Counter(one.calls) - Counter(other.calls), layout
 
 
 @pytest.mark.slow
@@ -136,6 +164,35 @@ def test_generated_code_has_the_values_of_eager_code() -> None:
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "dense", layouts, "inductor", limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         assert at % 2 or ranks[0].graphs == 1
+
+
+STEP = """
+import json, torch
+from meshwright.model import build
+from meshwright.observe.tiny_models import shrink
+from meshwright.parallel import on_one_device
+from meshwright.spec import Layout
+
+shape = shrink("llama-3.1-8b")
+engine = on_one_device(build(shape), Layout(compile="on", recompute="RECOMPUTE"))
+engine.model.hidden(torch.zeros(1, 16, dtype=torch.int64))[0].sum().backward()
+print(json.dumps(torch._dynamo.utils.counters["inductor"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_second_run_compiles_nothing(recompute: str, tmp_path: Path) -> None:
+    """Another process with the same cache folder: its graphs are all found there."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", STEP.replace("RECOMPUTE", recompute)]
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+        counts.append(json.loads(done.stdout))
+    first, second = counts
+    assert first["fxgraph_cache_miss"] == second["fxgraph_cache_hit"] == 2
+    assert "fxgraph_cache_miss" not in second
 
 
 def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

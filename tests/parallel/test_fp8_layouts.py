@@ -20,6 +20,8 @@ CASE = Case(shape=SHAPE, precision="bf16", products="fp8")
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "sp": True, "dp_shard": 2, "zero": 3},
     {"tp": 4},
+    {"tp": 2, "sp": True, "tp_chunks": 2, "dp_shard": 2, "zero": 2},
+    {"tp": 2, "tp_chunks": 2, "dp_shard": 2, "zero": 1},
     {"pp": 2, "schedule": "zb-h1", "tp": 2, "micro_batch": 2},
     {"dp_shard": 4, "zero": 2, "recompute": "full"},
     {"cp": 2, "dp_shard": 2, "zero": 1, "recompute": "selective"},

@@ -30,8 +30,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
-def laid_out(name: str, recompute: str, **options: object) -> Transformer:
-    return on_one_device(model(name, **options), Layout(recompute=recompute)).model  # type: ignore[arg-type]
+def laid_out(name: str, recompute: str, layers: int = 0, **options: object) -> Transformer:
+    layout = Layout(recompute=recompute, recompute_layers=layers)  # type: ignore[arg-type]
+    return on_one_device(model(name, **options), layout).model
 
 
 def step(found: Transformer, *, length: int = 20, mask: bool = False) -> dict[str, Tensor]:
@@ -78,9 +79,28 @@ def test_16_bit_packed_rows_and_plain_kernels_too(name: str, dtype: torch.dtype)
                 assert torch.equal(found[key], value), (kernels, recompute, key)
 
 
-def memory(name: str, recompute: str, *, length: int, dropout: float = 0.0, **options: object) -> tuple[int, int]:
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2-124m", "deepseek-v3"])
+def test_some_layers_only_keep_every_bit(name: str) -> None:
+    plain = step(laid_out(name, "none", dropout=0.1))
+    for recompute in POLICIES[1:]:
+        for layers in (1, 2, 7):
+            found = step(laid_out(name, recompute, layers, dropout=0.1))
+            assert all(torch.equal(found[key], value) for key, value in plain.items()), (recompute, layers)
+
+
+@pytest.mark.parametrize("recompute", POLICIES[1:])
+def test_each_layer_that_recomputes_keeps_less_by_the_same(recompute: str) -> None:
+    """From none of three to all; the first ones, so that the last have let go of theirs when any is made again."""
+    none, all_three = (memory("llama-3.1-8b", policy, length=48)[0] for policy in ("none", recompute))
+    one, two = (memory("llama-3.1-8b", recompute, length=48, layers=layers) for layers in (1, 2))
+    assert none - one[0] == one[0] - two[0] == two[0] - all_three > 0
+
+
+def memory(
+    name: str, recompute: str, *, length: int, layers: int = 0, dropout: float = 0.0, **options: object
+) -> tuple[int, int]:
     """Bytes of live tensors at the end of the forward pass, and at most until the end of the backward pass."""
-    found = laid_out(name, recompute, dropout=dropout, **options)
+    found = laid_out(name, recompute, layers, dropout=dropout, **options)
     with Alive([*found.parameters(), *found.buffers()]) as alive:
         x, balance = found.hidden(tokens(2, length))
         total = x.sum() if balance is None else x.sum() + balance.sum()
@@ -223,17 +243,20 @@ def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
     none, norms, selective, attention, full = (compiled("llama-3.1-8b", recompute, graphs=1) for recompute in POLICIES)
     assert none > 1.2 * max(norms, selective) and min(norms, selective) > 1.5 * max(attention, full)
     assert norms <= 1.05 * memory("llama-3.1-8b", "norms", length=20)[0], "no more than uncompiled blocks keep"
+    some = compiled("llama-3.1-8b", "full", graphs=2, layers=1)
+    assert none - some == pytest.approx((none - full) / 3, rel=0.02)
     compiled("mixtral-8x7b", "full", graphs=4)
     assert compiled("mixtral-8x7b", "norms", graphs=4) == compiled("mixtral-8x7b", "none", graphs=4)
 
 
-def compiled(name: str, recompute: str, *, graphs: int) -> int:
+def compiled(name: str, recompute: str, *, graphs: int, layers: int = 0) -> int:
     """What the compiled parts of a forward pass keep; gradients are right, and generation compiles nothing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain = model(name)
     plain.hidden(tokens(2, 20))[0].sum().backward()
-    found = on_one_device(model(name), Layout(recompute=recompute, compile="on")).model  # type: ignore[arg-type]
+    layout = Layout(recompute=recompute, recompute_layers=layers, compile="on")  # type: ignore[arg-type]
+    found = on_one_device(model(name), layout).model
     x, _ = found.hidden(tokens(2, 20))
     kept = graph_bytes(found, x)
     x.sum().backward()

@@ -1,6 +1,7 @@
 """What tensor and sequence parallelism keep between the passes, and what runs beside what in the second."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.column_parallel import ColumnParallelProducts
+from meshwright.parallel.group import Group
+from meshwright.parallel.row_parallel import RowParallelProducts
+from meshwright.parallel.sequence import SequenceSlices, gather
 from meshwright.spec import Layout, ModelShape
 
 ROWS, SEQUENCE = 2, 32
@@ -70,25 +74,114 @@ class Order(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def backward_order(sp: bool) -> list[str]:
-    tp = make_mesh(Layout(tp=2, sp=sp))["tp"]
+def slices(pieces: int, sp: bool) -> SequenceSlices:
+    layout = Layout(tp=2, sp=sp, tp_chunks=pieces)
+    return SequenceSlices(make_mesh(layout)["tp"], sp, partial(layout.tp_pieces, hidden=8, device="cpu"))
+
+
+def column_order(sp: bool, pieces: int) -> tuple[list[str], list[str]]:
+    """(of the forward pass, of the backward pass)"""
     x = torch.randn(2, 4, 8, requires_grad=True)
     weights = [torch.randn(6, 8, requires_grad=True) for _ in range(2)]
-    first, second = ColumnParallelProducts(tp, sp).linears(x, weights, (None, None))
-    with Order() as order:
+    with Order() as forward:
+        first, second = ColumnParallelProducts(slices(pieces, sp)).linears(x, weights, (None, None))
+    with Order() as backward:
         (first.sum() + second.sum()).backward()
     assert x.grad is not None and x.grad.shape == x.shape
-    return order.seen
+    return forward.seen, backward.seen
+
+
+def row_order(sp: bool, pieces: int) -> tuple[list[str], list[str]]:
+    x, weight = torch.randn(1, 8, 6, requires_grad=True), torch.randn(8, 6, requires_grad=True)
+    with Order() as forward:
+        out = RowParallelProducts(slices(pieces, sp)).linear(x, weight)
+    with Order() as backward:
+        out.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    return forward.seen, backward.seen
+
+
+GATHER, SCATTER, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
 
 
 @pytest.mark.parametrize(
-    ("sp", "order"),
+    ("sp", "pieces", "forward", "backward"),
     [
-        (False, ["mm", "addmm", "allreduce", "mm", "mm"]),
-        (True, ["allgather_base", "mm", "addmm", "reduce_scatter_base", "mm", "mm"]),
+        (False, 1, ["mm", "mm"], ["mm", "addmm", SUM, "mm", "mm"]),
+        (True, 1, [GATHER, "mm", "mm"], [GATHER, "mm", "addmm", SCATTER, "mm", "mm"]),
+        (True, 2, [GATHER, GATHER] + 4 * ["mm"], [GATHER, GATHER, "mm", "addmm", SCATTER, SCATTER, "mm", "mm"]),
     ],
 )
-def test_collectives_of_the_backward_pass_begin_before_the_products_that_they_run_beside(
-    sp: bool, order: list[str]
+def test_collectives_before_products_begin_before_the_products_that_they_run_beside(
+    sp: bool, pieces: int, forward: list[str], backward: list[str]
 ) -> None:
-    assert on_ranks(2, backward_order, sp) == [order, order]
+    assert on_ranks(2, column_order, sp, pieces) == [(forward, backward)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sp", "pieces", "forward", "backward"),
+    [
+        (False, 1, ["mm", SUM], ["mm", "mm"]),
+        (False, 2, ["mm", SUM, "mm", SUM], ["mm", "mm"]),
+        (True, 1, ["mm", SCATTER], [GATHER, "mm", "mm"]),
+        (True, 2, ["mm", SCATTER, "mm", SCATTER], [GATHER, GATHER, "mm", "mm", "mm"]),
+    ],
+)
+def test_the_sum_behind_a_product_is_under_way_while_the_next_piece_is_multiplied(
+    sp: bool, pieces: int, forward: list[str], backward: list[str]
+) -> None:
+    assert on_ranks(2, row_order, sp, pieces) == [(forward, backward)] * 2
+
+
+def in_pieces(sp: bool, rows: int, pieces: int) -> list[Tensor]:
+    """On one rank: a column-parallel and a row-parallel product, one after the other, and all gradients; everything
+    that lies in slices is put in the order of the sequence."""
+    made, generator = slices(pieces, sp), torch.Generator().manual_seed(7)
+
+    def number(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    x, first, bias, second, last = number(rows, 12, 8), number(10, 8), number(10), number(8, 10), number(8)
+    begin, rank = made.group.index * 5, made.group.index
+    x = made.mine(x) if sp else x
+    inputs = [x, *(t.narrow(dim, begin, 5).clone() for t, dim in ((first, 0), (bias, 0), (second, 1)))]
+    leaves = [one.requires_grad_() for one in inputs]
+    (inner,) = ColumnParallelProducts(made).linears(leaves[0], (leaves[1],), (leaves[2],))
+    out = RowParallelProducts(made).linear(torch.tanh(inner), leaves[3], last if rank == 0 else None)
+    weights = torch.arange(out.numel() * (2 if sp else 1), dtype=torch.float64).view(rows, 12, 8).sin()
+    (out * (made.mine(weights) if sp else weights)).sum().backward()
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len(gradients) == 4
+    whole = [gather(made.group, one.detach(), made.of_slice(one)) if sp else one for one in (out, gradients[0])]
+    return [one.detach() for one in (*whole, *gradients[1:])]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_pieces_give_what_the_whole_sequence_gives(sp: bool, rows: int) -> None:
+    for pieces in (2, 3):
+        for one, other in zip(
+            on_ranks(2, in_pieces, sp, rows, 1), on_ranks(2, in_pieces, sp, rows, pieces), strict=True
+        ):
+            for expected, found in zip(one, other, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_has_its_slice_of_every_piece() -> None:
+    positions = torch.arange(8).view(1, 8)
+
+    def mine(rank: int, pieces: int) -> list[int]:
+        made = SequenceSlices(Group("tp", (0, 1), rank), True, lambda _: pieces)
+        found: list[int] = made.mine(positions)[0].tolist()
+        return found
+
+    assert [mine(rank, 1) for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [mine(rank, 2) for rank in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_long_sequences_pass_in_two_pieces_on_the_gpus_of_a_node() -> None:
+    assert [Layout(tp=2, sp=True).tp_pieces(n, 4096, "cuda") for n in (4096, 8192, 8194)] == [1, 2, 1]
+    assert Layout(tp=2).tp_pieces(8194, 4096, "cuda") == 2
+    assert Layout(tp=16).tp_pieces(8192, 4096, "cuda") == 1
+    assert Layout(tp=2).tp_pieces(8192, 4096, "cpu") == Layout().tp_pieces(8192, 4096, "cuda") == 1
+    assert Layout(tp=2, tp_chunks=4).tp_pieces(16, 8, "cpu") == 4

@@ -166,6 +166,9 @@ def test_window_from_a_layer_on() -> None:
         {"dp_shard": 4, "zero": 2, "micro_batch": 2},
         {"dp_shard": 2, "zero": 1, "pp": 2, "schedule": "zb-h1", "micro_batch": 2, "recompute": "full"},
         {"dp_shard": 2, "tp": 2, "sp": True, "zero": 3, "micro_batch": 4, "recompute": "selective"},
+        {"dp_shard": 4, "zero": 3, "micro_batch": 2, "recompute": "full", "recompute_layers": 2},
+        {"pp": 2, "schedule": "1f1b", "micro_batch": 2, "recompute": "norms", "recompute_layers": 1},
+        {"pp": 2, "schedule": "zb-h1", "micro_batch": 2, "recompute": "full", "recompute_layers": 1},
     ],
 )
 def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:

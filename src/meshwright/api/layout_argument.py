@@ -11,7 +11,7 @@ from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.schedule import NAMES
 from meshwright.spec.units import many
 
-DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch")
+DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
 WORDS = ("recompute", "schedule", "sp")
 SEARCHED = (*DEGREES[1:], *WORDS)
 
@@ -29,6 +29,8 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
                     f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
                 )
     _agree(asked, found)
+    if found.get("recompute_layers", (0,))[0]:
+        found.setdefault("recompute", RECOMPUTE[1:])
     return found
 
 
@@ -60,9 +62,10 @@ def _value(part: str, key: str, value: str) -> Any:
     if key in words:
         raise ArgumentError(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
     if key in DEGREES:
-        if value.isdecimal() and 0 < int(value) < 2**31:
+        least = 0 if key == "recompute_layers" else 1
+        if value.isdecimal() and least <= int(value) < 2**31:
             return int(value)
-        raise ArgumentError(f"layout={part!r}: {key} takes a whole number of 1 or more")
+        raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
         raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
     near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)

@@ -11,10 +11,13 @@ from typing import Any
 from meshwright import planfile
 from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
 from meshwright.planner.machine.clusterfile import asked, is_file
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.legal import layout_violations
+from meshwright.spec.units import GIB
 
 SEQUENCE = 8192
 """Of a recipe that names none: as today's models are trained, if they are made for it."""
@@ -52,6 +55,18 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
         found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
     _any_layout(found)
     return found
+
+
+def within(plan: Plan, memory_gib: float) -> Plan:
+    """The plan on devices of which a program can have so much memory."""
+    device = plan.cluster.device
+    room = usable_bytes(plan) / GIB
+    if not 0 < memory_gib <= room:
+        raise ArgumentError(
+            f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB that a {device.name} has"
+        )
+    smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES))
+    return replace(plan, cluster=replace(plan.cluster, device=smaller))
 
 
 def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":

@@ -10,7 +10,7 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
 from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
-from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan
+from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan, within
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
@@ -127,18 +127,21 @@ def plan(
     tokens: str | float | None = None,
     price: float = 0.0,
     listed: int | None = None,
+    memory: float | None = None,
 ) -> PlanAnswer:
     """Rank the layouts of a model on a cluster by predicted step time.
 
     `model`: a preset's name, a Hugging Face folder, a plan file or a plan. `cluster`: a device and how many of it a
     node has, as "h100x8", or a file of `calibrate`. `layout` fixes some degrees: {"tp": 8}, "tp=8,zero=3", a Layout.
     `recipe`: {"sequence": 8192}. `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
+    `memory`: GiB of each device that a layout may take (by default all that a program can have).
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
     from meshwright.planner.search.ranking import LISTED
 
     asked = asked_plan(model, cluster, nodes, section_words(recipe))
+    asked = asked if memory is None else within(asked, memory)
     budget = _tokens(tokens)
     _check_price(price, budget)
     if listed is not None and listed < 1:

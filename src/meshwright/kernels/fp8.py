@@ -10,7 +10,8 @@ rounds nothing (Micikevicius et al. 2022, arXiv:2209.05433; the split into 8 and
 multiplied in fp32: the same results but for the order of sums, and slower.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,10 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-def narrow(x: Tensor) -> Narrow:
-    """x (N, K), rounded once."""
+def narrow(x: Tensor | Narrow) -> Narrow:
+    """x (N, K), rounded once; as it is where it already was."""
+    if isinstance(x, Narrow):
+        return x
     peaks = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
     scales = torch.exp2(torch.floor(torch.log2(LARGEST / peaks)))
     return Narrow((x * scales.to(x.dtype)).to(torch.float8_e4m3fn).contiguous(), 1 / scales)
@@ -66,18 +69,28 @@ def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None
     return (found if bias is None else found + bias).to(dtype)
 
 
-def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def products(
+    x: Tensor, weights: Iterable[Tensor | Narrow], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x (..., in) times each weight (out, in) transposed, plus its bias; x is rounded once."""
     rows = narrow(x.reshape(-1, x.shape[-1]))
     found = (product(rows, narrow(one), x.dtype, bias) for one, bias in zip(weights, biases, strict=True))
     return tuple(one.view(*x.shape[:-1], -1) for one in found)
 
 
-def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def products_with(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    """`products` with weights that are rounded once, for several x."""
+    return partial(products, weights=[narrow(one) for one in weights], biases=biases)
+
+
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor | Narrow]) -> Tensor:
     """gradients (..., out) of several products of one x -> that of x (..., in)."""
     first, total = gradients[0], None
     for gradient, weight in zip(gradients, weights, strict=True):
-        part = product(narrow(gradient.reshape(-1, gradient.shape[-1])), narrow(weight.t()), first.dtype)
+        columns = narrow(weight if isinstance(weight, Narrow) else weight.t())
+        part = product(narrow(gradient.reshape(-1, gradient.shape[-1])), columns, first.dtype)
         total = part if total is None else total + part
     assert total is not None
     return total.view(*first.shape[:-1], -1)
@@ -110,6 +123,9 @@ def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def swiglu_linear_reference(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None
+) -> Tensor:  # fmt: skip
     """As kernels.swiglu.swiglu_linear_reference."""
-    return linear_reference(F.silu(gate) * up, weight, bias)
+    found: Tensor = (summed.linear if summed else linear_reference)(F.silu(gate) * up, weight, bias)
+    return found

@@ -4,12 +4,12 @@ Pipelines fill their bubbles with gradients of weights (Qi et al. 2023, arXiv:24
 `WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,72 @@ from meshwright.kernels.target import kind
 
 SAME, FP8 = "same", "fp8"
 """Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits (kernels.fp8)."""
+
+
+class Kept:
+    """What an autograd function needs for its backward pass, saved before its forward pass runs.
+
+    A function saves behind its own forward pass. Recomputation stops as soon as it has all that was saved: the last
+    product of a layer, and the sum over ranks behind it, would be repeated for nothing.
+    """
+
+    _node: Any = None
+
+    def __call__(self, *tensors: Tensor, changed: int) -> Sequence[Tensor]:
+        """Save tensors; the function is to be given the first ones, as many as are `changed`, as they come back."""
+        found: Sequence[Tensor] = _Keep.apply(self, changed, *tensors)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return found
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Once, in the function's backward pass."""
+        found: Sequence[Tensor] = self._node.saved_tensors
+        return found
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Kept, changed: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.others = len(tensors) - changed
+        kept._node = ctx
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *gradients, *[None] * ctx.others
+
+
+class SummedProduct(Protocol):
+    """A product x W^T + b whose result is a part of a sum; what it gives is the sum, or a slice of it."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., in) -> the sum."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without a gradient."""
+
+    def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum's gradient -> that of the part (..., out), and that of x (..., in)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainProduct:
+    """A sum of one part."""
+
+    form: str = SAME
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As kernels.linear."""
+        return linear(x, weight, bias, self.form)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As kernels.linear's."""
+        return products(x, (weight,), (bias,), self.form)[0]
+
+    def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient itself, and its product."""
+        return gradient, input_gradient((gradient,), (weight,), self.form)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -184,6 +250,14 @@ def products(
     wide = x.float()
     found = linears_reference(wide, [w.float() for w in weights], [None if b is None else b.float() for b in biases])
     return tuple(product.to(x.dtype) for product in found)
+
+
+def products_of_pieces(
+    pieces: Iterable[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
+) -> Iterator[tuple[Tensor, ...]]:
+    """`products` of one x after the other; what a form makes of the weights is made once."""
+    multiply = fp8.products_with(weights, biases) if form == FP8 else partial(products, weights=weights, biases=biases)
+    return map(multiply, pieces)
 
 
 def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str = SAME) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import (
     SAME,
+    Kept,
+    PlainProduct,
+    SummedProduct,
     as_leaf,
-    input_gradient,
     is_left,
-    linear,
     linear_reference,
     needs_wide,
-    products,
     weight_product,
 )
 
@@ -56,9 +56,12 @@ def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
     return result
 
 
-def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def swiglu_linear_reference(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None
+) -> Tensor:
     """The second half of a gated MLP: (silu(gate) * up) W^T + b; gate, up (..., F), weight (D, F), bias (D,)."""
-    return linear_reference(swiglu_reference(gate, up), weight, bias)
+    product = summed.linear if summed else linear_reference
+    return product(swiglu_reference(gate, up), weight, bias)
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -66,17 +69,19 @@ class _SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool, form: str
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.form = as_leaf(weight), bias is not None, in_triton, form
-        return products(_product(gate, up, in_triton), (weight,), (bias,), form)[0]
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool,
+        summed: SummedProduct, kept: Kept,
+    ) -> Tensor:  # fmt: skip
+        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.summed, ctx.kept = (
+            as_leaf(weight), bias is not None, in_triton, summed, kept,
+        )  # fmt: skip
+        return summed.product(_product(gate, up, in_triton), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = input_gradient((flat,), (weight,), ctx.form).view_as(gate)
+        gate, up, weight = ctx.kept.tensors
+        part, inner = ctx.summed.gradient(gradient, weight)
+        flat = part.reshape(-1, part.shape[-1])
         of_inner = _fused_gradients if ctx.in_triton else _inner_gradients
         gradients = of_inner(inner, gate, up, ctx.needs_input_grad[2])
         again = next(gradients)
@@ -86,7 +91,7 @@ class _SwigluLinear(torch.autograd.Function):
             weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
-        return *gradients, weight_gradient, bias_gradient, None, None
+        return *gradients, weight_gradient, bias_gradient, None, None, None
 
 
 def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
@@ -118,13 +123,17 @@ def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
 
 
 def swiglu_linear(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, prefer: str = "auto", form: str = SAME
-) -> Tensor:
-    """As the reference; nothing of the size of the product is saved."""
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None,
+    prefer: str = "auto", form: str = SAME,
+) -> Tensor:  # fmt: skip
+    """As the reference; nothing of the size of the product is saved. `form`: of a product that is not `summed`."""
+    summed = summed or PlainProduct(form)
     if torch.compiler.is_compiling() or needs_wide(gate):
-        return linear(swiglu(gate, up, prefer), weight, bias, form)
+        return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    kept = Kept()
+    gate, up = kept(gate, up, weight, changed=2)
+    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, summed, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
 

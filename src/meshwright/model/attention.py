@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.model.kv_cache import Past
-from meshwright.model.linear import Linear, read
+from meshwright.model.linear import Linear, read, write
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
 from meshwright.model.seams import Seams
@@ -44,7 +44,7 @@ class AttentionBase(nn.Module):
             out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
         else:
             out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
-        return self.seams.dense.leave(self.o(out.flatten(2)))
+        return write(self.seams.dense, out.flatten(2), self.o)
 
 
 class Attention(AttentionBase):

@@ -54,7 +54,7 @@ class Head(Linear):
         return super().forward(x) if use is None else use(x, self.weight)
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
     put in its place, or something hangs on its call."""
     return _is_ours(layer) and layer.form is None
@@ -77,6 +77,13 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
     return products(border.read or ours[0].kernels.linears, x, ours)
+
+
+def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
+    """What the last layer of a part gives to the residual stream."""
+    if border.write is None or not is_plain(layer):
+        return border.leave(layer(x))
+    return border.write.linear(x, layer.weight, layer.local_bias)
 
 
 def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:

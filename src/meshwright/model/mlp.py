@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.linear import Linear, is_plain, read
+from meshwright.model.linear import Linear, is_plain, read, write
 from meshwright.model.seams import Border
 from meshwright.spec.shape import ModelShape
 
@@ -21,11 +21,11 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
         gate, up = read(self.border, x, self.gate, self.up)
-        if is_plain(self.down):
-            down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias)
-        else:
-            down = self.down(self.kernels.swiglu(gate, up))
-        return self.border.leave(down)
+        if not is_plain(self.down):
+            return self.border.leave(self.down(self.kernels.swiglu(gate, up)))
+        summed = self.border.write
+        down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias, summed)
+        return down if summed else self.border.leave(down)
 
 
 class PlainMLP(nn.Module):
@@ -40,7 +40,7 @@ class PlainMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
         (up,) = read(self.border, x, self.up)
-        return self.border.leave(self.down(self.kernels.gelu(up, self.approximate)))
+        return write(self.border, self.kernels.gelu(up, self.approximate), self.down)
 
 
 def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> nn.Module:

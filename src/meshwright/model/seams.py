@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask, causal_mask
+from meshwright.kernels.linear import SummedProduct
 
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
 """What runs a block, which is its first argument; the others and the results are those of Block.compute."""
@@ -55,6 +56,8 @@ class Border:
     """(B, S, D) of the residual stream -> what the part reads, where it does not begin with products."""
     leave: Callable[[Tensor], Tensor] = same
     """What the part gives -> (B, S, D) of the residual stream."""
+    write: SummedProduct | None = None
+    """The product with the part's last matrix and `leave` in one, where that is better than one after the other."""
 
 
 @dataclass(slots=True, kw_only=True)

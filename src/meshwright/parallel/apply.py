@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,16 +12,17 @@ from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, is_compiled
+from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, prepare
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import block_call, kept_attention
+from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
+from meshwright.parallel.sequence import SequenceSlices
 from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.boxes import Box, boxes
@@ -127,7 +129,10 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
     """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout = mesh.layout
     if layout.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"], sp=layout.sp, own_tokens_in_experts=layout.ep > 1)
+        slices = SequenceSlices(
+            mesh["tp"], layout.sp, partial(layout.tp_pieces, hidden=model.shape.hidden, device=device.type)
+        )
+        apply_tensor_parallel(model, slices, own_tokens_in_experts=layout.ep > 1)
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], layout)
     apply_expert_parallel(model, mesh["ep"])
@@ -157,9 +162,16 @@ def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
 
 
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
-    """Recomputation around each block's arithmetic, then compilation of both; hooks of the block stay outside."""
+    """Recomputation around the arithmetic of the stage's first blocks, of as many as the layout says, then compilation
+    of both; hooks of the block stay outside. The pass back begins with the last blocks: what they keep is gone before
+    anything is made again, so that the two never stand beside each other."""
     compiled = is_compiled(layout, device)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"
-    model.seams.call = compiled_call(model, layout.recompute) if compiled else block_call(layout.recompute)
+    make = compiled_call if compiled else block_call
+    if compiled:
+        prepare(model)
+    first = model.blocks[: layout.recomputed(len(model.blocks))]
+    call = make(layout.recompute)
+    model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call

@@ -8,7 +8,8 @@
     dW     gradient^T x
            wait for dX
 
-so that the backward pass's collectives run beside products. What is kept of x is its slice with sp: an activation of
+so that the backward pass's collectives run beside products. Forward a sequence is gathered in pieces (sequence.py): one
+is multiplied while the next is under way. What is kept of x is its slice with sp: an activation of
 S / t positions like all others between the blocks (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 """
 
@@ -19,17 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear import SAME, as_leaf, in_halves, input_gradient, parameter_gradients, products
+from meshwright.kernels.linear import (
+    SAME,
+    Leaf,
+    as_leaf,
+    in_halves,
+    input_gradient,
+    parameter_gradients,
+    products,
+    products_of_pieces,
+)
 from meshwright.parallel.group import Group, Pending, numbered
-from meshwright.parallel.operators import SEQUENCE, resized
+from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelProducts:
     """What takes the place of kernels.linears at a border of a model (model.seams.Border.read)."""
 
-    group: Group
-    sp: bool
+    slices: SequenceSlices
     form: str = SAME
     """Of kernels.linear."""
 
@@ -38,7 +47,8 @@ class ColumnParallelProducts:
         if torch.compiler.is_compiling():
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
-            return tuple(columns(x, list(weights), present, biased, self.group.number, self.sp, self.form))
+            numbers = self.slices.group.number, self.slices.sp, self.slices.of_slice(x)
+            return tuple(columns(x, list(weights), present, biased, *numbers, self.form))
         found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
@@ -51,56 +61,69 @@ class _Columns(torch.autograd.Function):
         weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.leaves = columns, tuple(map(as_leaf, weights))
-        whole = columns.group.all_gather(x, SEQUENCE) if columns.sp else x
-        return products(whole, weights, biases, columns.form)
+        slices = columns.slices
+        return _products(x, weights, biases, slices.group, slices.sp, slices.of_slice(x), columns.form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        found = _gradients(ctx, x, weights, gradients, ctx.columns)
+        slices, form = ctx.columns.slices, ctx.columns.form
+        found = _gradients(ctx, x, weights, gradients, slices.group, slices.sp, slices.of_slice(x), form)
         return found[0], None, *found[1:]
 
 
+def _products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group, sp: bool, pieces: int,
+    form: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of each piece of the sequence, while the next is gathered; then put together."""
+    if not sp:
+        return products(x, weights, biases, form)
+    gathered = (piece.contiguous() for piece in Gathering(group, x, pieces).pieces())
+    made = list(products_of_pieces(gathered, weights, biases, form))
+    return made[0] if pieces == 1 else tuple(torch.cat(parts, SEQUENCE) for parts in zip(*made, strict=True))
+
+
 def _gradients(
-    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], columns: ColumnParallelProducts
-) -> list[Tensor | None]:
+    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int,
+    form: str,
+) -> list[Tensor | None]:  # fmt: skip
     """Of x, of each weight, of each bias; `ctx` says which are wanted, x first and the parameters last, and which
     weights may be left for later."""
-    group, sp = columns.group, columns.sp
-    whole = total = None
-    if any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)]):
-        whole = group.start_all_gather(x, SEQUENCE) if sp else Pending(x)
+    total: Scattering | Pending | None = None
+    weighed = any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)])
+    gathering = Gathering(group, x, pieces) if sp and weighed else None
     if ctx.needs_input_grad[0]:
-        part = input_gradient(gradients, weights, columns.form)
-        total = group.start_reduce_scatter(part, SEQUENCE) if sp else group.start_all_reduce(part)
-    rows = None if whole is None else whole.wait()
+        part = input_gradient(gradients, weights, form)
+        total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
+    rows = gathering.whole() if gathering else x if weighed else None
     found = list(parameter_gradients(ctx, rows, gradients, weights))
     return [None if total is None else total.wait(), *found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What an operator knows of an autograd function's context: nothing is left for later."""
+class Wanted:
+    """What an operator knows of an autograd function's context, of which nothing is left for later."""
 
     needs_input_grad: Sequence[bool]
-    leaves: Sequence[None]
+    leaves: Sequence[Leaf | None]
 
 
 @torch.library.custom_op("meshwright::columns", mutates_args=())
 def columns(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    form: str,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`."""
     given = iter(biases)
     every = [next(given) if has else None for has in biased]
-    return list(products(numbered(group).all_gather(x, SEQUENCE) if sp else x, weights, every, form))
+    return list(_products(x, weights, every, numbered(group), sp, pieces, form))
 
 
 @columns.register_fake
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    form: str,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
@@ -109,28 +132,25 @@ def _(
 @torch.library.custom_op("meshwright::columns_backward", mutates_args=())
 def columns_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    form: str,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
-    ctx = _Wanted(wanted, [None] * len(weights))
-    return [
-        found
-        for found in _gradients(ctx, x, weights, gradients, ColumnParallelProducts(numbered(group), sp, form))
-        if found is not None
-    ]
+    ctx = Wanted(wanted, [None] * len(weights))
+    every = _gradients(ctx, x, weights, gradients, numbered(group), sp, pieces, form)
+    return [found for found in every if found is not None]
 
 
 @columns_backward.register_fake
 def _(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    form: str,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
     return [one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.form = inputs
+    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
     ctx.save_for_backward(x, *weights)
 
 
@@ -139,10 +159,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
     given = iter(of_biases)
     wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
-    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.form))
+    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form))
     every = [next(found) if wants else None for wants in wanted]
     biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
-    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None
+    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None, None
 
 
 columns.register_autograd(_backward, setup_context=_setup)

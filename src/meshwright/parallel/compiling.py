@@ -61,8 +61,16 @@ def compile_notes(layout: Layout, device: torch.device) -> list[str]:
     return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
 
 
-def compiled_call(model: Transformer, recompute: str) -> BlockCall:
-    """What calls the blocks of a model that is to be compiled.
+def prepare(model: Transformer) -> None:
+    """Leave alone what must not be compiled with the blocks."""
+    torch_compile.raise_recompile_limit(VARIANTS)
+    torch_compile.when_recompile_limit_is_hit(_say_limit)
+    # Experts take runs of rows whose lengths would become constants of the code: every step would compile anew.
+    model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
+
+
+def compiled_call(recompute: str) -> BlockCall:
+    """What calls the blocks of a model that is to be compiled, and prepared for it.
 
     Dense blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees
     any more, selective would keep nothing. Routed ones cannot be, since the compiler does not recompute a part that it
@@ -71,10 +79,6 @@ def compiled_call(model: Transformer, recompute: str) -> BlockCall:
     attention; of routed ones they are `none` and `full`. With a cache every token has another length and would be
     compiled anew: generation stays as it is.
     """
-    torch_compile.raise_recompile_limit(VARIANTS)
-    torch_compile.when_recompile_limit_is_hit(_say_limit)
-    # Experts take runs of rows whose lengths would become constants of the code: every step would compile anew.
-    model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
     dense = torch.compile(block_call(recompute, compiled=True), dynamic=False)
     routed = block_call(around, torch.compile(compute, dynamic=False))

@@ -60,33 +60,43 @@ class Group:
         return self.start_all_gather(x, dim, goes_on=False).wait()
 
     @takes("buffers")
-    def start_all_gather(self, x: Tensor, dim: int = 0, *, goes_on: bool = True) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait()."""
+    def start_all_gather(
+        self, x: Tensor, dim: int = 0, *, goes_on: bool = True, into: Tensor | None = None
+    ) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait(). `into`: where the result is put."""
         if self.size == 1:
-            return Pending(x)
+            return Pending(x if into is None else into.copy_(x))
         self.tell_all_gather(x)
         x = x.contiguous()
-        whole = x.new_empty(self.size, *x.shape)
+        lies_so = prod(x.shape[:dim]) == 1  # in memory as it should: no copy
+        whole = x.new_empty(self.size, *x.shape) if into is None or not lies_so else into
         work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, goes_on)
-        if prod(x.shape[:dim]) == 1:  # lies in memory as it should: no copy
+        if lies_so:
             return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work, sent=x)
-        return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim), x)
+        if into is None:
+            return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim), x)
+        parts = into.unflatten(dim, (self.size, -1)).movedim(dim, 0)
+        return Pending(whole, work, lambda found: (parts.copy_(found), into)[1], x)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
         return self.start_reduce_scatter(x, dim, goes_on=False).wait()
 
     @takes("buffers")
-    def start_reduce_scatter(self, x: Tensor, dim: int = 0, *, goes_on: bool = True) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait()."""
+    def start_reduce_scatter(
+        self, x: Tensor, dim: int = 0, *, goes_on: bool = True, into: Tensor | None = None
+    ) -> "Pending":
+        """The same while the caller goes on; x must not be changed before wait(). `into`: where the result is put."""
         if self.size == 1:
-            return Pending(x)
+            return Pending(x if into is None else into.copy_(x))
         self.tell_reduce_scatter(x)
         copies = prod(x.shape[:dim]) > 1
         pieces = torch.stack(x.chunk(self.size, dim)) if copies else x.contiguous()
-        part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
+        part = into
+        if part is None or not part.is_contiguous():
+            part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
-        return Pending(part, work, sent=pieces)
+        return Pending(part, work, None if part is into or into is None else into.copy_, pieces)
 
     @takes("buffers")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -8,57 +8,49 @@ Every rank of a group compiles the same block, and its collectives depend on one
 call them in one order. Inputs of an operator stay as they are, and its results are new tensors.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.parallel.group import numbered
-
-SEQUENCE = 1
-"""The dim of x (B, S, D) that sp splits."""
+from meshwright.parallel.sequence import gather, resized, scatter
 
 
 @torch.library.custom_op("meshwright::enter", mutates_args=())
-def enter(x: Tensor, group: int, sp: bool) -> Tensor:
+def enter(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
     """As tensor.enter: f, or g with sp."""
-    return numbered(group).all_gather(x, SEQUENCE) if sp else x.clone(memory_format=torch.contiguous_format)
+    return gather(numbered(group), x, pieces) if sp else x.clone(memory_format=torch.contiguous_format)
 
 
 @enter.register_fake
-def _(x: Tensor, group: int, sp: bool) -> Tensor:
+def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
     return x.new_empty(resized(x.shape, numbered(group).size if sp else 1, 1))
 
 
 @torch.library.custom_op("meshwright::leave", mutates_args=())
-def leave(x: Tensor, group: int, sp: bool) -> Tensor:
+def leave(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
     """As tensor.leave: f*, or g* with sp."""
     found = numbered(group)
-    return found.reduce_scatter(x, SEQUENCE) if sp else found.all_reduce(x.clone(memory_format=torch.contiguous_format))
+    return scatter(found, x, pieces) if sp else found.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
 @leave.register_fake
-def _(x: Tensor, group: int, sp: bool) -> Tensor:
+def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
     return x.new_empty(resized(x.shape, 1, numbered(group).size if sp else 1))
 
 
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.group, ctx.sp = inputs
+    _, ctx.group, ctx.sp, ctx.pieces = inputs
 
 
-def _enter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return leave(gradient, ctx.group, ctx.sp), None, None
+def _enter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return leave(gradient, ctx.group, ctx.sp, ctx.pieces), None, None, None
 
 
-def _leave_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return enter(gradient, ctx.group, True) if ctx.sp else gradient, None, None
+def _leave_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return enter(gradient, ctx.group, True, ctx.pieces) if ctx.sp else gradient, None, None, None
 
 
 enter.register_autograd(_enter_backward, setup_context=_keep_group)
 leave.register_autograd(_leave_backward, setup_context=_keep_group)
-
-
-def resized(shape: Sequence[int], times: int, over: int) -> tuple[int, ...]:
-    """The shape with the sequence so many times as long, and cut in so many parts."""
-    return (*shape[:SEQUENCE], shape[SEQUENCE] * times // over, *shape[SEQUENCE + 1 :])

@@ -7,7 +7,7 @@ norms, the rotation and the activation again. norms: keep all but what norms mak
 loss and gradients keep every bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -27,12 +27,13 @@ from meshwright.model.transformer import Block
 from meshwright.parallel import column_parallel as column_parallel  # registers its operator
 from meshwright.parallel import operators as operators
 from meshwright.parallel import ring as ring
+from meshwright.parallel import row_parallel as row_parallel
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
     if hasattr(torch.ops.aten, name)
-) | {torch.ops.meshwright.columns.default}
+) | {torch.ops.meshwright.columns.default, torch.ops.meshwright.rows.default}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 
@@ -195,6 +196,16 @@ def kept_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _call_but_attention(block: Block, *given: Any, inner: BlockCall) -> tuple[Tensor, Tensor | None]:
     return _call(block, *given, inner=_KeptAttention(inner), contexts=None)
+
+
+def on_some(blocks: Collection[nn.Module], call: BlockCall, others: BlockCall) -> BlockCall:
+    """These blocks by one call, the others by another."""
+    some = frozenset(blocks)
+
+    def run(block: Block, *given: Any) -> tuple[Tensor, Tensor | None]:
+        return (call if block in some else others)(block, *given)
+
+    return run
 
 
 KEPT = {

@@ -27,7 +27,8 @@ from meshwright.model.linear import Linear
 from meshwright.parallel import operators
 from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group
-from meshwright.parallel.operators import SEQUENCE
+from meshwright.parallel.row_parallel import RowParallelProducts
+from meshwright.parallel.sequence import SequenceSlices, gather, scatter
 from meshwright.spec.boxes import share
 
 SUMMED = ("o", "down")
@@ -38,66 +39,67 @@ class _Enter(torch.autograd.Function):
     """f, or g with sp: (B, S or S/tp, D) -> (B, S, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sp: bool) -> Tensor:
-        ctx.group, ctx.sp = group, sp
-        return group.all_gather(x, SEQUENCE) if sp else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: Group, sp: bool, pieces: int) -> Tensor:
+        ctx.group, ctx.sp, ctx.pieces = group, sp, pieces
+        return gather(group, x, pieces) if sp else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         group = ctx.group
-        found = group.reduce_scatter(gradient, SEQUENCE) if ctx.sp else group.all_reduce(gradient.clone())
-        return found, None, None
+        found = scatter(group, gradient, ctx.pieces) if ctx.sp else group.all_reduce(gradient.clone())
+        return found, None, None, None
 
 
 class _Leave(torch.autograd.Function):
     """f*, or g* with sp: each rank's part of a sum (B, S, D) -> the sum (B, S or S/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sp: bool) -> Tensor:
-        ctx.group, ctx.sp = group, sp
-        return group.reduce_scatter(x, SEQUENCE) if sp else group.all_reduce(x.clone())
+    def forward(ctx: Any, x: Tensor, group: Group, sp: bool, pieces: int) -> Tensor:
+        ctx.group, ctx.sp, ctx.pieces = group, sp, pieces
+        return scatter(group, x, pieces) if sp else group.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (ctx.group.all_gather(gradient, SEQUENCE) if ctx.sp else gradient), None, None
+        return (gather(ctx.group, gradient, ctx.pieces) if ctx.sp else gradient), None, None, None
 
 
-def enter(x: Tensor, group: Group, sp: bool) -> Tensor:
+def enter(x: Tensor, slices: SequenceSlices) -> Tensor:
     """Before a product whose matrix is split by rows (outputs)."""
     if torch.compiler.is_compiling():
-        traced: Tensor = operators.enter(x, group.number, sp)
+        traced: Tensor = operators.enter(x, slices.group.number, slices.sp, slices.of_slice(x))
         return traced
-    found: Tensor = _Enter.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    found: Tensor = _Enter.apply(x, slices.group, slices.sp, slices.of_slice(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
-def leave(x: Tensor, group: Group, sp: bool) -> Tensor:
+def leave(x: Tensor, slices: SequenceSlices) -> Tensor:
     """After a product whose matrix is split by columns (inputs)."""
     if torch.compiler.is_compiling():
-        traced: Tensor = operators.leave(x, group.number, sp)
+        traced: Tensor = operators.leave(x, slices.group.number, slices.sp, slices.of_whole(x))
         return traced
-    found: Tensor = _Leave.apply(x, group, sp)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    found: Tensor = _Leave.apply(x, slices.group, slices.sp, slices.of_whole(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
-def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tokens_in_experts: bool) -> None:
+def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tokens_in_experts: bool) -> None:
     """Give the seams of a model, whose parameters are this rank's boxes, the collectives.
 
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
-    seams, enters, leaves = model.seams, partial(enter, group=group, sp=sp), partial(leave, group=group, sp=sp)
-    seams.dense.read, seams.dense.leave = ColumnParallelProducts(group, sp, model.products).linears, leaves
-    if own_tokens_in_experts:
-        seams.shared.read, seams.shared.leave = seams.dense.read, leaves
-    else:
+    seams, group = model.seams, slices.group
+    enters, leaves = partial(enter, slices=slices), partial(leave, slices=slices)
+    for border in (seams.dense, *([seams.shared] if own_tokens_in_experts else [])):
+        border.read, border.leave = ColumnParallelProducts(slices, model.products).linears, leaves
+        border.write = RowParallelProducts(slices, model.products)
+    if not own_tokens_in_experts:
         seams.routed.enter, seams.routed.leave = enters, leaves
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
             module.adds_bias = group.index == 0
     first, number = share(model.shape.vocab, group.size, group.index)
-    seams.look_up = partial(_look_up, first=first, number=number, group=group, sp=sp)
-    if sp:
-        seams.positions = lambda positions: positions.chunk(group.size, 1)[group.index]
+    seams.look_up = partial(_look_up, first=first, number=number, slices=slices)
+    if slices.sp:
+        seams.positions = slices.mine
     seams.enter_head = enters
     vocabulary = vocabulary_of(group, model.shape.vocab)
     prefer = model.kernels.prefer
@@ -105,12 +107,12 @@ def apply_tensor_parallel(model: Transformer, group: Group, *, sp: bool, own_tok
     seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary, prefer=prefer)
 
 
-def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, group: Group, sp: bool) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, slices: SequenceSlices) -> Tensor:
     """A rank looks up the tokens of its rows, others give zero; the sum is the embedding."""
     local = tokens - first
     outside = (local < 0) | (local >= number)
     rows = nn.functional.embedding(local.masked_fill(outside, 0), weight)
-    return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), group, sp)
+    return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), slices)
 
 
 def vocabulary_of(group: Group, vocab: int) -> Vocabulary:

@@ -159,6 +159,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "activation_checkpointing": "recompute",
         "gradient_checkpointing": "recompute",
         "recompute_activations": "recompute",
+        "recompute_num_layers": "recompute_layers",
         "torch_compile": "compile",
         "zigzag": "context_split",
     },

@@ -43,7 +43,8 @@ def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
         words.append(layout.schedule + (f" vp={layout.vp}" if layout.vp > 1 else ""))
     if layout.ep > 1 or (model is not None and model.moe is not None):
         words.append(f"ep={layout.ep}")
-    return " ".join((*words, f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"))
+    words += [f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"]
+    return " ".join((*words, *([f"recompute_layers={n}"] if (n := layout.recompute_layers) else [])))
 
 
 def words_of(plan: Plan) -> str:

@@ -32,10 +32,11 @@ class TokenFlop:
         """Forward and backward, nothing recomputed: what MFU counts."""
         return 3 * self.forward
 
-    def hardware(self, recompute: str) -> float:
-        """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core."""
+    def hardware(self, recompute: str, share: float = 1.0) -> float:
+        """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core.
+        `share`: of the layers, those that recompute."""
         layers = self.layers if recompute in ("full", "all-but-attention") else 0.0
-        return self.training + layers + (self.attention if recompute in ("full", "selective") else 0.0)
+        return self.training + share * (layers + (self.attention if recompute in ("full", "selective") else 0.0))
 
 
 def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:

@@ -14,6 +14,13 @@ Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
+PIECED = 2**25
+"""Elements of a sequence's hidden states from which on sending half of them takes longer than starting another
+collective."""
+NEAR = 8
+"""Ranks that lie in one node: between nodes starting a collective takes longer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a step is laid over devices. Every degree is declared here; 1 = not used."""
@@ -36,6 +43,9 @@ class Layout:
     """ZeRO stage over dp_shard: 1 shards optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
     sp: bool = False
     """Sequence-sharded norms and dropout between TP blocks."""
+    tp_chunks: int = 0
+    """Pieces in which sequences pass the products of TP blocks, so that the collectives of one run beside the products
+    of the next; 0 = 2 on a GPU, from 2**25 elements of hidden states on and for at most 8 ranks; else 1."""
     context: Literal["ring", "all-gather"] = "ring"
     """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
@@ -50,6 +60,8 @@ class Layout:
     recompute: Recompute = "none"
     """What the backward pass makes again. norms: what norms make; selective: all but matrix products (attention,
     norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
+    recompute_layers: int = 0
+    """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
@@ -64,8 +76,12 @@ class Layout:
                 raise IllegalLayout(f"layout.{field}={getattr(self, field)} must be at least 1")
         if any(number < 1 for number in self.stages):
             raise IllegalLayout(f"layout.stages={list(self.stages)}: each stage has at least 1 layer")
+        if self.tp_chunks < 0:
+            raise IllegalLayout(f"layout.tp_chunks={self.tp_chunks} must be 0 (chosen by the sequence) or more")
         if self.micro_batch < 0:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
+        if self.recompute_layers < 0:
+            raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
         for field, words in WORDS.items():
             if getattr(self, field) not in words:
                 raise IllegalLayout(
@@ -81,6 +97,12 @@ class Layout:
     def world(self) -> int:
         """Number of ranks. ep is not a factor: it borrows ranks from dp_shard x cp x tp."""
         return self.dp * self.cp * self.tp * self.pp
+
+    def recomputed(self, layers: int) -> int:
+        """How many of a stage's so many layers recompute: its first ones."""
+        if self.recompute == "none":
+            return 0
+        return min(layers, self.recompute_layers or layers)
 
     def saves_behind(self, device: str) -> bool:
         """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would
@@ -99,6 +121,14 @@ class Layout:
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
             raise IllegalLayout(self._batch_sentence(global_batch))
         return per_rank // size
+
+    def tp_pieces(self, positions: int, hidden: int, device: str) -> int:
+        """In how many pieces the positions of a rank's sequences pass tensor-parallel products on a kind of device.
+        Pieces are equal, and with sp each rank has an equal part of each; where that cannot be, it is one."""
+        if self.tp == 1:
+            return 1
+        pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
+        return 1 if positions % (pieces * (self.tp if self.sp else 1)) else pieces
 
     @property
     def sequence_parts(self) -> int:

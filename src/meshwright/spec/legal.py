@@ -20,6 +20,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_pipeline(shape, recipe, layout),
         *_expert(shape, layout),
         *_data(layout),
+        *_recomputation(layout),
         *_randomness(recipe, layout),
         *_narrow_products(shape, recipe, layout),
     ]
@@ -59,6 +60,13 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"layout.sp=true cuts a rank's {local} positions into layout.tp={tp} equal parts: "
             f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}{instead}"
         )
+    if layout.tp_chunks > 1:
+        parts = layout.tp_chunks * (tp if layout.sp else 1)
+        if tp == 1:
+            yield f"layout.tp_chunks={layout.tp_chunks} cuts what tp ranks exchange, and layout.tp=1: leave it out"
+        elif local % parts:
+            cut = f"layout.tp_chunks={layout.tp_chunks} cuts a rank's {local} positions into {parts} equal parts"
+            yield f"{cut}: leave it out"
 
 
 def _deals_key_heads(shape: ModelShape, tp: int) -> bool:
@@ -224,6 +232,14 @@ def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
                     "recipe.products=same"
                 )
                 return
+
+
+def _recomputation(layout: Layout) -> Iterator[str]:
+    if layout.recompute_layers and layout.recompute == "none":
+        yield (
+            f"layout.recompute_layers={layout.recompute_layers} says how many layers recompute, and "
+            "layout.recompute=none is nothing to do: take layout.recompute=full or layout.recompute_layers=0"
+        )
 
 
 def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -7,6 +7,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
+from meshwright.spec.places import layers_of_stages
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
@@ -87,6 +88,12 @@ class Plan:
     def micro_batches(self) -> int:
         """The most forward passes that one rank makes in a step (gradient accumulation, the batch ramp included)."""
         return max(map(self.layout.micro_batches, self.recipe.global_batches))
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the layers, those that recompute."""
+        sizes = [len(layers) for layers in layers_of_stages(self.model.layers, self.layout)]
+        return sum(map(self.layout.recomputed, sizes)) / sum(sizes)
 
     def copies_state(self, device: str) -> bool:
         """Whether a program on a kind of device (cpu, cuda) keeps a copy of the state in host memory, from which a

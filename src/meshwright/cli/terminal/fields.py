@@ -55,7 +55,8 @@ def layout_line(layout: Layout) -> str:
         if (degree := getattr(layout, axis)) > 1
     ]
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
-    recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}"
+    some = f" ({many(layout.recompute_layers, 'layer')} of a stage)" if layout.recompute_layers else ""
+    recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}{some}"
     return f"{many(layout.world, 'rank')} = {' x '.join(parts)}{experts}, zero {layout.zero}{recompute}"
 
 

@@ -147,10 +147,11 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
     for one, vps in rows:
         memory = f"{_number(one.peak_bytes, one.peak_bytes)} {_unit(one.peak_bytes)}"
         idle = f"{one.time.bubble_s / one.step_s:7.1%}  " if bubble else ""
-        lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} "
         mark = "!" if is_tight(one) else " "
-        note = f" ({_same_speed(vps)})" if vps else ""
-        yield from marked(wrapped(explain.words_of(one.plan) + note, columns, f"{lead}{mark}  {idle}"), "!", "yellow")
+        lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} {mark}  {idle}"
+        words = explain.words_of(one.plan) + (f" ({_same_speed(vps)})" if vps else "")
+        below = " " * min(len(lead), columns - max(map(len, words.split())))
+        yield from marked(wrapped(words, columns, lead, below), "!", "yellow")
     if any(is_tight(one) for one, _ in rows):
         room = short_gib(usable_bytes(rows[0][0].plan))
         yield from _marked(f"leaves less than {FREE:.0%} of the {room} free; the planner errs by several percent.")

@@ -40,6 +40,10 @@ def plan(
         float,
         typer.Option("--price", metavar="NUMBER", help="Price per device-hour; with --tokens, prints the total cost."),
     ] = 0.0,
+    memory: Annotated[
+        float | None,
+        typer.Option("--memory", metavar="GIB", help="So much of each device may be taken. [default: all of it]"),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
     ] = None,
@@ -66,7 +70,7 @@ def plan(
     try:
         answer = planning.plan(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tokens=tokens, price=price,
-            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1),
+            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
         )  # fmt: skip
     except DoesNotFit as error:
         if json and error.document:

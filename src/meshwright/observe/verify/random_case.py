@@ -66,10 +66,13 @@ def _layout(random: Random, processes: int) -> Settings:
         world //= factor
     found: Settings = dict(degrees)
     found["sp"] = degrees["tp"] > 1 and _often(random, 0.5)
+    found["tp_chunks"] = random.choice((0, 2, 3)) if degrees["tp"] > 1 else 0
     found["zero"] = random.randrange(4) if degrees["dp_shard"] * degrees["cp"] > 1 else 0
     found["context"] = random.choice(("ring", "all-gather"))
     found["context_split"] = random.choice(("zigzag", "zigzag", "striped", "chunks"))
     found["recompute"] = random.choice(("none", *RECOMPUTE))
+    if found["recompute"] != "none" and _often(random, 0.4):
+        found["recompute_layers"] = random.randint(1, 3)
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         found["schedule"] = random.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"))
@@ -179,7 +182,7 @@ def _pipeline(random: Random, settings: Settings) -> Settings:
 def _recipe(random: Random, settings: Settings) -> Settings:
     dp, pp = settings["dp_replicate"] * settings["dp_shard"], settings["pp"]
     chunks = settings["cp"] * (2 if settings["cp"] > 1 and settings["context_split"] == "zigzag" else 1)
-    unit = chunks * (settings["tp"] if settings["sp"] else 1)
+    unit = chunks * (settings["tp"] if settings["sp"] else 1) * max(1, settings["tp_chunks"])
     rows = random.choice((1, 1, 2))
     passes = random.randint(pp, 3 * pp) if pp > 1 else random.randint(1, 4)
     batch = dp * rows * max(1, min(passes, MOST_SEQUENCES // (dp * rows)))

@@ -42,6 +42,8 @@ class LayerWork:
     transient_bytes: float = 0.0
     backward: Backward = NOTHING
     logits: Logits = NONE
+    tail: int = 0
+    """Last operations that nothing is kept behind, so that recomputation ends before them."""
 
     @property
     def keeps_core(self) -> bool:
@@ -87,6 +89,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
+        tail=(2 if routed else 3) if of.stack.own else 0,  # the product, its sum over ranks, the residual
     )
 
 
@@ -199,7 +202,8 @@ def _attention(of: Local) -> Iterator[LayerOperation]:
         made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
     readers = [op for op in made if op.name in COLUMNS]
     enter = exchanges.enter(of, of.stack.column_inputs[0], readers=readers)
-    yield LayerOperation(name="enter attention", exchanges=enter)
+    put = exchanges.together(of, queries + keys_values) if of.sp else ()
+    yield LayerOperation(name="enter attention", forward=put, exchanges=enter)
     yield from made
     if shape.positions == "rope":
         passes = of.stack.rope_passes
@@ -207,8 +211,9 @@ def _attention(of: Local) -> Iterator[LayerOperation]:
         turned = (MemoryPass(2 * moved, launches),)
         yield LayerOperation(name="rope", forward=turned, inputs=turned, again=True)
     yield _core(of, queries, keys_values)
-    yield _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
-    yield LayerOperation(name="leave attention", exchanges=exchanges.leave(of))
+    written = _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
+    yield written
+    yield _leave(of, "leave attention", written)
 
 
 def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
@@ -259,11 +264,18 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
     shape = of.shape
     up = _linear(of, f"{name} up", tokens, shape.hidden, of.gates * ffn, shape.mlp_bias)
     enter = exchanges.enter(of, of.stack.column_inputs[1], readers=(up,)) if exchange else NO_EXCHANGES
-    yield LayerOperation(name=f"enter {name}", exchanges=enter)
+    put = exchanges.together(of, of.gates * ffn) if of.sp and exchange else ()
+    yield LayerOperation(name=f"enter {name}", forward=put, exchanges=enter)
     yield up
     yield _activation(of, name, tokens, ffn)
-    yield _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
-    yield LayerOperation(name=f"leave {name}", exchanges=exchanges.leave(of) if exchange else NO_EXCHANGES)
+    written = _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
+    yield written
+    yield _leave(of, f"leave {name}", written) if exchange else LayerOperation(name=f"leave {name}")
+
+
+def _leave(of: Local, name: str, written: LayerOperation) -> LayerOperation:
+    put = () if of.sp else exchanges.together(of, of.shape.hidden)
+    return LayerOperation(name=name, forward=put, exchanges=exchanges.leave(of, written))
 
 
 def _wide(op: LayerOperation) -> LayerOperation:

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost.work import NO_EXCHANGES, Exchange, Exchanges, LayerOperation
+from meshwright.planner.cost.work import (
+    NO_EXCHANGES,
+    Collective,
+    Exchange,
+    Exchanges,
+    LayerOperation,
+    MemoryPass,
+    Work,
+)
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -12,28 +20,45 @@ if TYPE_CHECKING:
 def enter(of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequence[LayerOperation] = ()) -> Exchanges:
     """f or g in front of column-split matrices. With sp the input is gathered again backward, but
     where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
-    beside the products of `readers` with their weights, and its gradient summed beside those of the weights, unless
-    a split backward pass leaves these for later. Compiled blocks leave none."""
+    beside the products of `readers`, forward piece by piece, and its gradient summed beside those of the weights,
+    unless a split backward pass leaves these for later. Compiled blocks leave none."""
     if of.tp == 1:
         return NO_EXCHANGES
     beside = readers if of.stack.own and not alone else ()
-    inner = tuple(work for op in beside for work in op.inputs)
+    products, inner = (tuple(work for op in beside for work in getattr(op, side)) for side in ("forward", "inputs"))
     after = tuple(work for op in beside for work in op.weights) if of.compiled or not of.splits else ()
     if not of.sp:
         return Exchanges((), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),))
-    again = (Exchange("tp", "all-gather", of.hidden_bytes, 1.0, inner),) if of.stack.regather and not alone else ()
-    summed = Exchange("tp", "reduce-scatter", of.hidden_bytes, 1.0, after)
-    return Exchanges((Exchange("tp", "all-gather", of.hidden_bytes),), (summed, *again))
+    again = (in_pieces(of, "all-gather", inner),) if of.stack.regather and not alone else ()
+    summed = in_pieces(of, "reduce-scatter", after)
+    return Exchanges((in_pieces(of, "all-gather", products, waits=True),), (summed, *again))
 
 
-def leave(of: "Local") -> Exchanges:
-    """f* or g* behind row-split matrices."""
+def leave(of: "Local", writer: LayerOperation | None = None) -> Exchanges:
+    """f* or g* behind row-split matrices; in this package's engine beside the product of the `writer`, piece by piece.
+    Backward the gradient is gathered likewise."""
     if of.tp == 1:
         return NO_EXCHANGES
+    forward, inputs = (writer.forward, writer.inputs) if writer and of.stack.own else ((), ())
     if not of.sp:
-        return Exchanges((Exchange("tp", "all-reduce", of.hidden_bytes),))
-    gathered = Exchange("tp", "all-gather", of.hidden_bytes)
-    return Exchanges((Exchange("tp", "reduce-scatter", of.hidden_bytes),), (gathered,))
+        whole = Exchange("tp", "all-reduce", of.hidden_bytes)
+        return Exchanges((in_pieces(of, "all-reduce", forward, waits=True) if writer else whole,))
+    gathered = in_pieces(of, "all-gather", inputs, waits=True)
+    return Exchanges((in_pieces(of, "reduce-scatter", forward, waits=True),), (gathered,))
+
+
+def in_pieces(of: "Local", collective: Collective, beside: tuple[Work, ...] = (), *, waits: bool = False) -> Exchange:
+    """Of the hidden states, a call for each piece of the sequence. `waits`: the work `beside` is of the same pieces,
+    each of which it must have, or makes."""
+    pieces = of.pieces if waits else 1
+    if waits and pieces == 1:
+        beside = ()
+    return Exchange("tp", collective, of.hidden_bytes / of.pieces, of.pieces, beside, pieces)
+
+
+def together(of: "Local", columns: float) -> tuple[Work, ...]:
+    """A pass over memory: what products made of pieces of a sequence, so many columns, is put together."""
+    return (MemoryPass(2 * of.tokens * columns * of.width),) if of.pieces > 1 else ()
 
 
 def ring(of: "Local", keys_values: float) -> Exchanges:

@@ -44,6 +44,8 @@ class Local:
 
     gpu: bool = False
     """Of a device whose kernels are those of a GPU."""
+    pieces: int = 1
+    """Of a sequence, in tensor-parallel products."""
 
     @property
     def repeats(self) -> bool:
@@ -112,4 +114,5 @@ def local(
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
         compiled=stack.own and layout.compile != "off",
         gpu=gpu,
+        pieces=layout.tp_pieces(sequence // layout.cp, shape.hidden, "cuda" if gpu else "cpu") if stack.own else 1,
     )

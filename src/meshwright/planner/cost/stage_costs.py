@@ -80,6 +80,16 @@ class MicroBatchCost(NamedTuple):
             logits=self.logits.plus(other.logits, times),
         )
 
+    def followed_by(self, other: "MicroBatchCost") -> "MicroBatchCost":
+        """The first layers of a stage, and those behind them: its backward pass begins inside those, when most is kept,
+        and comes to its last layer inside these."""
+        return self.plus(other)._replace(
+            mlp_bytes=other.mlp_bytes,
+            attention_bytes=other.attention_bytes,
+            after_bytes=other.after_bytes,
+            split_bytes=self.split_bytes,
+        )
+
 
 NO_COST = MicroBatchCost()
 
@@ -113,8 +123,15 @@ class BlockTime(NamedTuple):
     norms: tuple[float, float]
     core: tuple[float, float]
     """The attention core's forward pass, where it is kept."""
+    tail: tuple[float, float]
+    """Of the forward pass, what no recomputation repeats."""
     within_s: float = 0.0
     """Of weights_s: what no split pass leaves for later."""
+
+    @property
+    def repeated(self) -> tuple[float, float]:
+        """All that recomputation can repeat of the forward pass."""
+        return self.forward[0] - self.tail[0], self.forward[1] - self.tail[1]
 
 
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
@@ -137,6 +154,7 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         weights_s=passes.of_pass(block.operations, "weights")[0],
         again=(again[0] + called[2], again[1]),
         norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
+        tail=passes.of_pass(block.operations[len(block.operations) - block.tail :], "forward"),
         core=passes.of_pass(
             tuple(op for op in block.operations if op.name == "attention" and block.keeps_core), "forward"
         ),
@@ -158,7 +176,7 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
     """A block's passes and kept bytes, with what recomputation repeats."""
     again = {
         "none": (0.0, 0.0), "norms": time.norms, "selective": time.again,
-        "all-but-attention": (time.forward[0] - time.core[0], time.forward[1] - time.core[1]), "full": time.forward,
+        "all-but-attention": (time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]), "full": time.repeated,
     }[recompute]  # fmt: skip
     kept = block.kept_bytes(recompute)
     own = of.stack.own
@@ -227,7 +245,9 @@ class PassSeconds:
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
         took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
-        took = max(0.0, took - beside * sum(map(self.speeds.seconds, exchange.beside)))
+        others = 1 - 1 / exchange.pieces if exchange.pieces > 1 else 1.0
+        hidden = beside * others * sum(map(self.speeds.seconds, exchange.beside))
+        took = max(0.0 if exchange.pieces == 1 else took / exchange.pieces, took - hidden)
         return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
 
 
@@ -276,7 +296,7 @@ def costs(
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
     of this one are added."""
     shape = of.shape
-    inside = of.tp, of.sp, of.splits, of.compiled
+    inside = of.tp, of.sp, of.splits, of.compiled, of.pieces
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.routed_layers < shape.layers:
         keys["dense"] = of.batch, of.cp, *inside

@@ -16,15 +16,20 @@ class MemoryPass(NamedTuple):
 Work = Product | AttentionCore | MemoryPass
 
 
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
+
+
 class Exchange(NamedTuple):
     """A collective of a micro-batch: `size_bytes` is the whole tensor (what a rank has after a gather)."""
 
     axis: Literal["tp", "cp", "ep"]
-    collective: Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring"]
+    collective: Collective
     size_bytes: float
     times: float = 1.0
     beside: tuple[Work, ...] = ()
     """Work that runs while it is under way."""
+    pieces: int = 1
+    """Above 1: it is one of so many, each beside the part of that work which belongs to another piece."""
 
 
 class Exchanges(NamedTuple):

@@ -238,7 +238,8 @@ class Least:
     def family_s(self, family: RegionFamily) -> float:
         """No layout of the family takes less: work that is spread evenly, without a bubble."""
         shape, m = self.of.shape, self.m(family.micro_batch, self.batch)
-        costs = self.costs(family.micro_batch, family.recompute)
+        # of layers none of which need recompute, the least is that of none
+        costs = self.costs(family.micro_batch, "none" if self.base.recompute_layers else family.recompute)
         parts = (costs.embedding, 1), (costs.dense, self.dense), (costs.routed, shape.routed_layers), (costs.head, 1)
         pass_s = 0.0
         for part, times in parts:

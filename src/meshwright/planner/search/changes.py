@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.fewest_layers import fewest
+from meshwright.planner.search.ranking import Found, search, worst
 from meshwright.planner.search.regions import batches
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
@@ -49,7 +50,7 @@ def without(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
         alone = replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1)
         tries.append((alone if layout.cp == 1 else replace(layout, zero=0), "zero=0"))
     if layout.recompute != "none":
-        tries.append((replace(layout, recompute="none"), "recompute=none"))
+        tries.append((replace(layout, recompute="none", recompute_layers=0), "recompute=none"))
     yield from _legal(of, plan, tries)
 
 
@@ -93,9 +94,11 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
     tries: list[Layout] = []
-    for recompute in RECOMPUTE:
-        if RECOMPUTE.index(recompute) > RECOMPUTE.index(layout.recompute):
-            tries.append(replace(layout, recompute=recompute))
+    none_bytes = worst(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
+    for recompute in RECOMPUTE[max(1, RECOMPUTE.index(layout.recompute)) :]:
+        some = fewest(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
+        if some is not None and some != layout:
+            tries.append(some)
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
     while half:
         tries.append(replace(layout, micro_batch=half))

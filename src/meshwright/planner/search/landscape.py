@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from meshwright.planner.search.bounds import Least, families
-from meshwright.planner.search.regions import Region, RegionFamily
+from meshwright.planner.search.regions import Region, RegionFamily, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
@@ -65,7 +65,7 @@ class Front:
 
 def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
     """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
-    every = [(least, family) for least, family in families(of, plan, {})]
+    every = list(families(of, without_own(plan, {}), {}))
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.search.bounds import Least, Split, families
-from meshwright.planner.search.regions import Fixed, Region, RegionFamily
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
@@ -80,7 +80,7 @@ def search(
 
 class _Search:
     def __init__(self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float) -> None:
-        self.estimator, self.plan, self.fixed, self.listed = estimator, plan, fixed, listed
+        self.estimator, self.plan, self.fixed, self.listed = estimator, without_own(plan, fixed), fixed, listed
         self.room = share * usable_bytes(plan)
         self.found = Found()
         self.numbers = count()
@@ -100,7 +100,7 @@ class _Search:
             for bound_s, one in opened:
                 heappush(waiting, (bound_s, next(self.numbers), least, one))
         self.found.slower += sum(map(_layouts, waiting))
-        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=_rank)
+        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=rank)
         self.tell()
         return self.found
 
@@ -228,7 +228,7 @@ def _layouts(waiting: Waiting) -> int:
     return len(least.splits) * (len(what.pipelines) if isinstance(what, RegionFamily) else 1)
 
 
-def _rank(found: Prediction) -> tuple[float, int, float]:
+def rank(found: Prediction) -> tuple[float, int, float]:
     """The fastest first; of equal ones the simplest, then the smallest."""
     return float(f"{found.step_s:.7g}"), techniques(found.plan.layout), found.peak_bytes
 

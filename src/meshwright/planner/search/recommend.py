@@ -1,11 +1,13 @@
 """Which of the layouts that fit is recommended: the fastest that leaves some memory free.
 
 The planner errs by several percent, and fragmentation takes some. A run that ends out of memory after an hour costs
-more than a few percent of speed. The faster ones stay listed.
+more than a few percent of speed. The faster ones stay listed. Layouts that recompute do so on no more layers than that
+takes, unless the policy is given.
 """
 
 from dataclasses import replace
 
+from meshwright.planner.search.fewest_layers import refined
 from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
@@ -24,13 +26,14 @@ def is_tight(found: Prediction) -> bool:
 def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = None) -> Found:
     """The same with the fastest layout that is not tight as the first of `best`, also where all that were listed are;
     unchanged where every layout is tight, or none was to be chosen."""
-    if found.legal < 2 or not found.best or not is_tight(found.best[0]):
+    if found.legal < 2 or not found.best:
         return found
-    chosen = next((one for one in found.best if not is_tight(one)), None)
-    if chosen is None:
-        chosen = next(iter(search(of, plan, fixed=fixed, listed=1, share=1 - FREE).best), None)
-    if chosen is not None:
-        found.best = [chosen, *(one for one in found.best if one is not chosen)]
+    if all(map(is_tight, found.best)):
+        found.best += search(of, plan, fixed=fixed, listed=1, share=1 - FREE).best
+    if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
+        found.best = refined(of, found.best, (1 - FREE) * usable_bytes(plan))
+    chosen = next((one for one in found.best if not is_tight(one)), found.best[0])
+    found.best = [chosen, *(one for one in found.best if one is not chosen)]
     return found
 
 

@@ -56,6 +56,7 @@ def candidates(plan: Plan, fixed: Fixed) -> Iterator[Layout]:
             "sp": False,
             "ep": 1,
             "recompute": "none",
+            "recompute_layers": 0,
             "pp": pp,
             "dp_replicate": replicate,
             "dp_shard": shard,

@@ -44,7 +44,8 @@ class Region(NamedTuple):
 
     def layout(self, dp_replicate: int = 0, dp_shard: int = 1, zero: int = 0, base: Layout | None = None) -> Layout:
         """The layout with its data parallelism split in this way; replicas by default. `base` has what is not
-        searched: kernels, compilation, the kind of context parallelism, stages by hand where their number is this."""
+        searched: kernels, compilation, the kind of context parallelism, how many layers recompute, stages by hand where
+        their number is this."""
         cell, base = self.cell, base or DEFAULT
         by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
         return replace(
@@ -61,6 +62,7 @@ class Region(NamedTuple):
             schedule=self.schedule,  # type: ignore[arg-type]  # one of the words that Layout allows
             micro_batch=self.micro_batch,
             recompute=self.recompute,  # type: ignore[arg-type]  # one of the words that Layout allows
+            recompute_layers=base.recompute_layers if self.recompute != "none" else 0,
             stages=base.stages if by_hand else (),
         )
 
@@ -80,6 +82,12 @@ class RegionFamily(NamedTuple):
         """One by one."""
         for name, vp in self.pipelines:
             yield Region(self.cell, self.micro_batch, name, vp, self.recompute)
+
+
+def without_own(plan: Plan, fixed: Fixed) -> Plan:
+    """The plan, whose layers recompute as many as are fixed, else all of them."""
+    layers = fixed.get("recompute_layers", (0,))[0]
+    return replace(plan, layout=replace(plan.layout, recompute_layers=layers))
 
 
 def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

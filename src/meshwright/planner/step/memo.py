@@ -24,7 +24,7 @@ class Memo:
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)
     splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)
-    stage_kinds: dict[tuple[object, ...], tuple[list[StageKind], list[int]]] = field(default_factory=dict)
+    stage_kinds: dict[tuple[object, ...], tuple[list[tuple[StageKind, ...]], list[int]]] = field(default_factory=dict)
     least: dict[tuple[object, ...], float] = field(default_factory=dict)
     busy: tuple[tuple[object, ...], tuple[float, ...]] = ((), ())
     """Of the layout asked for last."""

@@ -75,7 +75,8 @@ class Prediction:
     def hfu(self) -> float:
         """As mfu (causal), with what recomputation repeats."""
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
-        return flop.hardware(self.plan.layout.recompute) * self.tokens_per_s_per_device / self.peak_flop_per_s
+        again = self.plan.layout.recompute, self.plan.recomputed_share
+        return flop.hardware(*again) * self.tokens_per_s_per_device / self.peak_flop_per_s
 
     def traffic(self, pp_rank: int = 0) -> tuple[SentCalls, ...]:
         """What a rank of a pipeline rank sends in a step, by axis and collective."""

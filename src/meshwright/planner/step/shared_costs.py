@@ -43,10 +43,10 @@ class SharedCosts:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
         return self.cluster.device.is_gpu and self.speeds.host is None
 
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, bool, bool, int]:
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
         degrees, compiled = (layout.tp, layout.sp, layout.cp, layout.ep), layout.compile == "off"
-        return *degrees, layout.context, layout.context_split, splits, compiled, batch
+        return *degrees, layout.context, layout.context_split, layout.tp_chunks, splits, compiled, batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
@@ -93,9 +93,12 @@ class SharedCosts:
         """Cost of each pipeline stage; those of the layouts asked for last are kept."""
         key = self._stages_key(layout)
         if key not in self._known.stages:
-            _, found = self.parts(layout)
+            found = self.policies(layout)
             kinds, places = self._stage_kinds(layout)
-            each = [found.stage(kind) for kind in kinds]
+            each = []
+            for first, *rest in kinds:
+                cost = found[layout.recompute].stage(first)
+                each.append(cost.followed_by(found["none"].stage(rest[0])) if rest else cost)
             stages = [each[place] for place in places]
             if len(self._known.stages) >= KEPT:
                 self._known.stages.clear()
@@ -103,23 +106,32 @@ class SharedCosts:
             self._known.stages[key] = stages
         return self._known.stages[key]
 
-    def _stage_kinds(self, layout: Layout) -> tuple[list[StageKind], list[int]]:
-        """Kinds of pipeline stages, and which of them each stage is."""
-        key = layout.pp, layout.vp, layout.stages
+    def _stage_kinds(self, layout: Layout) -> tuple[list[tuple[StageKind, ...]], list[int]]:
+        """Kinds of pipeline stages, and which of them each stage is. One of which only the first layers recompute is
+        two: those, and the others."""
+        key = layout.pp, layout.vp, layout.stages, layout.recompute_layers
         if key not in self._known.stage_kinds:
             split = self.split(layout)
-            kinds: dict[StageKind, int] = {}
+            kinds: dict[tuple[StageKind, ...], int] = {}
             places = []
             for s, layers in enumerate(split):
-                routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
-                windowed = self.windowed(layers)
-                kind = StageKind(len(layers) - routed - windowed, windowed, routed, s == 0, s == len(split) - 1)
+                cut = min(layout.recompute_layers or len(layers), len(layers))
+                first, last = s == 0, s == len(split) - 1
+                kind: tuple[StageKind, ...] = (self._stage_kind(layers[:cut], first, last and cut == len(layers)),)
+                if cut < len(layers):
+                    kind += (self._stage_kind(layers[cut:], False, last),)
                 places.append(kinds.setdefault(kind, len(kinds)))
             self._known.stage_kinds[key] = list(kinds), places
         return self._known.stage_kinds[key]
 
+    def _stage_kind(self, layers: range, first: bool, last: bool) -> StageKind:
+        routed = sum(map(self.shape.is_moe_layer, layers)) if self.shape.moe else 0
+        windowed = self.windowed(layers)
+        return StageKind(len(layers) - routed - windowed, windowed, routed, first, last)
+
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
-        return (*self._key(layout), layout.recompute, layout.pp, layout.vp, layout.stages)
+        again = layout.recompute, layout.recompute_layers
+        return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages)
 
     def windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where the first has none."""

@@ -6,7 +6,7 @@ reduce-scatter and all-to-all (n-1)/n of the whole one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -81,12 +81,14 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
-    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, recipe.document_mask)
+    gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu)
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     part = StageContents.of(own, split)
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
-    yield from _of_blocks(of, layout, m, part)
+    recomputed = {n for stage in own for n in split[stage][: layout.recomputed(len(split[stage]))]}
+    yield from _of_blocks(of, layout, m, part, recomputed)
     yield from _of_borders(of, layout, m, own, len(split))
     if layout.zero:
         yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed)
@@ -148,20 +150,14 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
     return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
-def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents) -> Calls:
-    shape, (layers, first, last) = of.shape, held
-    routed = sum(shape.is_moe_layer(layer) for layer in layers)
-    parts: list[tuple[LayerWork, int]] = []
-    if len(layers) > routed:
-        parts.append((layer(of), len(layers) - routed))
-    if routed:
-        parts.append((layer(of, routed=True), routed))
-    if first:
-        parts.append((embedding(of), 1))
-    if last:
-        parts.append((head(of), 1))
-    for block, times in parts:
-        again = layout.recompute if block.boundary_bytes else "none"
+def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
+    """`recomputed`: the layers that are."""
+    layers, first, last = held
+    kinds = Counter((of.shape.is_moe_layer(n), layout.recompute if n in recomputed else "none") for n in layers)
+    parts = [(layer(of, routed=routed), again, times) for (routed, again), times in kinds.items()]
+    parts += [(embedding(of), "none", 1)] if first else []
+    parts += [(head(of), "none", 1)] if last else []
+    for block, again, times in parts:
         for exchange in exchanges(block, again):
             ranks, _ = ranks_of(layout, exchange.axis)
             number, each = of_exchange(exchange, ranks)

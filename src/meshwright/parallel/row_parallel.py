@@ -1,0 +1,173 @@
+"""Products whose matrices are split by columns (inputs) over tp ranks, with the sum over the ranks behind them.
+
+y = leave(x W^T)        W (out, in / t); leave = f* (all-reduce), or g* with sp (reduce-scatter along the sequence)
+
+A sequence passes in pieces (sequence.py): the sum of one is under way while the next is multiplied. With sp the
+backward pass gathers the gradient of y likewise, and multiplies the pieces that are there. A product as a whole, and
+its collective behind it, is what one piece comes to.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import fp8
+from meshwright.kernels.linear import (
+    FP8,
+    SAME,
+    Kept,
+    as_leaf,
+    input_gradient,
+    needs_wide,
+    parameter_gradients,
+    products_of_pieces,
+)
+from meshwright.parallel.column_parallel import Wanted
+from meshwright.parallel.group import Group, numbered
+from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelProducts:
+    """What stands at the end of a part of a model (model.seams.Border.write)."""
+
+    slices: SequenceSlices
+    form: str = SAME
+    """Of kernels.linear."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (B, S, in / t) -> (B, S or S / t, out), summed over the ranks; one of them has the bias."""
+        pieces = self.slices.of_whole(x)
+        if torch.compiler.is_compiling():
+            traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form)
+            return traced
+        kept = Kept()
+        (x,) = kept(x, weight, changed=1)
+        found: Tensor = _Rows.apply(x, weight, bias, self, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return found
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same without a gradient."""
+        return _product(x, weight, bias, self.slices.group, self.slices.sp, self.slices.of_whole(x), self.form)
+
+    def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient (B, S or S / t, out) of the sum -> that of this rank's part (B, S, out), and of x (B, S, in / t)."""
+        return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient), self.form)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int, form: str
+) -> Tensor:  # fmt: skip
+    # In one call for each piece, and contiguous: what selective recomputation is to keep is a product of matrices.
+    chunks = (piece.contiguous() for piece in x.chunk(pieces, SEQUENCE))
+    made = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))
+    if sp:
+        scattering = Scattering(group, pieces)
+        for part in made:
+            scattering.start(part)
+        return scattering.wait()
+    if pieces == 1:
+        return group.all_reduce(next(made).clone())  # recomputation may have kept the product
+    pending = [group.start_all_reduce(part.clone()) for part in made]
+    return torch.cat([one.wait() for one in pending], SEQUENCE)
+
+
+def _gradient(
+    gradient: Tensor, weight: Tensor, group: Group, sp: bool, pieces: int, form: str
+) -> tuple[Tensor, Tensor]:
+    if not sp:
+        return gradient, input_gradient((gradient,), (weight,), form)
+    gathering = Gathering(group, gradient, pieces)
+    if pieces == 1:
+        whole = gathering.whole()
+        return whole, input_gradient((whole,), (weight,), form)
+    of_x = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
+    _gradients_into(of_x.chunk(pieces, SEQUENCE), gathering.pieces(), weight, form)
+    return gathering.whole(), of_x
+
+
+def _gradients_into(
+    places: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
+) -> None:  # fmt: skip
+    """Gradients of x of one piece (B, s, out) after the other, each written to its place (B, s, in)."""
+    if form == FP8:
+        columns = fp8.narrow(weight.t())
+        for piece, place in zip(pieces, places, strict=True):
+            place.copy_(fp8.input_gradient((piece,), (columns,)))
+        return
+    for piece, place in zip(pieces, places, strict=True):
+        _multiply_into(place, piece, weight)
+
+
+def _multiply_into(place: Tensor, gradient: Tensor, weight: Tensor) -> None:
+    """place (B, s, in) = gradient (B, s, out) times weight (out, in)."""
+    if needs_wide(gradient):
+        place.copy_(input_gradient((gradient,), (weight,)))
+    elif len(place) == 1:
+        torch.mm(gradient[0], weight, out=place[0])
+    else:
+        torch.bmm(gradient, weight.expand(len(place), -1, -1), out=place)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, summed: RowParallelProducts, kept: Kept
+    ) -> Tensor:
+        ctx.summed, ctx.leaves, ctx.kept = summed, (as_leaf(weight),), kept
+        return summed.product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.kept.tensors
+        whole, of_x = ctx.summed.gradient(gradient, weight)
+        wanted = Wanted(ctx.needs_input_grad[1:3], ctx.leaves)
+        return of_x, *parameter_gradients(wanted, x, (whole,), (weight,)), None, None
+
+
+@torch.library.custom_op("meshwright::rows", mutates_args=())
+def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
+    """As RowParallelProducts.linear, one operator of compiled code."""
+    return _product(x, weight, bias, numbered(group), sp, pieces, form)
+
+
+@rows.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
+    return x.new_empty(*resized(x.shape[:-1], 1, numbered(group).size if sp else 1), len(weight))
+
+
+@torch.library.custom_op("meshwright::rows_backward", mutates_args=())
+def rows_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
+) -> list[Tensor]:
+    """The gradients of x, and those `wanted` of weight and bias."""
+    whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces, form)
+    found = parameter_gradients(Wanted(wanted, [None]), x, (whole,), (weight,))
+    return [of_x, *(one for one in found if one is not None)]
+
+
+@rows_backward.register_fake
+def _(
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
+) -> list[Tensor]:
+    like = (weight, weight[:, 0])
+    return [x.new_empty(x.shape), *(one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, _, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[1:3])
+    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form)
+    given = iter(found)
+    return of_x, *(next(given) if wants else None for wants in wanted), None, None, None, None
+
+
+rows.register_autograd(_backward, setup_context=_setup)

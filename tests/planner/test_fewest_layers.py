@@ -1,0 +1,93 @@
+"""How few layers must recompute, beside trying every number."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+from meshwright.planner.search.fewest_layers import WORTH, cheapest, fewest
+from meshwright.planner.search.ranking import search
+from meshwright.planner.search.recommend import is_tight, recommended
+from meshwright.planner.step.predict import estimator
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.layout import RECOMPUTE
+
+MODELS = ("llama-3.1-8b", "mixtral-8x7b", "qwen3-14b", "deepseek-v3")
+
+
+def drawn(dice: Random) -> Plan:
+    shape = presets.model(dice.choice(MODELS))
+    pp, schedule, vp = dice.choice([(1, "1f1b", 1), (2, "1f1b", 1), (4, "zb-h1", 1), (4, "interleaved", 2)])
+    layout = Layout(dp_shard=8, zero=1 if pp > 1 else 3, pp=pp, vp=vp, schedule=schedule, micro_batch=1)  # type: ignore[arg-type]
+    recipe = Recipe(sequence=dice.choice([2048, 8192]), global_batch=64, precision="bf16")
+    return Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8", pp))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_fewest_layers_are_those_that_trying_all_finds(seed: int) -> None:
+    """Each layer more takes less memory and more time; of all that fit, none does with fewer."""
+    dice = Random(seed)
+    asked = drawn(dice)
+    of, policy = estimator(asked), dice.choice(RECOMPUTE[1:])
+    layout = replace(asked.layout, recompute=policy)
+    most = max(map(len, of.split(layout)))
+    numbers = [*range(1, most), 0]
+    found = [of.predict(replace(asked, layout=replace(layout, recompute_layers=number))) for number in numbers]
+    none = of.predict(asked)
+    for one, other in pairwise([none, *found]):
+        assert one.peak_bytes >= other.peak_bytes and one.step_s <= other.step_s * (1 + 1e-12)
+    room = found[-1].peak_bytes + dice.random() * (none.peak_bytes - found[-1].peak_bytes)
+    want = next(number for number, one in zip(numbers, found, strict=True) if one.peak_bytes <= room)
+    assert fewest(of, layout, room, none.peak_bytes) == replace(layout, recompute_layers=want)
+    assert fewest(of, layout, 0.99 * found[-1].peak_bytes, none.peak_bytes) is None
+    assert cheapest(of, asked.layout, none.peak_bytes) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_all_policies_and_numbers_of_layers_the_fastest_that_fits(seed: int) -> None:
+    dice = Random(10 + seed)
+    asked = drawn(dice)
+    of = estimator(asked)
+    most = max(map(len, of.split(asked.layout)))
+    every = [
+        of.predict(replace(asked, layout=replace(asked.layout, recompute=policy, recompute_layers=number)))
+        for policy in RECOMPUTE[1:]
+        for number in range(most)
+    ]
+    low, high = min(one.peak_bytes for one in every), of.predict(asked).peak_bytes
+    room = low + (0.1 + 0.8 * dice.random()) * (high - low)
+    found = cheapest(of, asked.layout, room)
+    assert found is not None
+    fitting = [one.step_s for one in every if one.peak_bytes <= room]
+    taken = of.predict(replace(asked, layout=found)).step_s
+    assert min(fitting) <= taken <= (1 + (0 if found.recompute_layers else WORTH)) * min(fitting) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("gib", [24, 30, 40, 60])
+def test_what_is_recommended_recomputes_no_more_than_it_must(gib: int) -> None:
+    recipe = Recipe(sequence=8192, global_batch=64, precision="bf16")
+    device = replace(presets.device("h100"), memory_bytes=int(gib * 2**30 + DRIVER_BYTES))
+    cluster = replace(presets.cluster("h100x8", 1), device=device)
+    asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, cluster=cluster)
+    of, fixed = estimator(asked), {"tp": (1, 2), "cp": (1,), "pp": (1,)}
+    alone = next(one for one in search(of, asked, fixed=fixed).best if not is_tight(one))
+    best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best[0]
+    layout = best.plan.layout
+    assert best.step_s <= alone.step_s and not is_tight(best)
+    if layout.recompute_layers:
+        fewer = layout.recompute_layers - 1
+        less = replace(layout, recompute_layers=fewer, recompute=layout.recompute if fewer else "none")
+        assert is_tight(of.predict(replace(asked, layout=less)))
+
+
+def test_a_policy_that_is_given_is_kept() -> None:
+    recipe = Recipe(sequence=8192, global_batch=512, precision="bf16")
+    asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, cluster=presets.cluster("h100x8", 4))
+    of = estimator(asked)
+    for fixed in ({"recompute": ("full",)}, {"recompute": RECOMPUTE[1:], "recompute_layers": (5,)}):
+        fixed = {"tp": (1,), "pp": (1,), "cp": (1,), **fixed}
+        best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best
+        assert {one.plan.layout.recompute_layers for one in best} == set(fixed.get("recompute_layers", (0,)))
+        assert all(one.plan.layout.recompute in fixed["recompute"] for one in best)
