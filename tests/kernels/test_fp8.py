@@ -9,6 +9,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import fast, fp8, in_form, reference
 from meshwright.kernels.linear import FP8, WeightGradients, splitting
+from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel import build_engine
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
@@ -153,6 +154,30 @@ def test_a_device_without_such_products_is_refused_at_the_start(monkeypatch: pyt
     with pytest.raises(PlanError, match=r"^A100 \(sm_80\) multiplies no 8-bit numbers: take recipe.products=same$"):
         device.prepare(torch.device("cuda", 0), "bf16", products="fp8")
     assert fp8.missing(torch.device("cpu")) == "a CPU multiplies no 8-bit numbers"
+
+
+def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
+    """A split backward pass of few tokens: copies of the matrices are the largest thing beside what is kept."""
+    shape = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64, max_positions=8192)
+    layout = Layout(pp=2, schedule="zb-h1", micro_batch=1, compile="off")
+    found = []
+    for products in ("same", "fp8"):
+        recipe = Recipe(sequence=128, global_batch=4, precision="bf16", products=products)  # type: ignore[arg-type]
+        one = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
+        kinds = predict(one).memory[0].kinds
+        planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(one, ranks=[0], device="cuda").peak_bytes
+        assert planned == pytest.approx(held, rel=0.01)
+        found.append(held)
+    assert found[1] > 1.014 * found[0], "without the copies the plan would be too low"
+
+
+def test_a_run_says_what_makes_it_slow() -> None:
+    one, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
+    assert "layout.compile=on" in device.product_notes(one, cuda, compiled=False)[0]
+    assert device.product_notes(one, cuda, compiled=True) == []
+    assert device.product_notes(one, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
+    bf16 = Plan(model=one.model, layout=one.layout, recipe=Recipe(precision="bf16"), cluster=one.cluster)
+    assert device.product_notes(bf16, cuda, compiled=False) == []
 
 
 def test_the_planner_counts_the_products_and_the_passes_that_round() -> None:

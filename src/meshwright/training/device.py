@@ -103,6 +103,20 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
 
 
+def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
+    """What makes products of 8 bits slower than those of 16 bit."""
+    if plan.recipe.products != FP8:
+        return []
+    if why := fp8.missing(device) if device.type == "cpu" else "":
+        return [f"{why}: fp8 products are rounded as a GPU does and multiplied in fp32, slower than bf16"]
+    if compiled:
+        return []
+    return [
+        "recipe.products=fp8 rounds in several passes over memory in eager mode, slower than bf16 for small "
+        "micro-batches: layout.compile=on makes two of them"
+    ]
+
+
 def block_operations(plan: Plan) -> list[str]:
     """Operations of chooser.RULES that blocks of this model have."""
     shape = plan.model

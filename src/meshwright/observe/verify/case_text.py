@@ -112,7 +112,7 @@ def violations(drawn: Drawn) -> list[str]:
     if case.shape.positions == "learned" and case.sequence > case.shape.max_positions:
         return [f"sequence={case.sequence} exceeds max_positions={case.shape.max_positions}: take a shorter sequence"]
     for batch in sorted({case.sequences(step) for step in range(1, case.steps + 1)}):
-        recipe = Recipe(sequence=case.sequence, global_batch=batch)
+        recipe = Recipe(sequence=case.sequence, global_batch=batch, precision=case.precision, products=case.products)  # type: ignore[arg-type]  # checked when the case was made
         found = layout_violations(case.shape, recipe, layout)
         if found:
             return found

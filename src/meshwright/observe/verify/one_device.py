@@ -6,13 +6,14 @@ a `Band`: in fp32 each element, in bf16 the length of the difference.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.kernels.linear import SAME
 from meshwright.observe.verify.router_ties import watch_margins
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
@@ -52,7 +53,7 @@ class Case:
     """Several documents in a sequence."""
     precision: str = "fp32"
     """As recipe.precision."""
-    products: str = "same"
+    products: str = SAME
     """As recipe.products."""
     steps: int = 2
     seed: int = 0
@@ -78,6 +79,16 @@ class Case:
             raise PlanError(f"precision={self.precision} is unknown: take one of {', '.join(DTYPES)}")
         if not 0 <= self.overflow <= self.steps:
             raise PlanError(f"overflow={self.overflow} must be a step of steps={self.steps}, or 0")
+
+    @property
+    def rounding(self) -> str:
+        """The key of BANDS."""
+        return self.precision if self.products == SAME else self.products
+
+    @property
+    def unrounded(self) -> "Case":
+        """The same in fp32."""
+        return replace(self, precision="fp32", products=SAME)
 
     def sequences(self, step: int) -> int:
         """Sequences of a step; the first is 1."""
