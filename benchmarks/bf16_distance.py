@@ -1,7 +1,9 @@
-"""How far layouts in bf16 are from one device in bf16: the figures behind the band of `meshwright verify`.
+"""How far layouts in bf16 (or fp8) are from one device in the same: figures behind the bands of `meshwright verify`.
 
-python -m benchmarks.bf16_distance
+python -m benchmarks.bf16_distance [fp8]
 """
+
+import sys
 
 from meshwright.observe.verify.feature_matrix import FEATURES, outcomes, trials
 from meshwright.observe.verify.one_device import BANDS, RankOutcome, assemble, distance
@@ -20,8 +22,9 @@ def distances(one: RankOutcome, ranks: list[RankOutcome]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Every layout of the matrix in bf16, a line each, and the largest of all."""
-    chosen = [one for one in trials([name for name in FEATURES if name != "compiled"])[0] if "bf16" in one.features]
+    """Every layout of the matrix in that precision, a line each, and the largest of all."""
+    feature = "fp8" if "fp8" in sys.argv[1:] else "bf16"
+    chosen = [one for one in trials([name for name in FEATURES if name != "compiled"])[0] if feature in one.features]
     largest: dict[str, float] = {}
     for trial, one, ranks in outcomes(chosen):
         found = distances(one, ranks)

@@ -109,6 +109,7 @@ FEATURES: dict[str, Asks] = {
     ),
     "bf16": lambda one: one.case.precision == "bf16",
     "documents": lambda one: one.case.packed,
+    "fp8": lambda one: one.case.products == "fp8",
     "a balance loss": lambda one: one.case.shape.moe is not None and one.case.balance_loss > 0,
 }
 

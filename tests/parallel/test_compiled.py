@@ -18,8 +18,9 @@ import torch
 from meshwright.compat import torch_compile
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
 from meshwright.parallel.mesh import Made
@@ -28,7 +29,14 @@ from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from tests.model.shrunk import model, tokens
 
-CASES = {"dense": DENSE, "packed": replace(DENSE, packed=True), "routed": replace(CASE, steps=1)}
+NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
+"""Matrices of multiples of 16 on two tp ranks."""
+CASES = {
+    "dense": DENSE,
+    "packed": replace(DENSE, packed=True),
+    "routed": replace(CASE, steps=1),
+    "fp8": replace(DENSE, shape=NARROW, precision="bf16", products="fp8"),
+}
 BACKEND = "aot_eager_decomp_partition"
 """Traces and cuts as the default one does, and generates no code."""
 CUDA = torch.device("cuda")
@@ -79,6 +87,14 @@ LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "tp + sp": ("dense", [{"tp": 2, "sp": True, "recompute": policy} for policy in POLICIES]),
     "tp in pieces": ("dense", [{"tp": 2, "tp_chunks": 2, "recompute": policy} for policy in POLICIES]),
     "tp + sp in pieces": ("dense", [{"tp": 2, "sp": True, "tp_chunks": 2, "recompute": p} for p in POLICIES]),
+    "tp in fp8": (
+        "fp8",
+        [
+            {"tp": 2, "tp_chunks": 2},
+            {"tp": 2, "sp": True, "tp_chunks": 2},
+            {"tp": 2, "sp": True, "recompute": "selective"},
+        ],
+    ),
     "cp ring": ("dense", [{"cp": 2, "zero": 0, "context": "ring", "recompute": policy} for policy in POLICIES]),
     "cp gather": ("dense", [{"cp": 2, "zero": 0, "context": "all-gather", "recompute": p} for p in POLICIES]),
     "packed": (
@@ -101,12 +117,15 @@ def test_every_dense_block_is_one_graph(name: str) -> None:
     alone = outcome(CASES[case], Layout(compile="off"))
     found = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=600), strict=True))
     for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
-        assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
+        band = BANDS["fp8" if case == "fp8" else "fp32"]
+        assert first_difference(alone, [rank.outcome for rank in compiled], band) is None, layout
         assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
-        same_calls(compiled, eager, layout)
+        same_calls(compiled, eager, layout, CASES[case])
 
 
-def same_calls(compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any]) -> None:
+def same_calls(
+    compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any], case: Case
+) -> None:  # fmt: skip
     """Compiled code sends what eager code sends, on all ranks in one order. Selective recomputation sends less of it:
     the inputs of column-split products, whose results were kept, and the sum behind attention, which was kept itself.
     """
@@ -115,7 +134,7 @@ def same_calls(compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layo
         less = Counter(call[:2] for call in other.calls) - Counter(call[:2] for call in one.calls)
         expected: dict[tuple[str, str], int] = {}
         if layout.get("tp", 1) > 1 and layout.get("recompute") == "selective":
-            each = DENSE.shape.layers * DENSE.steps * layout.get("tp_chunks", 1)
+            each = case.shape.layers * case.steps * layout.get("tp_chunks", 1)
             expected = {("tp", "all_reduce"): each}
             if layout.get("sp"):
                 expected = {("tp", "all_gather"): 2 * each, ("tp", "reduce_scatter"): each}

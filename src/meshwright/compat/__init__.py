@@ -125,6 +125,18 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
+def scaled_product(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """a (M, K) and b (N, K) of 8 bits, with scales (M, 1) and (N, 1) fp32 -> a b^T + bias (M, N). Fast accumulation:
+    without it the kernel with a scale for each row is several times slower."""
+    found: torch.Tensor = torch._scaled_mm(
+        a, b.t(), scale_a=a_scales, scale_b=b_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
+    )
+    return found
+
+
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch has the overload, and it adds: tried once, on ones."""

@@ -7,12 +7,12 @@ on a device, `chooser` says.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import attention, cross_entropy, experts, linear, norm, rope, swiglu
+from meshwright.kernels import attention, cross_entropy, experts, fp8, linear, norm, rope, swiglu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,22 @@ def fast(prefer: str = "auto") -> Kernels:
         expert_linear=told(experts.expert_linear),
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
+    )
+
+
+def in_form(kernels: Kernels, form: str) -> Kernels:
+    """The same with linear products of a form of kernels.linear, for the blocks of a model: SAME or FP8."""
+    if form == linear.SAME:
+        return kernels
+    if kernels.name == "reference":
+        plain = (fp8.linear_reference, fp8.linears_reference, fp8.swiglu_linear_reference)
+        return replace(kernels, linear=plain[0], linears=plain[1], swiglu_linear=plain[2])
+    given = functools.partial(functools.partial, form=form)
+    return replace(
+        kernels,
+        linear=given(kernels.linear),
+        linears=given(kernels.linears),
+        swiglu_linear=given(kernels.swiglu_linear),
     )
 
 

@@ -4,7 +4,7 @@ Pipelines fill their bubbles with gradients of weights (Qi et al. 2023, arXiv:24
 `WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import fp8
 from meshwright.kernels.target import kind
+
+SAME, FP8 = "same", "fp8"
+"""Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits (kernels.fp8)."""
 
 
 class Kept:
@@ -69,20 +73,23 @@ class SummedProduct(Protocol):
         """The sum's gradient -> that of the part (..., out), and that of x (..., in)."""
 
 
+@dataclass(frozen=True, slots=True)
 class PlainProduct:
     """A sum of one part."""
 
+    form: str = SAME
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As kernels.linear."""
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, self.form)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As torch's."""
-        return F.linear(x, weight, bias)
+        """As kernels.linear's."""
+        return products(x, (weight,), (bias,), self.form)[0]
 
     def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient itself, and its product."""
-        return gradient, input_gradient((gradient,), (weight,))
+        return gradient, input_gradient((gradient,), (weight,), self.form)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -235,8 +242,12 @@ def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
 
-def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
+) -> tuple[Tensor, ...]:
     """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once."""
+    if form == FP8:
+        return fp8.products(x, weights, biases)
     if not needs_wide(x):
         return linears_reference(x, weights, biases)
     wide = x.float()
@@ -244,9 +255,19 @@ def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
     return tuple(product.to(x.dtype) for product in found)
 
 
-def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def products_of_pieces(
+    pieces: Iterable[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
+) -> Iterator[tuple[Tensor, ...]]:
+    """`products` of one x after the other; what a form makes of the weights is made once."""
+    multiply = fp8.products_with(weights, biases) if form == FP8 else partial(products, weights=weights, biases=biases)
+    return map(multiply, pieces)
+
+
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str = SAME) -> Tensor:
     """gradients (..., out) of several products of one x -> that of x (..., in), summed inside the products (beta = 1)
     instead of by passes over memory."""
+    if form == FP8:
+        return fp8.input_gradient(gradients, weights)
     first = gradients[0]
     wide = torch.float32 if needs_wide(first) else first.dtype
     total: Tensor | None = None
@@ -286,36 +307,38 @@ def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Se
 
 
 class _Linears(torch.autograd.Function):
-    """Arguments after x: n weights, then n biases (or None). Saves x once.
+    """Arguments after x and the form: n weights, then n biases (or None). Saves x once.
 
     Where 16-bit products are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a
     GPU's matrix unit does; that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, form: str, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
-        ctx.leaves = tuple(map(as_leaf, weights))
-        return products(x, weights, biases)
+        ctx.leaves, ctx.form = tuple(map(as_leaf, weights)), form
+        return products(x, weights, biases, form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        found = input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
-        return found, *parameter_gradients(ctx, x, gradients, weights)
+        found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
+        return found, None, *parameter_gradients(ctx, x, gradients, weights)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """As the reference."""
-    if torch.compiler.is_compiling() and not needs_wide(x):
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
+) -> tuple[Tensor, ...]:
+    """As the reference; `form` FP8: as that of kernels.fp8."""
+    if torch.compiler.is_compiling() and not needs_wide(x) and form == SAME:
         return linears_reference(x, weights, biases)
-    results: tuple[Tensor, ...] = _Linears.apply(x, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    results: tuple[Tensor, ...] = _Linears.apply(x, form, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return results
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As the reference."""
-    if needs_wide(x) or splits():
-        return linears(x, (weight,), (bias,))[0]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = SAME) -> Tensor:
+    """As the reference; `form` FP8: as that of kernels.fp8."""
+    if needs_wide(x) or splits() or form == FP8:
+        return linears(x, (weight,), (bias,), form)[0]
     return F.linear(x, weight, bias)

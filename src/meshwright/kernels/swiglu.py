@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import (
+    SAME,
     Kept,
     PlainProduct,
     SummedProduct,
@@ -123,10 +124,10 @@ def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
 
 def swiglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None,
-    prefer: str = "auto",
+    prefer: str = "auto", form: str = SAME,
 ) -> Tensor:  # fmt: skip
-    """As the reference; nothing of the size of the product is saved."""
-    summed = summed or PlainProduct()
+    """As the reference; nothing of the size of the product is saved. `form`: of a product that is not `summed`."""
+    summed = summed or PlainProduct(form)
     if torch.compiler.is_compiling() or needs_wide(gate):
         return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)

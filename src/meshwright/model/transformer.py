@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels import Kernels, choose
+from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention import UNKNOWN
+from meshwright.kernels.linear import SAME
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
@@ -85,9 +86,10 @@ class Transformer(nn.Module):
     ends in norm, head and loss. A tied head's matrix is `embed.weight` on a last stage too.
     """
 
-    def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0) -> None:
+    def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0, products: str = SAME) -> None:
         super().__init__()
-        self.shape, self.kernels, self.dropout = shape, kernels, dropout
+        self.shape, self.kernels, self.dropout, self.products = shape, kernels, dropout, products
+        inner = in_form(kernels, products)
         self.seams = Seams()
         self.embed = Embedding(shape.vocab, shape.hidden, self.seams)
         if shape.positions == "learned":
@@ -96,7 +98,7 @@ class Transformer(nn.Module):
             self.inverse: Tensor
             self.register_buffer("inverse", frequencies(shape), persistent=False)
         self.layers = nn.ModuleDict(
-            {str(layer): Block(shape, layer, kernels, self.seams, dropout) for layer in range(shape.layers)}
+            {str(layer): Block(shape, layer, inner, self.seams, dropout) for layer in range(shape.layers)}
         )
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
@@ -246,10 +248,12 @@ Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
 """(predictions, targets (B, S), scale () or None) -> a sum () fp32 over the targets, times scale."""
 
 
-def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto") -> Transformer:
+def skeleton(
+    shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME
+) -> Transformer:  # fmt: skip
     """The whole model without memory: every parameter on the meta device."""
     with torch.device("meta"):
-        return Transformer(shape, kernels=choose(kernels), dropout=dropout)
+        return Transformer(shape, kernels=choose(kernels), dropout=dropout, products=products)
 
 
 def shrink(model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None) -> None:

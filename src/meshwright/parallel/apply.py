@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from meshwright import compat
+from meshwright.kernels.linear import SAME
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.transformer import materialize, shrink, skeleton
@@ -46,13 +47,15 @@ def build_engine(
     micro_batches: int = 1,
     seed: int = 0,
     dropout: float = 0.0,
+    products: str = SAME,
     initialize: bool = True,
 ) -> Engine:
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
 
     Only what stays on this rank ever has memory: the model is cut and sharded before it gets any. Gradients are summed
     in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
-    in `dtype`. IllegalLayout where one rank has both ends of a tied head and data-parallel ranks beside it.
+    in `dtype`. `products` as recipe.products. IllegalLayout where one rank has both ends of a tied head and
+    data-parallel ranks beside it.
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
@@ -65,7 +68,8 @@ def build_engine(
     stages = []
     with compat.real_tensors():  # a dry run's begin where memory does
         for number in own_stages(layout, mesh["pp"].index):
-            stage = cut(skeleton(shape, dropout=dropout, kernels=layout.kernels), layout, number)
+            whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
+            stage = cut(whole, layout, number)
             shrink(stage, dtype, sizes)
             stages.append(stage)
     engine = parallelize(stages, mesh, held, device, None if reduce_dtype == dtype else reduce_dtype, micro_batches)

@@ -20,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear import Leaf, as_leaf, in_halves, input_gradient, parameter_gradients, products
+from meshwright.kernels.linear import (
+    SAME,
+    Leaf,
+    as_leaf,
+    in_halves,
+    input_gradient,
+    parameter_gradients,
+    products,
+    products_of_pieces,
+)
 from meshwright.parallel.group import Group, Pending, numbered
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
@@ -30,6 +39,8 @@ class ColumnParallelProducts:
     """What takes the place of kernels.linears at a border of a model (model.seams.Border.read)."""
 
     slices: SequenceSlices
+    form: str = SAME
+    """Of kernels.linear."""
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """x (B, S or S / t, in) -> (B, S, out / t) of each."""
@@ -37,7 +48,7 @@ class ColumnParallelProducts:
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
             numbers = self.slices.group.number, self.slices.sp, self.slices.of_slice(x)
-            return tuple(columns(x, list(weights), present, biased, *numbers))
+            return tuple(columns(x, list(weights), present, biased, *numbers, self.form))
         found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
@@ -51,36 +62,39 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.columns, ctx.leaves = columns, tuple(map(as_leaf, weights))
         slices = columns.slices
-        return _products(x, weights, biases, slices.group, slices.sp, slices.of_slice(x))
+        return _products(x, weights, biases, slices.group, slices.sp, slices.of_slice(x), columns.form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        slices = ctx.columns.slices
-        found = _gradients(ctx, x, weights, gradients, slices.group, slices.sp, slices.of_slice(x))
+        slices, form = ctx.columns.slices, ctx.columns.form
+        found = _gradients(ctx, x, weights, gradients, slices.group, slices.sp, slices.of_slice(x), form)
         return found[0], None, *found[1:]
 
 
 def _products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group, sp: bool, pieces: int
-) -> tuple[Tensor, ...]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group, sp: bool, pieces: int,
+    form: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Of each piece of the sequence, while the next is gathered; then put together."""
     if not sp:
-        return products(x, weights, biases)
-    made = [products(piece.contiguous(), weights, biases) for piece in Gathering(group, x, pieces).pieces()]
+        return products(x, weights, biases, form)
+    gathered = (piece.contiguous() for piece in Gathering(group, x, pieces).pieces())
+    made = list(products_of_pieces(gathered, weights, biases, form))
     return made[0] if pieces == 1 else tuple(torch.cat(parts, SEQUENCE) for parts in zip(*made, strict=True))
 
 
 def _gradients(
-    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int
-) -> list[Tensor | None]:
+    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int,
+    form: str,
+) -> list[Tensor | None]:  # fmt: skip
     """Of x, of each weight, of each bias; `ctx` says which are wanted, x first and the parameters last, and which
     weights may be left for later."""
     total: Scattering | Pending | None = None
     weighed = any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)])
     gathering = Gathering(group, x, pieces) if sp and weighed else None
     if ctx.needs_input_grad[0]:
-        part = input_gradient(gradients, weights)
+        part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
     rows = gathering.whole() if gathering else x if weighed else None
     found = list(parameter_gradients(ctx, rows, gradients, weights))
@@ -98,18 +112,18 @@ class Wanted:
 @torch.library.custom_op("meshwright::columns", mutates_args=())
 def columns(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    pieces: int,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`."""
     given = iter(biases)
     every = [next(given) if has else None for has in biased]
-    return list(_products(x, weights, every, numbered(group), sp, pieces))
+    return list(_products(x, weights, every, numbered(group), sp, pieces, form))
 
 
 @columns.register_fake
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    pieces: int,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
@@ -118,25 +132,25 @@ def _(
 @torch.library.custom_op("meshwright::columns_backward", mutates_args=())
 def columns_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    pieces: int,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
     ctx = Wanted(wanted, [None] * len(weights))
-    every = _gradients(ctx, x, weights, gradients, numbered(group), sp, pieces)
+    every = _gradients(ctx, x, weights, gradients, numbered(group), sp, pieces, form)
     return [found for found in every if found is not None]
 
 
 @columns_backward.register_fake
 def _(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    pieces: int,
+    pieces: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
     return [one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.pieces = inputs
+    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
     ctx.save_for_backward(x, *weights)
 
 
@@ -145,10 +159,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
     given = iter(of_biases)
     wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
-    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.pieces))
+    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form))
     every = [next(found) if wants else None for wants in wanted]
     biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
-    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None
+    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None, None
 
 
 columns.register_autograd(_backward, setup_context=_setup)

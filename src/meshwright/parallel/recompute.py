@@ -31,7 +31,7 @@ from meshwright.parallel import row_parallel as row_parallel
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "linear", "_grouped_mm")
+    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
     if hasattr(torch.ops.aten, name)
 ) | {torch.ops.meshwright.columns.default, torch.ops.meshwright.rows.default}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""

@@ -7,14 +7,24 @@ backward pass gathers the gradient of y likewise, and multiplies the pieces that
 its collective behind it, is what one piece comes to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear import Kept, as_leaf, input_gradient, needs_wide, parameter_gradients, products
+from meshwright.kernels import fp8
+from meshwright.kernels.linear import (
+    FP8,
+    SAME,
+    Kept,
+    as_leaf,
+    input_gradient,
+    needs_wide,
+    parameter_gradients,
+    products_of_pieces,
+)
 from meshwright.parallel.column_parallel import Wanted
 from meshwright.parallel.group import Group, numbered
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
@@ -25,12 +35,14 @@ class RowParallelProducts:
     """What stands at the end of a part of a model (model.seams.Border.write)."""
 
     slices: SequenceSlices
+    form: str = SAME
+    """Of kernels.linear."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (B, S, in / t) -> (B, S or S / t, out), summed over the ranks; one of them has the bias."""
         pieces = self.slices.of_whole(x)
         if torch.compiler.is_compiling():
-            traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces)
+            traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form)
             return traced
         kept = Kept()
         (x,) = kept(x, weight, changed=1, bias=bias)
@@ -39,16 +51,19 @@ class RowParallelProducts:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same without a gradient."""
-        return _product(x, weight, bias, self.slices.group, self.slices.sp, self.slices.of_whole(x))
+        return _product(x, weight, bias, self.slices.group, self.slices.sp, self.slices.of_whole(x), self.form)
 
     def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient (B, S or S / t, out) of the sum -> that of this rank's part (B, S, out), and of x (B, S, in / t)."""
-        return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient))
+        return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient), self.form)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int, form: str
+) -> Tensor:  # fmt: skip
     # In one call for each piece, and contiguous: what selective recomputation is to keep is a product of matrices.
-    made = (products(piece.contiguous(), (weight,), (bias,))[0] for piece in x.chunk(pieces, SEQUENCE))
+    chunks = (piece.contiguous() for piece in x.chunk(pieces, SEQUENCE))
+    made = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))
     if sp:
         scattering = Scattering(group, pieces)
         for part in made:
@@ -60,17 +75,31 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: b
     return torch.cat([one.wait() for one in pending], SEQUENCE)
 
 
-def _gradient(gradient: Tensor, weight: Tensor, group: Group, sp: bool, pieces: int) -> tuple[Tensor, Tensor]:
+def _gradient(
+    gradient: Tensor, weight: Tensor, group: Group, sp: bool, pieces: int, form: str
+) -> tuple[Tensor, Tensor]:
     if not sp:
-        return gradient, input_gradient((gradient,), (weight,))
+        return gradient, input_gradient((gradient,), (weight,), form)
     gathering = Gathering(group, gradient, pieces)
     if pieces == 1:
         whole = gathering.whole()
-        return whole, input_gradient((whole,), (weight,))
+        return whole, input_gradient((whole,), (weight,), form)
     of_x = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
-    for piece, place in zip(gathering.pieces(), of_x.chunk(pieces, SEQUENCE), strict=True):
-        _multiply_into(place, piece, weight)
+    _gradients_into(of_x.chunk(pieces, SEQUENCE), gathering.pieces(), weight, form)
     return gathering.whole(), of_x
+
+
+def _gradients_into(
+    places: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
+) -> None:  # fmt: skip
+    """Gradients of x of one piece (B, s, out) after the other, each written to its place (B, s, in)."""
+    if form == FP8:
+        columns = fp8.narrow(weight.t())
+        for piece, place in zip(pieces, places, strict=True):
+            place.copy_(fp8.input_gradient((piece,), (columns,)))
+        return
+    for piece, place in zip(pieces, places, strict=True):
+        _multiply_into(place, piece, weight)
 
 
 def _multiply_into(place: Tensor, gradient: Tensor, weight: Tensor) -> None:
@@ -100,45 +129,45 @@ class _Rows(torch.autograd.Function):
 
 
 @torch.library.custom_op("meshwright::rows", mutates_args=())
-def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int) -> Tensor:
+def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
     """As RowParallelProducts.linear, one operator of compiled code."""
-    return _product(x, weight, bias, numbered(group), sp, pieces)
+    return _product(x, weight, bias, numbered(group), sp, pieces, form)
 
 
 @rows.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
     return x.new_empty(*resized(x.shape[:-1], 1, numbered(group).size if sp else 1), len(weight))
 
 
 @torch.library.custom_op("meshwright::rows_backward", mutates_args=())
 def rows_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
 ) -> list[Tensor]:
     """The gradients of x, and those `wanted` of weight and bias."""
-    whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces)
+    whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces, form)
     found = parameter_gradients(Wanted(wanted, [None]), x, (whole,), (weight,))
     return [of_x, *(one for one in found if one is not None)]
 
 
 @rows_backward.register_fake
 def _(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
 ) -> list[Tensor]:
     like = (weight, weight[:, 0])
     return [x.new_empty(x.shape), *(one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.group, ctx.sp, ctx.pieces = inputs
+    x, weight, _, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     x, weight = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[1:3])
-    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces)
+    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form)
     given = iter(found)
-    return of_x, *(next(given) if wants else None for wants in wanted), None, None, None
+    return of_x, *(next(given) if wants else None for wants in wanted), None, None, None, None
 
 
 rows.register_autograd(_backward, setup_context=_setup)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
+from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import cut_blocks
 from meshwright.spec.recipe import Recipe
@@ -24,6 +25,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_randomness(recipe, layout),
         *_masters(recipe),
         *_state_blocks(shape, recipe, layout),
+        *_narrow_products(shape, recipe, layout),
     ]
 
 
@@ -204,6 +206,35 @@ def _data(layout: Layout) -> Iterator[str]:
     if layout.zero and layout.dp_shard * layout.cp == 1:
         instead = ", or dp_shard instead of dp_replicate" if layout.dp_replicate > 1 else ""
         yield f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: take layout.zero=0{instead}"
+
+
+NARROW_MULTIPLE = 16
+"""Of both dims of a matrix that 8-bit tensor cores multiply with."""
+
+
+def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """recipe.products=fp8 rounds bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
+    if recipe.products == "same":
+        return
+    if recipe.precision != "bf16":
+        yield (
+            f"recipe.products={recipe.products} rounds bf16 operands, not {recipe.precision} ones: "
+            "take recipe.precision=bf16"
+        )
+    for parameter in parameters(shape):
+        if parameter.group in ("attention", "mlp") and parameter.decays:
+            ranks = layout.tp // tp_holders(parameter, shape, layout)
+            sizes = [
+                size // ranks if axis == "tp" else size
+                for size, axis in zip(parameter.shape, parameter.axes, strict=True)
+            ]
+            if any(size % NARROW_MULTIPLE for size in sizes):
+                yield (
+                    f"recipe.products={recipe.products} wants matrices of multiples of {NARROW_MULTIPLE}, and "
+                    f"{parameter.name} is {sizes[0]} x {sizes[1]} on each of {layout.tp} tp ranks: take "
+                    "recipe.products=same"
+                )
+                return
 
 
 def _recomputation(layout: Layout) -> Iterator[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from meshwright import compat
-from meshwright.kernels import chooser
+from meshwright.kernels import chooser, fp8
 from meshwright.kernels.attention import backend, causal_mask
+from meshwright.kernels.linear import FP8
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
@@ -38,12 +39,16 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def prepare(device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False) -> None:
+def prepare(
+    device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False, products: str = "same"
+) -> None:  # fmt: skip
     """Process-wide settings for training on a device.
 
     `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
     CUBLAS_WORKSPACE_CONFIG, which the command line sets.
     """
+    if products == FP8 and device.type != "cpu" and (why := fp8.missing(device)):
+        raise PlanError(f"{why}: take recipe.products=same")
     if device.type == "cpu":
         compat.keep_freed_memory()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
@@ -96,6 +101,20 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
         for name, prefer in told.items()
     ])  # fmt: skip
     return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
+
+
+def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
+    """What makes products of 8 bits slower than those of 16 bit."""
+    if plan.recipe.products != FP8:
+        return []
+    if why := fp8.missing(device) if device.type == "cpu" else "":
+        return [f"{why}: fp8 products are rounded as a GPU does and multiplied in fp32, slower than bf16"]
+    if compiled:
+        return []
+    return [
+        "recipe.products=fp8 rounds in several passes over memory in eager mode, slower than bf16 for small "
+        "micro-batches: layout.compile=on makes two of them"
+    ]
 
 
 def block_operations(plan: Plan) -> list[str]:

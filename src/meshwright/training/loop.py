@@ -73,7 +73,9 @@ def run(
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     recipe = plan.recipe
-    device.prepare(target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
+    device.prepare(
+        target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
+    )
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
@@ -212,6 +214,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         micro_batches=plan.micro_batches,
         seed=recipe.seed,
         dropout=recipe.dropout,
+        products=recipe.products,
         initialize=initialize,
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None

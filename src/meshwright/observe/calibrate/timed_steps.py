@@ -60,11 +60,14 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
     """The median step of a plan on this rank, on random tokens."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     recipe, layout = plan.recipe, plan.layout
-    train_device.prepare(device, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic)
+    train_device.prepare(
+        device, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
+    )
     mesh = make_mesh(layout, made=made)
     engine = build_engine(
         plan.model, layout, mesh=mesh, device=device, dtype=DTYPES[recipe.precision],
         reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),
+        products=recipe.products,
     )  # fmt: skip
     engine.train()
     optimizer = AdamW.of(engine, recipe)

@@ -27,6 +27,11 @@ DENSE = Case(shape=replace(shrink("llama-3.1-8b"), layers=5))
 EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and replace(CASE.shape.moe, top_k=8)))
 """In bf16: a token that two experts want almost equally would go to the other, and take a whole gradient with it."""
 
+NARROW: Mapping[str, int] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
+"""Of a shape for products in fp8: multiples of 16 on four tp ranks, and few layers, whose rounding adds up."""
+ROUNDED = ("bf16", "fp8")
+"""Features with a wider band."""
+
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "replicas": {"dp_replicate": 2},
     "zero 0": {"dp_shard": 2, "zero": 0},
@@ -53,7 +58,8 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "full": {"recompute": "full"},
     "micro-batches of 1": {"micro_batch": 1},
     "packed": {"packed": True},
-    "bf16": {"precision": "bf16"},
+    "bf16": {"precision": "bf16", "products": "same"},
+    "fp8": {"precision": "bf16", "products": "fp8"},
     "compiled": {"compile": "on"},
 }
 """What a layout (and the packed case) must say to use each feature."""
@@ -66,6 +72,7 @@ class Trial:
     layout: Layout
     packed: bool
     precision: str = "fp32"
+    products: str = "same"
     features: frozenset[str]
 
     @property
@@ -73,7 +80,8 @@ class Trial:
         """What is trained."""
         routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
         base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
-        return replace(base, packed=self.packed, precision=self.precision)
+        shape = base.shape if self.products == "same" else replace(base.shape, **NARROW)  # type: ignore[arg-type]  # all of NARROW are sizes
+        return replace(base, shape=shape, packed=self.packed, precision=self.precision, products=self.products)
 
     @property
     def title(self) -> str:
@@ -96,7 +104,8 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     settings = merged(names)
     if settings is None:
         return None
-    packed, precision = bool(settings.pop("packed", False)), str(settings.pop("precision", "fp32"))
+    packed, precision = bool(settings.pop("packed", False)), settings.pop("precision", "fp32")
+    products = settings.pop("products", "same")
     if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
         settings["dp_shard"] = 2
     if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
@@ -107,10 +116,12 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
-    case = {"packed": packed, "precision": precision}
+    case = {"packed": packed, "precision": precision, "products": products}
     has = frozenset(name for name in FEATURES if _has(layout, case, FEATURES[name]))
-    found = Trial(layout=layout, packed=packed, precision=precision, features=has)
-    recipe = Recipe(sequence=found.case.sequence, global_batch=found.case.global_batch)
+    found = Trial(layout=layout, packed=packed, precision=precision, products=products, features=has)
+    recipe = Recipe(
+        sequence=found.case.sequence, global_batch=found.case.global_batch, precision=precision, products=products
+    )
     refusals = layout_violations(found.case.shape, recipe, layout)
     try:
         layout.micro_batches(found.case.global_batch)
@@ -125,9 +136,9 @@ def _has(layout: Layout, case: Mapping[str, Any], feature: Mapping[str, Any]) ->
 
 def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[frozenset[str], str]]:
     """Layouts that have every legal pair of the named features (greedily few of them, three features and more at a
-    time), and the pairs that are refused with the reason. Those in bf16 come on top: their band is wider."""
+    time), and the pairs that are refused with the reason. Those that are ROUNDED come on top."""
     refused: dict[frozenset[str], str] = {}
-    exact = [name for name in names if name != "bf16"]
+    exact = [name for name in names if name not in ROUNDED]
     wanted: dict[frozenset[str], Trial] = {}
     for pair in combinations(names, 2):
         found = trial(pair)
@@ -137,7 +148,7 @@ def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[fr
             wanted[frozenset(pair)] = found
     chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
     covered = {pair for found in chosen.values() for pair in _pairs(found)}
-    for names_of_pair, found in sorted(wanted.items(), key=lambda item: "bf16" in item[0]):
+    for names_of_pair, found in sorted(wanted.items(), key=lambda item: not item[0].isdisjoint(ROUNDED)):
         if names_of_pair not in covered:
             richer = _enriched(found, covered, exact)
             chosen[richer.title] = richer

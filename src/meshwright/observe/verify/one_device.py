@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from meshwright.kernels.linear import SAME
 from meshwright.observe.verify.router_ties import watch_margins
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
@@ -57,6 +58,8 @@ class Case:
     """As recipe.optimizer_states."""
     master_weights: Literal["fp32", "none"] = "fp32"
     """As recipe.master_weights."""
+    products: str = SAME
+    """As recipe.products."""
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
@@ -84,15 +87,21 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """What the optimizer is made of. PlanError."""
-        words: dict[str, Any] = {key: getattr(self, key) for key in ("precision", "optimizer_states", "master_weights")}
+        """What is trained, and the optimizer. PlanError."""
+        keys = ("precision", "products", "optimizer_states", "master_weights")
+        words: dict[str, Any] = {key: getattr(self, key) for key in keys}
         return replace(RECIPE, **words)
 
     @property
     def band(self) -> "Band":
         """How far a layout may be from one device."""
         narrow = self.precision == "fp32" and self.recipe.storage != FP32_STATES
-        return BANDS["narrow states" if narrow else self.precision]
+        return BANDS["narrow states" if narrow else self.precision if self.products == SAME else self.products]
+
+    @property
+    def unrounded(self) -> "Case":
+        """The same in fp32."""
+        return replace(self, precision="fp32", products=SAME, master_weights="fp32")
 
     def sequences(self, step: int) -> int:
         """Sequences of a step; the first is 1."""
@@ -171,6 +180,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         reduce_dtype=torch.float32,
         micro_batches=max(layout.micro_batches(case.sequences(step)) for step in range(1, case.steps + 1)),
         seed=case.seed,
+        products=case.products,
     )
     engine.train()
     margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
@@ -259,6 +269,7 @@ class Band:
 BANDS = {
     "fp32": Band(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
     "bf16": Band(loss=1.5e-3, norm=4e-3, gradient=5e-2, weight=4e-3, by_length=True),
+    "fp8": Band(loss=3e-3, norm=2.5e-2, gradient=0.3, weight=1.2e-2, by_length=True),
     "fp16": Band(loss=4e-4, norm=1e-3, gradient=1.5e-2, weight=1e-3, by_length=True),
     "narrow states": Band(loss=1e-5, norm=1e-5, gradient=5e-3, weight=1e-4, by_length=True),
 }

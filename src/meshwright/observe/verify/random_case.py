@@ -10,6 +10,7 @@ from math import gcd
 from random import Random
 from typing import Any
 
+from meshwright.kernels.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import Drawn, drawn_from
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
@@ -22,6 +23,8 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ATTEMPTS = 1000
 MOST_SEQUENCES = 28
 """Of one step: more make a case slow and find nothing."""
+MOST_NARROW = 3
+"""Layers of a case in fp8: of 8 layers gradients on one device are already 0.4 of their length from those in fp32."""
 MORE_SHAPES = 0.3
 """How often an optional part of a shape (experts, latent attention, a tied head, a window) is drawn."""
 
@@ -36,6 +39,7 @@ def random_case(seed: int, index: int, processes: int = 8) -> Drawn:
         settings |= _shape(random, settings)
         settings |= _pipeline(random, settings)
         settings |= _recipe(random, settings)
+        settings |= _narrow(random, settings)
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
@@ -224,6 +228,19 @@ def _states(random: Random, precision: str) -> Settings:
         if found["optimizer_states"] == "int8":
             found |= {"hidden": random.randint(64, 80), "ffn": random.choice((64, 128, 256, 500))}
     return found
+
+
+def _narrow(random: Random, settings: Settings) -> Settings:
+    """Products in fp8, now and then, with the sizes of matrices that these want. Drawn last, so that the draws of other
+    cases are as they were."""
+    if settings["precision"] != "bf16" or "mla.kv_rank" in settings or settings["layers"] > MOST_NARROW:
+        return {}
+    if not _often(random, 0.6):
+        return {}
+    unit = MULTIPLE * settings["tp"]
+    found: Settings = {"products": "fp8", "head_dim": MULTIPLE, "hidden": unit * random.randint(2, 4)}
+    found["ffn"] = unit * random.randint(1, 2)
+    return found | ({"moe.ffn": unit} if "moe.ffn" in settings else {})
 
 
 def _empty(random: Random, dp: int, rows: int, batch: int) -> tuple[int, ...]:

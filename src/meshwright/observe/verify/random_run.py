@@ -139,7 +139,7 @@ def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> 
 def wider_band(case: Case, alone: RankOutcome) -> Band:
     """The band of a 16-bit case whose own rounding is large: so many times as far as one device is from itself in fp32,
     and never so far that a doubled or a missing part of a sum would lie within."""
-    exact, fixed = outcome(replace(case, precision="fp32"), ALONE), case.band
+    exact, fixed = outcome(case.unrounded, ALONE), case.band
     selves = alone, *(outcome(case, way) for way in OTHER_WAYS)  # one loss alone may be near by chance
     whole = {name: tensor for name, (_, tensor) in exact.tensors.items()}
     apart = {name: distance(name, alone, whole, fixed) for name in alone.tensors}
@@ -179,7 +179,7 @@ def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
             scale = (SCALE if step == case.overflow + 1 else scale) * (2 if good == GROWTH_STEPS else 1)
         if found != scale:
             return f"one device: step {step}: loss scale is {found:g} after the step, must be {scale:g}"
-    exact = outcome(replace(case, precision="fp32"), ALONE)
+    exact = outcome(case.unrounded, ALONE)
     for step, (found, expected) in enumerate(zip(alone.losses, exact.losses, strict=True), start=1):
         if not abs(found / expected - 1) <= LOSS_OF_FP16:
             return f"one device: step {step}: loss is {found!r} in fp16, {expected!r} in fp32"

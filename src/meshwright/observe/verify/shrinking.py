@@ -21,7 +21,7 @@ TOGETHER = (
     ("pp", "vp", "schedule", "stages"),
     ("vp", "schedule", "stages"),
     ("precision", "overflow", "overflow_sequence"),
-    ("precision", "overflow", "overflow_sequence", "master_weights"),
+    ("precision", "products", "overflow", "overflow_sequence", "master_weights"),
     ("overflow", "overflow_sequence"),
     ("window", "window_from_layer"),
     ("batches", "empty"),

@@ -32,14 +32,14 @@ NONE = Backward()
 
 def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward:
     """Of a layer."""
-    mlp = _experts(of, routed) if routed else _mlp(of)
+    mlp = _experts(of, routed) if routed else max(_mlp(of), _rounded_mlp(of))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
     return Backward(
         mlp=mlp + weights * of.width + stream,
-        attention=_attention(of, widths) - kept + stream,
-        after=(mlp if routed else mlp / 2 - kept) + stream,
+        attention=max(_attention(of, widths), _rounded_attention(of, widths)) - kept + stream,
+        after=(mlp if routed else _mlp(of) / 2 - kept) + stream,
         weights=weights,
         queued=queued(of, widths, routed),
     )
@@ -49,6 +49,29 @@ def _mlp(of: "Local") -> float:
     """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
     together (kernels/swiglu.py)."""
     return (4 if of.gates == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
+
+
+def _rounded(of: "Local", weight: float, rows: float) -> float:
+    """A matrix and the rows that it multiplies, of so many elements, on their way to 8 bits (kernels.fp8.narrow): first
+    the matrix, scaled and then narrow, then the rows beside it. Compiled code makes no scaled copy."""
+    each = 1 if of.compiled else 1 + of.width
+    return max(each * weight, weight + each * rows)
+
+
+def _rounded_mlp(of: "Local") -> float:
+    """Where the second of two gates is rounded, beside the sum of their products and, in a split pass, the product made
+    again."""
+    ffn = of.shape.ffn / of.tp
+    inner = of.tokens * ffn
+    beside = of.hidden_bytes + of.splits * inner * of.width
+    return _rounded(of, of.shape.hidden * ffn, inner) + beside if of.fp8 else 0.0
+
+
+def _rounded_attention(of: "Local", widths: HeadWidths) -> float:
+    """Where the queries' gradient is rounded, beside those of keys and values."""
+    queries, made = of.tokens * widths.queries, of.tokens * (widths.queries + widths.keys_values) * of.width
+    read = of.shape.mla.q_rank if of.shape.mla and of.shape.mla.q_rank else of.shape.hidden
+    return _rounded(of, read * widths.queries, queries) + made + of.hidden_bytes if of.fp8 else 0.0
 
 
 def _experts(of: "Local", routed: Routed) -> float:

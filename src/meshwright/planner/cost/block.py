@@ -147,22 +147,31 @@ def _add(of: Local) -> LayerOperation:
 
 
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> LayerOperation:
-    width = of.product_width
+    width, low = of.product_width, 1.0 if of.fp8 else of.product_width
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     return LayerOperation(
         name=name,
-        forward=(*_cast(of, tokens * into), Product(tokens, into, out, 1.0, width), *apart),
-        inputs=(*_cast(of, tokens * out), Product(tokens, out, into, 1.0, width)),
+        forward=(*_cast(of, tokens * into), *_rounded(of, tokens * into, into * out),
+                 Product(tokens, into, out, 1.0, low), *apart),
+        inputs=(*_cast(of, tokens * out), *_rounded(of, tokens * out, into * out),
+                Product(tokens, out, into, 1.0, low)),
         weights=(Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out)),
-    )
+    )  # fmt: skip
 
 
 def _cast(of: Local, elements: float) -> tuple[Work, ...]:
     """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
     width = of.product_width
     return (MemoryPass((of.width + 2 * width) * elements),) if width < of.width else ()
+
+
+def _rounded(of: Local, *operands: float) -> tuple[Work, ...]:
+    """Operands of so many elements rounded to 8 bits (kernels.fp8.narrow): sizes, the largest of each row, the scaled
+    copy, the cast. Compiled code makes two passes of it: one reads for the largest, one reads and writes."""
+    moved, launches = (2 * of.width + 1, 2.0) if of.compiled else (6 * of.width + 1, 4.0)
+    return tuple(MemoryPass(moved * elements, launches) for elements in operands) if of.fp8 else ()
 
 
 def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:

@@ -30,6 +30,8 @@ class Local:
     context_split: str = "zigzag"
     product_width: float = 2.0
     """Bytes of an operand of the layers' products."""
+    fp8: bool = False
+    """The engine rounds the operands of these products itself (kernels.fp8), but for those of weight gradients."""
     dropout: bool = False
     documents: bool = False
     """Attention has a mask of documents."""
@@ -90,7 +92,7 @@ class Local:
 
 def local(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
-    documents: bool = False, gpu: bool = False,
+    documents: bool = False, gpu: bool = False, products: str = "same",
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     return Local(
@@ -106,6 +108,7 @@ def local(
         context_split=layout.context_split,
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
+        fp8=stack.own and products == "fp8",
         dropout=stack.dropout or dropout > 0,
         documents=documents and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,

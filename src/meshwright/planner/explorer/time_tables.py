@@ -86,7 +86,18 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
     """By recompute policy, for so many tokens of a rank in sequences of this length, which need not come out even."""
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
     width, recipe = 4 if of.recipe.precision == "fp32" else 2, of.recipe
-    counted = local(of.shape, of.stack, layout, sequence, 1, width, recipe.dropout, recipe.document_mask, of._gpu)
+    counted = local(
+        of.shape,
+        of.stack,
+        layout,
+        sequence,
+        1,
+        width,
+        recipe.dropout,
+        recipe.document_mask,
+        of._gpu,
+        recipe.products,
+    )
     counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]  # a share of a sequence
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))
 

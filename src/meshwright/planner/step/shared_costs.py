@@ -64,7 +64,18 @@ class SharedCosts:
             width = 4 if self.recipe.precision == "fp32" else 2
             recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
             documents = recipe.document_mask
-            of = local(self.shape, stack, layout, recipe.sequence, key[-1], width, recipe.dropout, documents, self._gpu)
+            of = local(
+                self.shape,
+                stack,
+                layout,
+                recipe.sequence,
+                key[-1],
+                width,
+                recipe.dropout,
+                documents,
+                self._gpu,
+                recipe.products,
+            )
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]
 

@@ -1,0 +1,131 @@
+"""Linear products of operands rounded to 8 bits: e4m3, 4 bits of exponent and 3 of mantissa.
+
+    y  = x W^T     x scaled by rows, W by rows (outputs)
+    dX = G W       G scaled by rows, W by columns (inputs)
+    dW = G^T x     as it is, in 16 bit: its operands' rows are tokens, of which outliers spoil a whole row
+
+Each row has a scale of its own: the power of two that brings its largest number just below 448, so that scaling itself
+rounds nothing (Micikevicius et al. 2022, arXiv:2209.05433; the split into 8 and 16 bit is that of torchao's
+`rowwise_with_gw_hp`). Sums are fp32. Where a device has no such product, numbers are rounded the same way and
+multiplied in fp32: the same results but for the order of sums, and slower.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.target import acts, kind
+
+LARGEST = 448.0
+"""Of e4m3."""
+SMALLEST = 1e-12
+"""Below which a row's largest number counts as this, so that zeros have a scale."""
+MULTIPLE = 16
+"""Of both dims of a matrix, which the products of tensor cores want."""
+LEAST = (8, 9)
+"""Compute capability from which on tensor cores multiply 8-bit numbers."""
+
+
+class Narrow(NamedTuple):
+    """x (N, K) as e4m3 values times a scale of each row (N, 1) fp32."""
+
+    values: Tensor
+    scales: Tensor
+
+    def wide(self) -> Tensor:
+        """The numbers that it stands for, fp32."""
+        return self.values.float() * self.scales
+
+
+def missing(device: torch.device) -> str:
+    """Why a device has no 8-bit products; empty where it has."""
+    if device.type != "cuda":
+        return f"a {device.type.upper()} multiplies no 8-bit numbers"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST:
+        return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]}) multiplies no 8-bit numbers"
+    return ""
+
+
+def narrow(x: Tensor | Narrow) -> Narrow:
+    """x (N, K), rounded once; as it is where it already was."""
+    if isinstance(x, Narrow):
+        return x
+    peaks = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
+    scales = torch.exp2(torch.floor(torch.log2(LARGEST / peaks)))
+    return Narrow((x * scales.to(x.dtype)).to(torch.float8_e4m3fn).contiguous(), 1 / scales)
+
+
+def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a (N, K) times b (M, K) transposed, plus bias (M,) -> (N, M), rounded once."""
+    if kind(a.values) == "cuda" and (acts() or not missing(a.values.device)):
+        return compat.scaled_product(*a, *b, bias, dtype)
+    found = F.linear(a.values.float(), b.values.float()) * a.scales * b.scales.t()
+    return (found if bias is None else found + bias).to(dtype)
+
+
+def products(
+    x: Tensor, weights: Iterable[Tensor | Narrow], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x (..., in) times each weight (out, in) transposed, plus its bias; x is rounded once."""
+    rows = narrow(x.reshape(-1, x.shape[-1]))
+    found = (product(rows, narrow(one), x.dtype, bias) for one, bias in zip(weights, biases, strict=True))
+    return tuple(one.view(*x.shape[:-1], -1) for one in found)
+
+
+def products_with(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    """`products` with weights that are rounded once, for several x."""
+    return partial(products, weights=[narrow(one) for one in weights], biases=biases)
+
+
+def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor | Narrow]) -> Tensor:
+    """gradients (..., out) of several products of one x -> that of x (..., in)."""
+    first, total = gradients[0], None
+    for gradient, weight in zip(gradients, weights, strict=True):
+        columns = narrow(weight if isinstance(weight, Narrow) else weight.t())
+        part = product(narrow(gradient.reshape(-1, gradient.shape[-1])), columns, first.dtype)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.view(*first.shape[:-1], -1)
+
+
+class _Plain(torch.autograd.Function):
+    """The three products written out, each on the numbers that the rounded operands stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (narrow(x).wide() @ narrow(weight).wide().t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        x_gradient = narrow(gradient).wide() @ narrow(weight.t()).wide().t()
+        return x_gradient.to(x.dtype), (gradient.float().t() @ x.float()).to(weight.dtype)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., in), weight (out, in), bias (out,)."""
+    found: Tensor = _Plain.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    found = found.view(*x.shape[:-1], -1)
+    return found if bias is None else found + bias
+
+
+def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Several of one x."""
+    return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def swiglu_linear_reference(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None
+) -> Tensor:  # fmt: skip
+    """As kernels.swiglu.swiglu_linear_reference."""
+    found: Tensor = (summed.linear if summed else linear_reference)(F.silu(gate) * up, weight, bias)
+    return found

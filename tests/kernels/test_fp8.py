@@ -1,0 +1,192 @@
+"""Products of operands rounded to 8 bits: what is rounded, against the twin, torch's own product, and in training."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import fast, fp8, in_form, reference
+from meshwright.kernels.linear import FP8, WeightGradients, splitting
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.parallel import build_engine
+from meshwright.planner.step.predict import predict
+from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.errors import PlanError
+from meshwright.training import device
+from meshwright.training.batches import Batch
+from meshwright.training.optimizer import AdamW
+from meshwright.training.step import train_step
+from tests.kernels.exactness import tensors
+
+BF16 = torch.bfloat16
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 3e5])
+def test_a_row_is_scaled_by_a_power_of_two_below_the_largest_number(size: float) -> None:
+    (x,) = tensors((40, 64), dtype=BF16)
+    found = fp8.narrow(x * size)
+    assert torch.equal(found.scales, torch.exp2(found.scales.log2().round()))
+    peaks = found.values.float().abs().amax(-1)
+    assert (peaks <= fp8.LARGEST).all() and (size < 1e-9 or (peaks > fp8.LARGEST / 2.2).all())
+    if size > 1e-9:
+        assert distance(found.wide(), x * size) < 0.03  # 3 bits of mantissa: 1/16 at most, 2.6 % in the mean square
+
+
+def test_zeros_and_single_numbers_stay() -> None:
+    x = torch.zeros(3, 16, dtype=BF16)
+    x[1, 4] = -7.0
+    assert torch.equal(fp8.narrow(x).wide(), x.float())
+
+
+def results(kernels: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    out = kernels.linears(x, weights, biases)
+    gradients = tensors(*(one.shape for one in out), dtype=BF16, seed=1)
+    return [*out, *torch.autograd.grad(out, [x, *weights, *(b for b in biases if b is not None)], gradients)]
+
+
+def test_as_the_twin_in_value_and_gradients() -> None:
+    x, *weights = tensors((6, 5, 64), (32, 64), (48, 64), dtype=BF16)
+    leaves = [one.requires_grad_() for one in (x, *weights)]
+    bias = tensors((32,), dtype=BF16)[0].requires_grad_()
+    ours, twin = (results(in_form(make(), FP8), leaves[0], leaves[1:], [bias, None]) for make in (fast, reference))
+    for one, other in zip(ours, twin, strict=True):
+        assert distance(one, other) < 4e-3
+    plain = results(fast(), leaves[0], leaves[1:], [bias, None])
+    assert 0.02 < distance(ours[0], plain[0]) < 0.06 and 0.02 < distance(ours[2], plain[2]) < 0.06
+    assert torch.equal(ours[3], plain[3]), "gradients of weights are made of 16 bit"
+
+
+def test_as_the_product_of_torch() -> None:
+    a, b, bias = tensors((32, 64), (48, 64), (48,), dtype=BF16)
+    one, other = fp8.narrow(a), fp8.narrow(b)
+    right = compat.scaled_product(*one, *other, bias, BF16)
+    assert distance(fp8.product(one, other, BF16, bias), right) < 3e-3
+
+
+def test_the_second_half_of_a_gated_mlp() -> None:
+    gate, up, weight = (one.requires_grad_() for one in tensors((9, 32), (9, 32), (16, 32), dtype=BF16))
+    (gradient,) = tensors((9, 16), dtype=BF16, seed=3)
+    found = []
+    for make in (fast, reference):
+        out = in_form(make(), FP8).swiglu_linear(gate, up, weight)
+        found.append([out, *torch.autograd.grad(out, (gate, up, weight), gradient)])
+    assert all(distance(one, other) < 8e-3 for one, other in zip(*found, strict=True))
+
+
+def test_gradients_of_weights_can_wait() -> None:
+    x, weight = (one.requires_grad_() for one in tensors((8, 32), (16, 32), dtype=BF16))
+    kernels = in_form(fast(), FP8)
+    kernels.linear(x, weight).sum().backward()
+    right, weight.grad = weight.grad, None
+    with splitting():
+        loss = kernels.linear(x, weight).sum()
+        with WeightGradients() as queue:
+            loss.backward()
+        assert len(queue) == 1 and weight.grad is None
+        queue.run()
+    assert weight.grad is not None and right is not None and torch.equal(weight.grad, right)
+
+
+SMALL = ModelShape(vocab=256, layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, max_positions=64)
+
+
+def losses(products: str, precision: torch.dtype = BF16, kernels: str = "auto", compiled: str = "off") -> list[float]:
+    """40 steps on tokens that follow from those before."""
+    layout = Layout(compile=compiled, kernels=kernels)  # type: ignore[arg-type]
+    engine = build_engine(SMALL, layout, dtype=precision, products=products)
+    engine.train()
+    optimizer = AdamW(engine.parameters.items(), Recipe())
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(40):
+        start = torch.randint(256, (4, 1), generator=generator)
+        tokens = (start + 7 * torch.arange(65)) % 256
+        batch = Batch(tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=256)
+        found.append(train_step(engine, optimizer, [batch], rate=3e-3, clip=1.0, balance_loss=0.0).loss.item())
+    return found
+
+
+def test_a_curve_of_40_steps_stays_beside_that_of_16_bit() -> None:
+    ours, plain, twin = losses("fp8"), losses("same"), losses("fp8", kernels="reference")
+    assert plain[-1] < 0.6 * plain[0]
+    assert ours != plain and all(abs(a - b) < 0.06 * b for a, b in zip(ours, plain, strict=True))
+    assert all(abs(a - b) < 0.06 * b for a, b in zip(ours, twin, strict=True))
+
+
+def test_only_blocks_are_rounded() -> None:
+    """A model whose blocks add nothing: embedding, norm and head give the same bits."""
+    found = []
+    for products in ("same", "fp8"):
+        engine = build_engine(SMALL, Layout(compile="off"), dtype=BF16, products=products)
+        with torch.no_grad():
+            for name, parameter in engine.parameters.items():
+                if name.endswith(("o.weight", "down.weight")):
+                    parameter.zero_()
+            found.append(engine.model(torch.arange(10)[None]))
+    assert torch.equal(*found)
+
+
+def plan(**given: Any) -> Plan:
+    layout = Layout(**given.pop("layout", {}))
+    recipe = Recipe(sequence=4096, global_batch=64, precision="bf16", products="fp8")
+    return Plan(model=presets.model("llama-3.1-8b"), layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
+
+
+def test_what_cannot_be_rounded_is_refused() -> None:
+    from dataclasses import replace
+
+    good = plan(layout={"dp_shard": 8, "zero": 2})
+    assert not good.violations()
+    (said,) = replace(good, recipe=replace(good.recipe, precision="fp32")).violations()
+    assert said.endswith("take recipe.precision=bf16")
+    (said,) = replace(good, model=replace(SMALL, ffn=120)).violations()
+    assert "layers.0.mlp" in said and "120" in said and said.endswith("take recipe.products=same")
+
+
+def test_a_device_without_such_products_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(PlanError, match=r"^A100 \(sm_80\) multiplies no 8-bit numbers: take recipe.products=same$"):
+        device.prepare(torch.device("cuda", 0), "bf16", products="fp8")
+    assert fp8.missing(torch.device("cpu")) == "a CPU multiplies no 8-bit numbers"
+
+
+def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
+    """A split backward pass of few tokens: copies of the matrices are the largest thing beside what is kept."""
+    shape = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64, max_positions=8192)
+    layout = Layout(pp=2, schedule="zb-h1", micro_batch=1, compile="off")
+    found = []
+    for products in ("same", "fp8"):
+        recipe = Recipe(sequence=128, global_batch=4, precision="bf16", products=products)  # type: ignore[arg-type]
+        one = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
+        kinds = predict(one).memory[0].kinds
+        planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(one, ranks=[0], device="cuda").peak_bytes
+        assert planned == pytest.approx(held, rel=0.01)
+        found.append(held)
+    assert found[1] > 1.014 * found[0], "without the copies the plan would be too low"
+
+
+def test_a_run_says_what_makes_it_slow() -> None:
+    one, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
+    assert "layout.compile=on" in device.product_notes(one, cuda, compiled=False)[0]
+    assert device.product_notes(one, cuda, compiled=True) == []
+    assert device.product_notes(one, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
+    bf16 = Plan(model=one.model, layout=one.layout, recipe=Recipe(precision="bf16"), cluster=one.cluster)
+    assert device.product_notes(bf16, cuda, compiled=False) == []
+
+
+def test_the_planner_counts_the_products_and_the_passes_that_round() -> None:
+    """Of compiled blocks, whose passes are fused: faster than 16 bit; memory as without."""
+    from dataclasses import replace
+
+    ours = plan(layout={"dp_shard": 8, "zero": 2, "compile": "on"})
+    same = replace(ours, recipe=replace(ours.recipe, products="same"))
+    assert 1.05 < predict(same).step_s / predict(ours).step_s < 1.6
+    assert predict(same).peak_bytes == pytest.approx(predict(ours).peak_bytes, rel=1e-3)
+    slow = replace(ours, layout=replace(ours.layout, compile="off"))
+    assert predict(slow).step_s > predict(ours).step_s

@@ -1,0 +1,45 @@
+"""Products of operands rounded to 8 bits under layouts: as on one device, within a band. Scales are powers of
+two, so that a row that tp splits is rounded as the whole row is, but for what becomes subnormal. A bf16 number that
+differs in its last bit may round to another 8-bit number, 32 times as far."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.one_device import BANDS, Case, first_difference, outcome
+from meshwright.parallel.agree import gathered
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout
+
+SHAPE = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
+CASE = Case(shape=SHAPE, precision="bf16", products="fp8")
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2, "sp": True, "dp_shard": 2, "zero": 3},
+    {"tp": 4},
+    {"tp": 2, "sp": True, "tp_chunks": 2, "dp_shard": 2, "zero": 2},
+    {"tp": 2, "tp_chunks": 2, "dp_shard": 2, "zero": 1},
+    {"pp": 2, "schedule": "zb-h1", "tp": 2, "micro_batch": 2},
+    {"dp_shard": 4, "zero": 2, "recompute": "full"},
+    {"cp": 2, "dp_shard": 2, "zero": 1, "recompute": "selective"},
+]
+
+
+def _differences() -> list[str]:
+    made: Made = {}
+    alone = outcome(CASE, Layout(compile="off")) if dist.get_rank() == 0 else None
+    wrong = []
+    for each in LAYOUTS:
+        ranks = gathered(outcome(CASE, Layout(compile="off", **each), made=made), None)
+        found = alone and first_difference(alone, ranks, BANDS["fp8"])
+        wrong += [f"{each}: {found}"] if found else []
+    return wrong
+
+
+@pytest.mark.slow
+def test_layouts_train_as_one_device() -> None:
+    wrong = on_ranks(4, _differences, limit_s=600)[0]
+    assert not wrong, "\n".join(wrong)
