@@ -236,17 +236,20 @@ def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.M
     assert verdict(drawn).drawn == drawn, "a case that is named is run as it is"
 
 
-def test_a_case_that_rounding_decides_is_drawn_again() -> None:
-    """Norms of keys over few dims: one device is 1.1e-5 from itself with the reference kernels."""
+def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is set between two seeds of a case, of which the next one rounds less."""
     text = (
         "vocab=41 layers=1 hidden=18 heads=2 ffn=44 norm=layernorm positions=learned qkv_bias=true mlp_bias=true "
         "qk_norm=true moe.experts=5 moe.top_k=1 moe.ffn=6 global_batch=1 sequence=12 seed=85 balance_loss=0.0"
     )
     drawn = drawn_of(text)
-    assert random_run._rounding(drawn.case, outcome(drawn.case, ALONE), "cpu") > random_run.ROUNDING
-    one = verdict(drawn, settle=True)
-    assert one.redrawn and one.difference is None
-    assert random_run._rounding(one.drawn.case, outcome(one.drawn.case, ALONE), "cpu") <= random_run.ROUNDING
+    cases = [replace(drawn.case, seed=drawn.case.seed + more) for more in range(5)]
+    sizes = [random_run._rounding(case, outcome(case, ALONE), "cpu") for case in cases]
+    first = next(place for place in range(4) if sizes[place + 1] < sizes[place])
+    monkeypatch.setattr(random_run, "ROUNDING", sizes[first + 1])
+    one = verdict(replace(drawn, case=cases[first]), settle=True)
+    assert one.redrawn == 1 and one.difference is None
+    assert one.drawn.case.seed == cases[first + 1].seed
 
 
 @pytest.mark.parametrize("step", [1, 2])
