@@ -48,13 +48,13 @@ def test_a_plan_is_quick_and_loads_no_torch() -> None:
         "import sys, time\nimport meshwright as mw\n"
         "ask = lambda: mw.plan('llama-3.1-8b', cluster='h100x8', nodes=4)\nask()\n"
         "def seconds():\n    began = time.process_time(); ask(); return time.process_time() - began\n"
-        "spent = min(seconds() for _ in range(3)); answer = ask()\n"
+        "spent = min(seconds() for _ in range(5)); answer = ask()\n"
         "html, words = answer._repr_html_(), repr(answer)\n"
         "print(spent, 'torch' in sys.modules)"
     )
     spent, torch_loaded = fresh(code).split()
     assert torch_loaded == "False"
-    assert float(spent) < 0.3, "seconds of a core, warm, the least of three: a busy neighbour slows a core"
+    assert float(spent) < 0.3, "seconds of a core, warm, the least of five: a busy neighbour slows a core"
 
 
 def test_every_public_name_is_there_and_documented() -> None:

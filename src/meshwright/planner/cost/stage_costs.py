@@ -141,6 +141,8 @@ class PassSeconds:
 
     def of_pass(self, operations: tuple[LayerOperation, ...], side: Side) -> tuple[float, float]:
         """(seconds, those of them in which an exchange stands beside no computation)."""
+        if not operations:
+            return 0.0, 0.0
         stack = self.of.stack
         device = host = each = exchanged = 0.0
         for op in operations:
