@@ -101,9 +101,9 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
     }[recompute]  # fmt: skip
     kept = block.kept_bytes(recompute)
     own = of.stack.own
-    repeated = max(0.0, block.kept_bytes("none") - kept) if recompute != "none" else 0.0
-    if own:
-        repeated = block.made_again_bytes(recompute)
+    repeated = 0.0
+    if recompute != "none":
+        repeated = block.made_again_bytes(recompute) if own else max(0.0, block.kept_bytes("none") - kept)
     mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
     attention, after = (
         one + repeated if own and block.boundary_bytes else 0.0
