@@ -156,15 +156,25 @@ def _attention(make: Made) -> float:
 
 
 def _narrow(make: Made) -> float:
-    """Three updates of a bf16 weight with 8-bit moments, beside AdamW in fp64."""
-    gradient, weight = make(5, 300), make(6, 300)[:5].to(torch.bfloat16)
+    """Three updates of a bf16 weight with 8-bit moments, and of an fp32 one with a copy and bf16 moments, beside AdamW
+    in fp64."""
+    gradient, weight = make(5, 300), make(6, 300)[:5].float()
+    narrow, copy = weight.to(torch.bfloat16), weight.to(torch.bfloat16)
+    coded = _narrow_error(gradient, narrow, None, (_no_moment(narrow, 127, True), _no_moment(narrow, 0, False)))
+    signed, plain = (narrow_piece.Moment(torch.zeros_like(copy), None, sign) for sign in (True, False))
+    return max(coded, _narrow_error(gradient, weight, copy, (signed, plain)))
+
+
+def _narrow_error(
+    gradient: Tensor, weight: Tensor, copy: Tensor | None, moments: tuple[narrow_piece.Moment, narrow_piece.Moment]
+) -> float:
     step, right = torch.zeros((), device=weight.device), weight.double()
     mean, square, given = torch.zeros_like(right), torch.zeros_like(right), gradient.double()
     numbers = narrow_piece.UpdateNumbers(
         rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=step + 1, skip=step * 0
     )
     piece = narrow_piece.NarrowPiece(
-        weight=weight, copy=None, moments=(_no_moment(weight, 127, True), _no_moment(weight, 0, False)), step=step,
+        weight=weight, copy=copy, moments=moments, step=step,
         books=narrow_piece.code_books(weight.device),
         place=narrow_piece.PlaceInWhole(seed=1, rows=5, whole_rows=5, first=0, second=0, width=300, column=0),
     )  # fmt: skip
@@ -174,7 +184,8 @@ def _narrow(make: Made) -> float:
         mean, square = 0.9 * mean + 0.1 * given, 0.95 * square + 0.05 * given**2
         size = (square / (1 - 0.95**number)).sqrt() + 1e-8
         right = right * (1 - 0.1 * 0.1) - 0.1 / (1 - 0.9**number) * mean / size
-    error: float = ((weight.double() - right).norm() / right.norm()).item()
+    found = weight if copy is None else copy
+    error: float = ((found.double() - right).norm() / right.norm()).item()
     return error
 
 
