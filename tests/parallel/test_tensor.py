@@ -135,7 +135,7 @@ def test_the_sum_behind_a_product_is_under_way_while_the_next_piece_is_multiplie
 
 def in_pieces(sp: bool, rows: int, pieces: int) -> list[Tensor]:
     """On one rank: a column-parallel and a row-parallel product, one after the other, and all gradients; everything
-    that lies in slices is put in the order of the sequence."""
+    that is in slices is put in the order of the sequence."""
     made, generator = slices(pieces, sp), torch.Generator().manual_seed(7)
 
     def number(*sizes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Offload of saved activations: what a block keeps for its backward pass lies in host memory meanwhile.
+"""Offload of saved activations: what a block keeps for its backward pass is held in host memory.
 
 What a block has saved is copied out when its forward pass ends, while the next block computes, and its device memory is
 let go of at the end of that one. It comes back while the block behind it makes its backward pass. The last block of a

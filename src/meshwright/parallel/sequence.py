@@ -6,7 +6,7 @@ products of the next (layout.tp_chunks). A rank holds its slice of every piece:
     n = 1    rank 0: 0 1 2 3    rank 1: 4 5 6 7
     n = 2    rank 0: 0 1 4 5    rank 1: 2 3 6 7
 
-so that what is gathered of a piece lies as the sequence does. Layers work on positions one by one where they are cut
+so that a gathered piece is in the order of the sequence. Layers work on positions one by one where they are cut
 like this, and do not see in which order.
 """
 

@@ -20,7 +20,7 @@ PIECED = 2**25
 """Elements of a sequence's hidden states from which on sending half of them takes longer than starting another
 collective."""
 NEAR = 8
-"""Ranks that lie in one node: between nodes starting a collective takes longer."""
+"""Ranks of one node: between nodes starting a collective takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Layout:
     recompute_layers: int = 0
     """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
     offload: Literal["off", "activations"] = "off"
-    """activations: what a block keeps for its backward pass lies in host memory meanwhile, but for each stage's last
+    """activations: what a block keeps for its backward pass is held in host memory, except for each stage's last
     block. With recompute none and full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""

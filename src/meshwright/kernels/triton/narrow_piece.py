@@ -20,7 +20,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceInWhole:
-    """Where a piece lies in its whole tensor (X, Y, W), and the number of the parameter's random bits. Row r of the
+    """The place of a piece in its whole tensor (X, Y, W), and the number of the parameter's random bits. Row r of the
     piece is row ((r // rows) + first) * whole_rows + r % rows + second of the whole."""
 
     seed: int
