@@ -54,9 +54,7 @@ def test_a_plan_is_quick_and_loads_no_torch() -> None:
     )
     spent, torch_loaded = fresh(code).split()
     assert torch_loaded == "False"
-    assert float(spent) < 0.6, (
-        "seconds of a core, warm, beside other tests; the claim plan-warm holds 0.3"
-    )
+    assert float(spent) < 0.6, "seconds of a core, warm, beside other tests; the claim plan-warm holds 0.3"
 
 
 def test_every_public_name_is_there_and_documented() -> None:
