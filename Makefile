@@ -72,7 +72,7 @@ schema: $(VENV)/.installed-dev
 	  > src/meshwright/planfile/schema.json
 
 bench: $(VENV)/.installed-dev
-	$(RUN) benchmarks/train_speed.py $(ARGS)
+	$(RUN) -m benchmarks.train_speed $(ARGS)
 	$(RUN) -m benchmarks.encoding
 	$(RUN) -m benchmarks.startup
 

@@ -1,13 +1,13 @@
 """Training speed and peak memory beside `transformers`, in one run, per shape and precision.
 
-    python benchmarks/train_speed.py [--json] [--shapes 10m,100m] [--precisions fp32,bf16] [--seconds 60]
+    python -m benchmarks.train_speed [--json] [--shapes 10m,100m,300m,10m-128k] [--precisions fp32,bf16] [--seconds 60]
 
 Four contestants: ours and transformers' own Llama, each eager and compiled, all with AdamW fused, gradient clipping at
 1, the same shape, batch and number of threads. Each is a process of its own; they take turns step by step, so that
-whatever else the machine does hits all alike. tokens/s is of the median step after two warm-up steps; memory is the
-peak resident size over what the process held after its imports. Ratios are of like with like: eager over eager,
-compiled over compiled. transformers' bf16 is autocast over fp32 weights, as
-its Trainer does it; ours keeps bf16 weights with fp32 masters.
+whatever else the machine does hits all alike; of a large shape the eager pair comes first, then the compiled one.
+tokens/s is of the median step after two warm-up steps; memory is the peak resident size over what the process held
+after its imports. Ratios are of like with like: eager over eager, compiled over compiled. transformers' bf16 is
+autocast over fp32 weights, as its Trainer does it; ours keeps bf16 weights with fp32 masters.
 """
 
 import argparse
@@ -17,17 +17,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.train_shapes import BATCH, LARGE, SMALL_BATCH, shape_of
 
 if TYPE_CHECKING:
     from meshwright.spec.shape import ModelShape
 
+PAIRS = (("ours", "transformers"), ("ours-compiled", "transformers-compiled"))
 CONTESTANTS = ("ours", "ours-compiled", "transformers", "transformers-compiled")
-BATCH = {"10m": (8, 512), "100m": (4, 512)}
-SMALL_BATCH = {"10m": (8, 512), "100m": (1, 256)}
-"""For 16 bit on a CPU without matrix units, where transformers' compiled 100M model needs minutes a step."""
 ROUNDS = 16
 
 
@@ -54,7 +54,6 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
 
     from meshwright.parallel import build_engine
     from meshwright.spec import Layout, Recipe
-    from meshwright.spec.presets import model as preset
     from meshwright.training import device
     from meshwright.training.batches import Batch
     from meshwright.training.optimizer import AdamW
@@ -63,7 +62,7 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
 
     target = torch.device("cpu")
     device.prepare(target, precision)
-    shape = preset(f"llama-{shape_name}")
+    shape = shape_of(shape_name)
     engine = build_engine(shape, Layout(compile="on" if compiled else "off"), dtype=DTYPES[precision])
     engine.train()
     optimizer = AdamW(engine.parameters.items(), Recipe())
@@ -100,9 +99,7 @@ def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compi
     import torch
     from transformers import LlamaForCausalLM
 
-    from meshwright.spec.presets import model as preset
-
-    shape = preset(f"llama-{shape_name}")
+    shape = shape_of(shape_name)
     torch.manual_seed(0)
     plain = LlamaForCausalLM(their_config(shape)).train()
     model = torch.compile(plain, dynamic=False) if compiled else plain
@@ -145,16 +142,28 @@ def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int
         print(json.dumps(answer), flush=True)
 
 
-def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float) -> list[Result]:
-    """All contestants, turn by turn, until `seconds` of measured steps each or ROUNDS."""
+def compare(
+    shape: str, precision: str, rows: int, sequence: int, seconds: float, contestants: Sequence[str]
+) -> list[Result]:
+    """The contestants, turn by turn, until `seconds` of measured steps each or ROUNDS."""
     processes = {
         name: subprocess.Popen(
-            [sys.executable, __file__, "--worker", name, shape, precision, str(rows), str(sequence)],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.train_speed",
+                "--worker",
+                name,
+                shape,
+                precision,
+                str(rows),
+                str(sequence),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name in CONTESTANTS
+        for name in contestants
     }
 
     def ask(name: str) -> dict[str, float]:
@@ -168,10 +177,10 @@ def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float
     for process in processes.values():
         assert process.stdout is not None
         process.stdout.readline()
-    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    peaks = dict.fromkeys(CONTESTANTS, 0)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    peaks = dict.fromkeys(contestants, 0)
     for turn in range(2 + ROUNDS):
-        for name in CONTESTANTS:
+        for name in contestants:
             if turn >= 3 and sum(times[name]) > seconds:
                 continue
             answer = ask(name)
@@ -189,7 +198,7 @@ def compare(shape: str, precision: str, rows: int, sequence: int, seconds: float
             peak_bytes=peaks[name],
             steps=len(times[name]),
         )
-        for name in CONTESTANTS
+        for name in contestants
     ]
 
 
@@ -201,7 +210,9 @@ def report(shape: str, precision: str, seconds: float) -> dict[str, object]:
 
     emulated = precision == "bf16" and not compat.cpu_multiplies(torch.bfloat16)
     rows, sequence = (SMALL_BATCH if emulated else BATCH)[shape]
-    results = {r.contestant: r for r in compare(shape, precision, rows, sequence, seconds)}
+    groups = PAIRS if shape in LARGE else (CONTESTANTS,)
+    found = [compare(shape, precision, rows, sequence, seconds, names) for names in groups]
+    results = {result.contestant: result for group in found for result in group}
     ratios: dict[str, float] = {}
     for kind, mine, other in (
         ("eager", "ours", "transformers"),

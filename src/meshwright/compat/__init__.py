@@ -1,11 +1,13 @@
 """Private names of torch and of the C library, in one place, each with its reason."""
 
 import ctypes
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,31 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     falls back to a scalar loop of about 1 GFLOP/s, so a missing name counts as no.
     """
     return _CPU_MULTIPLIES.get(dtype, False)
+
+
+def _blas_is_slow() -> bool:
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    with suppress(OSError):
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return "GenuineIntel" not in platform.processor()
+
+
+_BLAS_IS_SLOW = _blas_is_slow()
+"""Found once: what torch asks itself is nothing that the compiler can follow."""
+
+
+def blas_is_slow() -> bool:
+    """Whether torch's fp32 products leave half of this processor idle: MKL takes AVX-512 on Intel's alone, oneDNN on
+    all. `torch.backends.cpu` knows the instructions and not whose processor it is."""
+    return _BLAS_IS_SLOW
+
+
+def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """a (..., K) contiguous times b (N, K) transposed, plus bias (N,), by oneDNN; torch calls it from compiled code."""
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
+    return found
 
 
 def is_hooked(module: torch.nn.Module) -> bool:

@@ -90,12 +90,14 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 
 def prefers_blockwise(q: Tensor) -> bool:
-    """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of
-    64 dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which
-    was written for them."""
+    """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 with products of AVX2 (on
+    AMD's processors with AVX-512 too, in fp32) from 256 positions of 64 dims on, and loses as much below, where its
+    products are small; wider vectors are left to torch's kernel, which was written for them."""
     if kind(q) != "cpu" or q.shape[1] * min(q.shape[3], 64) < LONG:
         return False
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
+        return True
+    return q.dtype == torch.float32 and compat.blas_is_slow()
 
 
 def attend(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
@@ -111,7 +112,7 @@ class _Chunks:
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
             part = self.x[here].to(weights.dtype)
-            logits = F.linear(part, weights)
+            logits = cpu_product.linear(part, weights)
             if not in_triton:
                 logits = logits.float()
             valid = self.targets[here] != IGNORED
@@ -121,13 +122,13 @@ class _Chunks:
             if self._wants_gradients:
                 logits = logits.to(part.dtype)
             if self.x_gradient is not None:
-                self.x_gradient[here] = logits @ weights
+                self.x_gradient[here] = cpu_product.multiply(logits, weights)
             if self.weight_gradient is not None and in_triton:
                 compat.add_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
-                self.weight_gradient.addmm_(logits.t(), part)
+                cpu_product.add_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None:
-                self.weight_gradient += logits.t() @ part
+                self.weight_gradient += cpu_product.multiply(logits.t(), part)
             del logits, part  # else a chunk stands beside the next
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
 from meshwright.kernels.target import acts, kind
@@ -134,7 +135,9 @@ def _rows_gradient(gradient: Tensor, weights: Tensor, counts: Counts) -> Tensor:
         return found
     wide = torch.float32 if needs_wide(gradient) else gradient.dtype
     parts = zip(torch.split(gradient, counts), weights, strict=True)
-    return torch.cat([torch.mm(part.to(wide), weight.to(wide)).to(gradient.dtype) for part, weight in parts])
+    return torch.cat(
+        [cpu_product.multiply(part.to(wide), weight.to(wide)).to(gradient.dtype) for part, weight in parts]
+    )
 
 
 def _stack_gradient(gradient: Tensor, rows: Tensor, counts: Counts, dtype: torch.dtype) -> Tensor:

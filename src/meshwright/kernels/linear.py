@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import fp8
+from meshwright.kernels import cpu_product, fp8
 from meshwright.kernels.target import kind
 
 SAME, FP8 = "same", "fp8"
@@ -239,7 +239,7 @@ def is_left(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
 def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once."""
     wide = torch.float32 if needs_wide(x) else x.dtype
-    return torch.mm(gradient.to(wide).t(), x.to(wide)).to(dtype)
+    return cpu_product.multiply(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
 
 def products(
@@ -249,10 +249,10 @@ def products(
     if form == FP8:
         return fp8.products(x, weights, biases)
     if not needs_wide(x):
-        return linears_reference(x, weights, biases)
+        return tuple(map(partial(cpu_product.linear, x), weights, biases))
     wide = x.float()
-    found = linears_reference(wide, [w.float() for w in weights], [None if b is None else b.float() for b in biases])
-    return tuple(product.to(x.dtype) for product in found)
+    pairs = ((w.float(), None if b is None else b.float()) for w, b in zip(weights, biases, strict=True))
+    return tuple(cpu_product.linear(wide, *pair).to(x.dtype) for pair in pairs)
 
 
 def products_of_pieces(
@@ -273,7 +273,7 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form:
     total: Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), weight.to(wide)
-        total = torch.mm(rows, matrix) if total is None else total.addmm_(rows, matrix)
+        total = cpu_product.multiply(rows, matrix) if total is None else cpu_product.add_product(total, rows, matrix)
     assert total is not None
     return total.to(first.dtype).view(*first.shape[:-1], total.shape[-1])
 
@@ -331,7 +331,7 @@ def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
     """As the reference; `form` FP8: as that of kernels.fp8."""
-    if torch.compiler.is_compiling() and not needs_wide(x) and form == SAME:
+    if torch.compiler.is_compiling() and not any(_has_own(x, weight, form) for weight in weights):
         return linears_reference(x, weights, biases)
     results: tuple[Tensor, ...] = _Linears.apply(x, form, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return results
@@ -339,6 +339,11 @@ def linears(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = SAME) -> Tensor:
     """As the reference; `form` FP8: as that of kernels.fp8."""
-    if needs_wide(x) or splits() or form == FP8:
+    if splits() or _has_own(x, weight, form):
         return linears(x, (weight,), (bias,), form)[0]
     return F.linear(x, weight, bias)
+
+
+def _has_own(x: Tensor, weight: Tensor, form: str) -> bool:
+    """Whether the product is another than torch's own, whose gradient autograd knows."""
+    return form != SAME or needs_wide(x) or cpu_product.pays(x, weight.shape[0])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import fp8
+from meshwright.kernels.cpu_product import pays
 from meshwright.kernels.linear import (
     FP8,
     SAME,
@@ -104,7 +105,7 @@ def _gradients_into(
 
 def _multiply_into(place: Tensor, gradient: Tensor, weight: Tensor) -> None:
     """place (B, s, in) = gradient (B, s, out) times weight (out, in)."""
-    if needs_wide(gradient):
+    if needs_wide(gradient) or pays(gradient, weight.shape[1]):
         place.copy_(input_gradient((gradient,), (weight,)))
     elif len(place) == 1:
         torch.mm(gradient[0], weight, out=place[0])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.kernels import fast
+from meshwright.kernels import cpu_product, fast
 from meshwright.kernels.attention import Mask
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.work import MemoryPass
@@ -100,7 +100,7 @@ def curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> Dev
 def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> RateGrid:
     def case(m: int, k: int, n: int) -> Case:
         x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-        return lambda: functional.linear(x, weight)
+        return lambda: cpu_product.linear(x, weight)
 
     sizes = list(product(effort.dims, repeat=3))
     took = seconds_of({size: case(*map(int, size)) for size in sizes}, effort, device)

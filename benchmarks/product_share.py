@@ -1,0 +1,127 @@
+"""The share of a training step that its matrix products take at the machine's own rate.
+
+    python -m benchmarks.product_share [--json] [--shapes 10m,100m,300m] [--precisions fp32,bf16] [--rounds 7]
+
+One step of ours is watched for its matrix products (mm, addmm, bmm and their forms that write into a buffer). Each
+distinct product is then timed alone: same sizes, strides, dtypes and threads. Its time is the least of the rounds, what
+the machine gives where nothing else runs. Steps and products take turns. The share is the sum of the products' times
+over the median step; what is missing to 1 is attention, passes over memory, the optimizer, and products slower in the
+step than alone. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches 16-bit matrix units off.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.train_shapes import BATCH, SMALL_BATCH
+from benchmarks.train_speed import make_ours
+from meshwright import compat
+from meshwright.kernels import cpu_product as cpu_product  # registers its operator
+
+aten = torch.ops.aten
+PRODUCTS = {
+    op: op.overloadpacket
+    for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+    for op in (getattr(packet, name) for name in packet.overloads())
+} | {torch.ops.meshwright.cpu_product.default: torch.ops.meshwright.cpu_product}
+"""The operators that multiply matrices; attention's own products run inside its kernel."""
+
+Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], str]
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Key] = Counter()
+        self.rest: dict[Key, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in PRODUCTS:
+            plain = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
+            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            tensors = [*given, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))]
+            none = (None,) * (len(args) - len(given))  # a bias
+            key = (func, tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors), repr((none, plain)))
+            self.calls[key] += 1
+            names = [name for name in kwargs if name not in plain]
+            self.rest[key] = {"args": len(given), "none": none, "plain": plain, "names": names}
+        return func(*args, **kwargs)
+
+
+def alone(key: Key, rest: dict[str, Any]) -> Callable[[], Any]:
+    """One product of random numbers."""
+    operator, tensors, _ = key
+    made = [torch.empty_strided(size, stride, dtype=dtype).normal_() for size, stride, dtype in tensors]
+    named = dict(zip(rest["names"], made[rest["args"] :], strict=True))
+    return lambda: operator(*made[: rest["args"]], *rest["none"], **named, **rest["plain"])
+
+
+def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
+    """Seconds of a step, of its products, and what one is of the other."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    emulated = precision == "bf16" and not compat.cpu_multiplies(torch.bfloat16)
+    rows, sequence = (SMALL_BATCH if emulated else BATCH)[shape]
+    step = make_ours(shape, precision, rows, sequence, False)
+    step()
+    with Products() as products:
+        step()
+    runs = {key: alone(key, products.rest[key]) for key in products.calls}
+    steps: list[float] = []
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        steps += [_seconds(step) for _ in range(2)]
+        for key, run in runs.items():
+            best[key] = min(best[key], _seconds(run), _seconds(run))
+    total = sum(best[key] * count for key, count in products.calls.items())
+    flop = sum(count * _flop(key) for key, count in products.calls.items())
+    found = {"step": statistics.median(steps), "products": total, "calls": products.calls.total()}
+    return {**found, "share": total / found["step"], "gflops": flop / total / 1e9, "tokens": rows * sequence}
+
+
+def _flop(key: Key) -> float:
+    """Two for each multiplication: rows x inner x columns of the last two matrices."""
+    sizes = [size for size, _, _ in key[1] if len(size) >= 2]
+    left, right = (sizes[1], sizes[2]) if "add" in str(key[0]) and len(sizes) > 2 else (sizes[0], sizes[1])
+    columns = right[0] if "cpu_product" in str(key[0]) else right[-1]
+    return 2.0 * math.prod(left) * columns
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--shapes", default="10m,100m")
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    found = {}
+    for shape in given.shapes.split(","):
+        for precision in given.precisions.split(","):
+            row = found[f"{shape}-{precision}"] = share(shape, precision, given.rounds)
+            if not given.json:
+                print(f"{shape} {precision}: products {row['products']:.3f} s of {row['step']:.3f} s a step,", end=" ")
+                print(f"{row['share']:.1%}; {row['gflops']:.0f} GFLOP/s over {row['calls']} products")
+    if given.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Matrix products of fp32 on processors that torch's BLAS library has no good code for.
+
+torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
+oneDNN, which torch ships too, asks the processor what it can: 2.2 times as fast on an EPYC of Zen 5
+(`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
+None has a gradient: autograd functions call them. The product is an operator of its own, so that the compiler, which
+knows oneDNN's with frozen weights alone, does not look inside.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.target import kind
+
+LEAST = 2**20
+"""Multiplications from which on oneDNN is the faster one: a call of it costs some 10 microseconds more."""
+
+_library = torch.library.Library("meshwright", "FRAGMENT")
+_library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+
+
+def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[0])
+
+
+_library.impl("cpu_product", compat.onednn_product, "CPU")
+torch.library.register_fake("meshwright::cpu_product", _shape)
+
+
+def pays(a: Tensor, columns: int) -> bool:
+    """Whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
+    if a.dtype != torch.float32 or not compat.blas_is_slow() or kind(a) != "cpu":
+        return False
+    return a.numel() * columns >= LEAST
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N)."""
+    if not pays(x, weight.shape[0]):
+        return F.linear(x, weight, bias)
+    found: Tensor = torch.ops.meshwright.cpu_product(x.contiguous(), weight, bias)
+    return found
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) times b (K, N) -> (M, N)."""
+    if not pays(a, b.shape[1]):
+        return torch.mm(a, b)
+    found: Tensor = torch.ops.meshwright.cpu_product(a.contiguous(), b.t(), None)
+    return found
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total (M, N) += a (M, K) times b (K, N), in place."""
+    return total.add_(multiply(a, b)) if pays(a, b.shape[1]) else total.addmm_(a, b)

@@ -1,0 +1,90 @@
+"""Products by oneDNN, switched on whatever this processor is."""
+
+import random
+
+import pytest
+import torch
+
+from meshwright import compat
+from meshwright.kernels import cpu_product, fast
+from meshwright.kernels.target import acting_as
+from tests.counting import Operations
+
+
+@pytest.fixture(autouse=True)
+def slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
+
+
+def sizes(seed: int) -> tuple[int, int, int]:
+    """Odd sizes, of which half are above the least that oneDNN is asked for."""
+    draw = random.Random(seed)
+    return draw.randint(1, 300), draw.randint(1, 300), draw.randint(1, 300)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_products_are_as_exact_as_torchs(seed: int) -> None:
+    rows, inner, columns = sizes(seed)
+    torch.manual_seed(seed)
+    a, b, bias = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
+    total = torch.randn(rows, columns)
+    exact = a.double() @ b.double().t()
+    for found, wanted in (
+        (cpu_product.linear(a, b, bias), exact + bias.double()),
+        (cpu_product.linear(a.view(1, rows, inner), b)[0], exact),
+        (cpu_product.multiply(a, b.t()), exact),
+        (cpu_product.multiply(a.t().contiguous().t(), b.t().contiguous()), exact),
+        (cpu_product.add_product(total.clone(), a, b.t()), exact + total.double()),
+    ):
+        assert found.shape == wanted.shape and found.is_contiguous()
+        assert error(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_layer_and_its_gradients(seed: int) -> None:
+    rows, inner, columns = sizes(seed)
+    torch.manual_seed(seed)
+    rows, columns = 4 * rows, 4 * columns
+    x, weight, bias = (
+        torch.randn(*size, requires_grad=True) for size in ((2, rows, inner), (columns, inner), (columns,))
+    )
+    given = torch.randn(2, rows, columns)
+    fast().linear(x, weight, bias).backward(given)
+    wide = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    torch.nn.functional.linear(*wide).backward(given.double())
+    for one, exact in zip((x, weight, bias), wide, strict=True):
+        assert one.grad is not None and exact.grad is not None
+        assert error(one.grad, exact.grad) < 1e-6
+
+
+def test_only_large_products_of_fp32_on_a_cpu_are_its() -> None:
+    large, small = torch.randn(128, 128), torch.randn(16, 128)
+    assert cpu_product.pays(large, 128) and not cpu_product.pays(small, 128)
+    assert not cpu_product.pays(large.bfloat16(), 128) and not cpu_product.pays(large.double(), 128)
+    with acting_as("cuda"):
+        assert not cpu_product.pays(large, 128)
+    with Operations() as seen:
+        cpu_product.multiply(large, large)
+        cpu_product.multiply(small, large)
+    assert seen.counts["cpu_product"] == 1 and seen.counts["mm"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_calls_it_too() -> None:
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fast().linear(x.relu(), weight) * 2
+
+    x, weight = torch.randn(256, 128, requires_grad=True), torch.randn(96, 128, requires_grad=True)
+    eager = layer(x, weight)
+    wanted = torch.autograd.grad(eager.sum(), (x, weight))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight)
+    found = torch.autograd.grad(compiled.sum(), (x, weight))
+    assert torch.equal(eager, compiled) and all(map(torch.equal, wanted, found))
+    torch._dynamo.reset()
