@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshwright.kernels import experts, fast, reference
 from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
-from meshwright.kernels.linear import WeightGradients, splitting
 from meshwright.kernels.target import acting_as
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 

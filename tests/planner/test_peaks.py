@@ -7,7 +7,7 @@ from weakref import ref
 import pytest
 import torch
 
-from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import shortened

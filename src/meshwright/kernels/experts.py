@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
+from meshwright.kernels.linear import linear, linear_reference, needs_wide, weight_product
 from meshwright.kernels.target import acts, kind
+from meshwright.kernels.weight_gradients import as_leaf, is_left, splits
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""

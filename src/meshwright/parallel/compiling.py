@@ -2,11 +2,13 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.compat import torch_compile
+from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
@@ -21,6 +23,10 @@ from meshwright.spec.layout import Layout
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
 By torch's own limit of 8 the ninth would run uncompiled."""
+KEEPS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Of code that leaves gradients of weights for later: what waits for them lies in buffers that Inductor would otherwise
+write anew, since it sees no reader. Memory comes from the allocator instead, and a kernel that could overwrite what it
+reads takes one buffer more."""
 _log = logging.getLogger("meshwright")
 
 
@@ -80,12 +86,28 @@ def compiled_call(recompute: str) -> BlockCall:
     compiled anew: generation stays as it is.
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
-    dense = torch.compile(block_call(recompute, compiled=True), dynamic=False)
-    routed = block_call(around, torch.compile(compute, dynamic=False))
+    dense = _compiled(block_call(recompute, compiled=True))
+    routed = block_call(around, _compiled(compute))
 
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         call = compute if cache is not None else routed if block.routed else dense
         found: tuple[Tensor, Tensor | None] = call(block, x, sight, cache)
+        return found
+
+    return run
+
+
+def _compiled(call: BlockCall) -> BlockCall:
+    """The call as compiled code: of backward passes that are whole, and of those that are split."""
+    once, in_two = torch.compile(call, dynamic=False), torch.compile(call, dynamic=False, options=KEEPS_BUFFERS)
+
+    def run(block: Block, *given: Any) -> tuple[Tensor, Tensor | None]:
+        found: tuple[Tensor, Tensor | None]
+        if not splits():
+            found = once(block, *given)
+            return found
+        with traced(block.parameters()):
+            found = in_two(block, *given)
         return found
 
     return run

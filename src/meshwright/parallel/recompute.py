@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.kernels.linear import same_split
+from meshwright.kernels.weight_gradients import same_split
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm
