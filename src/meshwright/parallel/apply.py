@@ -32,7 +32,6 @@ from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import shares_tied_ends
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import SPLIT
 from meshwright.spec.shape import ModelShape
 
 
@@ -149,16 +148,11 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     model.seams.attend = context_attend(group, layout.context)
 
 
-def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
+def schedule_notes(layout: Layout) -> list[str]:
     """What a run should know of a pipeline's schedule that does not do what its name says."""
     found = []
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.vp == 1:
         found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
-    if layout.pp > 1 and layout.schedule in SPLIT and is_compiled(layout, device):
-        found.append(
-            f"layout.schedule={layout.schedule} fills its bubble with weight gradients, which compiled blocks do not "
-            "leave for later: compare layout.compile=off with layout.schedule=1f1b"
-        )
     return found
 
 

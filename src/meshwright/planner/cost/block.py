@@ -329,7 +329,6 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
             forward=(Product(each, into, out, experts),),
             inputs=(Product(each, out, into, experts),),
             weights=(Product(into, each, out, experts),),
-            uncompiled=True,
         )
     yield _activation(of, "experts", copies, ffn)
     back = (MemoryPass(2 * moved, 3),)
