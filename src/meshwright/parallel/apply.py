@@ -1,6 +1,6 @@
 """How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +10,10 @@ from meshwright import compat
 from meshwright.kernels.linear import SAME
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
+from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, prepare
+from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, prepare
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -164,9 +165,11 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"
-    make = compiled_call if compiled else block_call
+    make: Callable[[str], BlockCall] = block_call
     if compiled:
-        prepare(model)
+        apart = experts_stay_apart(layout)
+        prepare(model, apart=apart)
+        make = partial(compiled_call, apart=apart)
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     call = make(layout.recompute)
     model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call

@@ -33,7 +33,7 @@ MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
     if hasattr(torch.ops.aten, name)
-) | {torch.ops.meshwright.columns.default, torch.ops.meshwright.rows.default}
+) | frozenset(getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product"))
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 
