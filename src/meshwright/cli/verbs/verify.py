@@ -41,10 +41,12 @@ def verify(
     allowed = _devices(device)
     processes = min(processes, allowed)
     if random is not None or case is not None:
-        if (random is not None and case is not None) or wanted or compiled or page:
+        if (random is not None and case is not None) or wanted or page:
             raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
         if random is not None:
-            return verify_random(random, seed, processes=processes, device=device, json=json)
+            return verify_random(random, seed, processes=processes, device=device, json=json, compiled=compiled)
+        if compiled:
+            raise PlanError("--case says itself whether blocks are compiled: give it compile=on")
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)
