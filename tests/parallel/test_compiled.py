@@ -163,11 +163,11 @@ def same_calls(
 def same_products_wait(
     compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any]
 ) -> None:  # fmt: skip
-    """In a schedule that splits, every W makes as many products as it does of eager code."""
+    """In a schedule that splits, every W makes as many products as it does of eager code, which is not warmed up."""
     splits = layout.get("schedule") in SPLIT
     for one, other in zip(compiled, eager, strict=True):
-        assert one.left == other.left and bool(one.left) == splits, layout
-        assert not splits or min(one.left) > 0, layout
+        assert bool(one.left) == bool(other.left) == splits, layout
+        assert not splits or (one.left[-len(other.left) :] == other.left and min(one.left) > 0), layout
 
 
 WITHIN = [
@@ -195,14 +195,14 @@ def test_every_axis_keeps_split_passes() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_routed_blocks_are_one_graph_where_their_experts_are_here() -> None:
-    """One for dense and one for routed blocks, whatever lengths the experts' runs of rows have in a step."""
+    """Whatever lengths the experts' runs of rows have in a step."""
     layouts: list[dict[str, Any]] = [{"tp": 2, "recompute": policy} for policy in POLICIES]
     layouts += [{"cp": 2, "zero": 0}, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}]
     alone = outcome(CASES["routed"], Layout(compile="off"))
     found = list(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True))
     for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
         assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
-        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(2, ())] * 2, layout
+        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
         same_products_wait(compiled, eager, layout)
 
 
