@@ -53,6 +53,16 @@ def test_counts_may_be_a_tensor(counts: list[int]) -> None:
         assert_single(grouped, partial(loop, counts=counts), given)
 
 
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_the_operator_of_compiled_code(counts: list[int]) -> None:
+    """The same values and gradients; and what torch asks of an operator, such as sizes known before it runs."""
+    product = partial(experts.expert_product, counts=torch.tensor(counts), prefer="auto", later=False)
+    given = tensors((8, 6), (4, 5, 6))
+    assert_single(product, partial(loop, counts=counts), given)
+    rows, weights = (tensor.clone().requires_grad_() for tensor in given)
+    torch.library.opcheck(experts.expert_product, (rows, weights, torch.tensor(counts), "auto", False))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[11, 0, 40, 13], [0, 0, 64, 0], [64, 0, 0, 0]])
 def test_on_a_gpu_the_host_does_not_wait_for_counts(counts: list[int]) -> None:

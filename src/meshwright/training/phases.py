@@ -25,6 +25,7 @@ PHASES = {
 READS = frozenset(
     {
         "meshwright.model.seams:counts_on_host",
+        "meshwright.kernels.experts:_known",
         "meshwright.training.evaluate:evaluate",
         "meshwright.training.readback:Readback.read",
         "meshwright.training.stopping:StopAgreement.reached",
