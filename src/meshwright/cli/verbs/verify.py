@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def verify(
     processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
     only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: some minutes more.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also under torch.compile, with --random each case: some minutes more.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
     random: Annotated[
