@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.compat import torch_compile
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
-from meshwright.model import Transformer
+from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
@@ -287,6 +287,22 @@ def test_generated_code_has_the_values_of_eager_code() -> None:
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "dense", layouts, "inductor", limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         assert at % 2 or ranks[0].graphs == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_a_long_sequence_is_one_graph_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, where the form of attention is chosen by its length; with borders of documents and without."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shape = replace(shrink(name), layers=2, hidden=64, heads=1, kv_heads=1, head_dim=64, max_positions=512)
+    found = on_one_device(build(shape), Layout(compile="on")).model
+    documents = torch.arange(2 * 256).view(2, 256) // 100
+    for kinds, options in enumerate(({}, {"documents": documents}), start=1):
+        found.hidden(tokens(2, 256), **options)[0].sum().backward()
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
 
 
 STEP = """

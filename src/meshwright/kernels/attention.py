@@ -67,6 +67,8 @@ def causal_mask(
     return Mask(window, documents, borders_of(documents, number), torch.tensor(longest or keys, device="cpu"))
 
 
+NARROW_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+"""Of this CPU. Asked once: the compiler does not see through the question, and would cut a block there."""
 WIDEST_IN_TRITON = 128
 """Head for which the Triton kernel was compiled and its shared memory seen."""
 MOST_IN_TRITON = 65535
@@ -93,9 +95,7 @@ def prefers_blockwise(q: Tensor) -> bool:
     """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 on AVX2 from 256 positions of
     64 dims on, and loses as much below, where its products are small; wider vectors are left to torch's kernel, which
     was written for them."""
-    if kind(q) != "cpu" or q.shape[1] * min(q.shape[3], 64) < LONG:
-        return False
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+    return NARROW_VECTORS and kind(q) == "cpu" and q.shape[1] * min(q.shape[3], 64) >= LONG
 
 
 def attend(
