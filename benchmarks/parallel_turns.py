@@ -36,9 +36,18 @@ class Group:
     schedules: tuple[str, ...] = ()
     patience: float = 1.0
     """Times the seconds of a group: pipelines have many contestants."""
+    compile: str = "off"
+    """As layout.compile; compiled blocks are set beside each other only."""
+
+    @property
+    def name(self) -> str:
+        """What --groups calls it."""
+        return f"{self.axis}-{self.world}{'' if self.compile == 'off' else '-compiled'}"
 
     def contests(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Name of a contest -> ours and its rivals."""
+        if self.compile != "off":
+            return {}
         if self.axis != "pp":
             rivals = {"dp": ("torch DDP", "picotron"), "zero3": ("torch FSDP2",), "tp": ("torch TP", "picotron")}
             return {f"{self.axis}-{self.world}": ("ours", rivals.get(self.axis, ("picotron",)))}
@@ -52,7 +61,7 @@ class Group:
 
 
 GROUPS = {
-    f"{group.axis}-{group.world}": group
+    group.name: group
     for group in (
         Group(axis="dp", world=2, work=Work()),
         Group(axis="zero3", world=2, work=Work()),
@@ -64,6 +73,7 @@ GROUPS = {
         Group(axis="tp", world=4, work=Work()),
         Group(axis="cp", world=4, work=Work(rows=1, sequence=1024)),
         Group(axis="pp", world=4, work=Work(micro_rows=1), schedules=("afab", "1f1b"), patience=1.5),
+        Group(axis="pp", world=2, work=Work(micro_rows=2), schedules=("1f1b", "zb-h1", "zb-v"), compile="on"),
     )
 }
 
@@ -93,10 +103,11 @@ def contestants(group: Group) -> dict[str, Callable[[], Contestant]]:
         found["ours, plain split"] = lambda: Ours(work, made, cp=world, context_split="chunks")
         found["ours, all-gather"] = lambda: Ours(work, made, cp=world, context="all-gather")
     for name in group.schedules:
-        layout = {"pp": world, "vp": VIRTUAL.get(name, 1), "schedule": name}
+        layout = {"pp": world, "vp": VIRTUAL.get(name, 1), "schedule": name, "compile": group.compile}
         found[f"ours {name}"] = lambda layout=layout: OursPlayed(work, made, **layout)  # type: ignore[misc]
-        found[f"torch {SCHEDULES[name]}"] = lambda name=name: TorchPipeline(work, name)  # type: ignore[misc]
-    if checkout() is not None and group.axis != "zero3":
+        if group.compile == "off":
+            found[f"torch {SCHEDULES[name]}"] = lambda name=name: TorchPipeline(work, name)  # type: ignore[misc]
+    if group.compile == "off" and checkout() is not None and group.axis != "zero3":
         for name in [name for name in group.schedules if name in ("afab", "1f1b")] or [""]:
             found[f"picotron {name}".strip()] = lambda name=name: Picotron(work, group.axis, name)  # type: ignore[misc]
     return found

@@ -83,7 +83,7 @@ class Ours:
     """Meshwright's own training step under a layout."""
 
     def __init__(self, work: Work, made: Made | None = None, **layout: Any) -> None:
-        self.layout = Layout(compile="off", micro_batch=work.micro_rows, **layout)
+        self.layout = Layout(micro_batch=work.micro_rows, **{"compile": "off", **layout})
         self.mesh = make_mesh(self.layout, rank=0 if self.layout.world == 1 else None, made=made)
         self.engine = build_engine(work.shape, self.layout, mesh=self.mesh)
         self.engine.train()

@@ -31,6 +31,15 @@ def test_turns_of_pipelines_give_ratios_and_what_they_should_have_taken() -> Non
 
 
 @pytest.mark.slow
+def test_turns_of_compiled_pipelines() -> None:
+    """Beside each other only, with split passes."""
+    group = Group(axis="pp", world=2, work=TOY, schedules=("1f1b", "zb-h1"), compile="on")
+    found = report(group, seconds=0.0)
+    assert group.name == "pp-2-compiled" and not found["contests"] and not found["failed"]
+    assert found["loss_spread"] < 1e-4 and 0 < found["pipelines"]["zb-h1"]["simulated_over_1f1b"] < 2
+
+
+@pytest.mark.slow
 def test_memory_is_measured_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_memory, "WORK", replace(TOY, micro_rows=0))
     assert 0.5 < against(2, "ours zero=0", "torch DDP")["ours_over_theirs"] < 1.5

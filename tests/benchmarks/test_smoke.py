@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import (
     agreement,
+    compiled_experts,
     exactness,
     optimizer_states,
     quickstart,
@@ -146,3 +147,12 @@ def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.Monke
     narrow = found["curves"][some[1]]
     assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == found["largest_off"] < 0.01
     assert narrow["bytes"] < 6.2 < found["curves"]["fp32"]["bytes"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_whole_routed_blocks_are_one_graph_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_experts, "SEQUENCE", 16)
+    found = compiled_experts.compared("none", 2)
+    assert found["whole"]["graphs"] == 1 < found["around experts"]["graphs"] and found["eager"]["graphs"] == 0
+    assert found["compiled_later"] == 0 and found["eager"]["over_eager"] == 1

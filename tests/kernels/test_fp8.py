@@ -8,7 +8,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import fast, fp8, in_form, reference
-from meshwright.kernels.linear import FP8, WeightGradients, splitting
+from meshwright.kernels.linear import FP8
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel import build_engine
 from meshwright.planner.step.predict import predict

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
 from meshwright.kernels import fast
-from meshwright.kernels.linear import WeightGradients, splits, splitting
 from meshwright.kernels.target import acting_as, acts
+from meshwright.kernels.weight_gradients import WeightGradients, splits, splitting
 from meshwright.parallel.recompute import block_call
 from meshwright.spec.layout import RECOMPUTE
 from tests.counting import Operations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.model.linear import Head, Linear
 from meshwright.training.optimizer import AdamW

@@ -14,27 +14,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.compat import torch_compile
-from meshwright.model import Transformer
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
-from tests.model.shrunk import model, tokens
+from meshwright.spec.schedule import SPLIT
+from tests.model.shrunk import KINDS, model, tokens
 
 NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
 """Matrices of multiples of 16 on two tp ranks."""
 CASES = {
     "dense": DENSE,
     "packed": replace(DENSE, packed=True),
-    "routed": replace(CASE, steps=1),
+    "routed": CASE,
     "fp8": replace(DENSE, shape=NARROW, precision="bf16", products="fp8"),
 }
 BACKEND = "aot_eager_decomp_partition"
@@ -44,12 +47,15 @@ CUDA = torch.device("cuda")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Of one rank: what it trained, how many graphs were made, why any was cut, and what it sent in which order."""
+    """Of one rank: what it trained, how many graphs were made, why any was cut, what it sent in which order, what it
+    left for later."""
 
     outcome: RankOutcome
     graphs: int
     breaks: tuple[str, ...]
     calls: tuple[tuple[str, str, int], ...]
+    left: tuple[int, ...]
+    """Products that each W makes."""
 
 
 def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Compiled:
@@ -58,18 +64,25 @@ def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Com
     counters = torch._dynamo.utils.counters
     counters.clear()
     calls: list[tuple[str, str, int]] = []
-    whole, tell = torch.compile, Traffic.tell
+    left: list[int] = []
+    whole, tell, run = torch.compile, Traffic.tell, WeightGradients.run
 
     def remember(self: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
         calls.append((axis, collective, sent_bytes))
         tell(self, axis, collective, sent_bytes)
 
+    def count(self: WeightGradients) -> None:
+        left.append(len(self))
+        run(self)
+
     torch.compile, Traffic.tell = partial(whole, backend=backend), remember  # type: ignore[method-assign]
+    WeightGradients.run = count  # type: ignore[method-assign]
     try:
         found = outcome(CASES[case], Layout(**{"compile": "on", **options}), made=made)
     finally:
-        torch.compile, Traffic.tell = whole, tell  # type: ignore[method-assign]
-    return Compiled(found, counters["stats"]["unique_graphs"], tuple(counters["graph_break"]), tuple(calls))
+        torch.compile, Traffic.tell, WeightGradients.run = whole, tell, run  # type: ignore[method-assign]
+    breaks = tuple(counters["graph_break"])
+    return Compiled(found, counters["stats"]["unique_graphs"], breaks, tuple(calls), tuple(left))
 
 
 def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[Compiled]:
@@ -82,7 +95,10 @@ def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[
 POLICIES = ("none", "selective", "all-but-attention", "full")
 LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "data": ("dense", [{"dp_shard": 2, "zero": zero} for zero in (0, 1, 2, 3)]),
-    "pipelines": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": name} for name in ("afab", "1f1b", "zb-h1")]),
+    "pipelines": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": name} for name in ("afab", "1f1b")]),
+    "split": ("dense", [{"pp": 2, "micro_batch": 1, "schedule": "zb-h1", "recompute": p} for p in POLICIES]),
+    "in a V": ("dense", [{"pp": 2, "vp": 2, "micro_batch": 1, "schedule": name} for name in ("zb-v", "dualpipe-v")]),
+    "split in fp8": ("fp8", [{"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}]),
     "tp": ("dense", [{"tp": 2, "recompute": policy} for policy in POLICIES]),
     "tp + sp": ("dense", [{"tp": 2, "sp": True, "recompute": policy} for policy in POLICIES]),
     "tp in pieces": ("dense", [{"tp": 2, "tp_chunks": 2, "recompute": policy} for policy in POLICIES]),
@@ -119,8 +135,10 @@ def test_every_dense_block_is_one_graph(name: str) -> None:
     for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
         band = BANDS["fp8" if case == "fp8" else "fp32"]
         assert first_difference(alone, [rank.outcome for rank in compiled], band) is None, layout
-        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
+        kinds = 2 if layout.get("schedule") == "dualpipe-v" else 1  # some of its passes are split, others whole
+        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(kinds, ())] * 2, layout
         same_calls(compiled, eager, layout, CASES[case])
+        same_products_wait(compiled, eager, layout)
 
 
 def same_calls(
@@ -142,17 +160,122 @@ def same_calls(
         assert not Counter(one.calls) - Counter(other.calls), layout
 
 
+def same_products_wait(
+    compiled: tuple[Compiled, ...], eager: tuple[Compiled, ...], layout: dict[str, Any]
+) -> None:  # fmt: skip
+    """In a schedule that splits, every W makes as many products as it does of eager code, which is not warmed up."""
+    splits = layout.get("schedule") in SPLIT
+    for one, other in zip(compiled, eager, strict=True):
+        assert bool(one.left) == bool(other.left) == splits, layout
+        assert not splits or (one.left[-len(other.left) :] == other.left and min(one.left) > 0), layout
+
+
+WITHIN = [
+    {"tp": 2, "sp": True, "tp_chunks": 2},
+    {"dp_shard": 2, "zero": 0},
+    {"dp_shard": 2, "zero": 3, "recompute": "selective"},
+    {"cp": 2, "recompute": "full", "recompute_layers": 1},
+]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_routed_blocks_compile_around_their_experts() -> None:
-    """The runs of rows that experts take stay outside, as docs/parallel.md says; nothing else cuts a graph."""
-    layouts: list[dict[str, Any]] = [{"tp": 2, "recompute": "full"}, {"dp_shard": 2, "ep": 2, "zero": 3}]
+def test_every_axis_keeps_split_passes() -> None:
+    """Beside a pipeline, with replicas whose sums start behind the last W, and with gathered parameters."""
+    layouts = [{"pp": 2, "micro_batch": 1, "schedule": "zb-h1", **axes} for axes in WITHIN]
+    alone = outcome(CASES["dense"], Layout(compile="off"))
+    found = list(zip(*on_ranks(4, all_trained, "dense", layouts, BACKEND, limit_s=900), strict=True))
+    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+        assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
+        kinds = 2 if "recompute_layers" in layout else 1
+        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(kinds, ())] * 4, layout
+        same_products_wait(compiled, eager, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_routed_blocks_are_one_graph_where_their_experts_are_here() -> None:
+    """Whatever lengths the experts' runs of rows have in a step."""
+    layouts: list[dict[str, Any]] = [{"tp": 2, "recompute": policy} for policy in POLICIES]
+    layouts += [{"cp": 2, "zero": 0}, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}]
+    alone = outcome(CASES["routed"], Layout(compile="off"))
+    found = list(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True))
+    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+        assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
+        assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
+        same_products_wait(compiled, eager, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_routed_blocks_compile_around_experts_on_other_ranks() -> None:
+    """The rows that travel stay outside, as docs/parallel.md says; nothing else cuts a graph."""
+    layouts: list[dict[str, Any]] = [{"dp_shard": 2, "ep": 2, "zero": 3}]
     alone = outcome(CASES["routed"], Layout(compile="off"))
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         for rank in ranks if not at % 2 else ():
             # Left alone by this package (compiler.disable), and by FSDP's hooks where the experts are a unit of it.
             assert rank.graphs > 1 and 1 <= len(rank.breaks) <= 2 and all("disable" in one for one in rank.breaks)
+
+
+def gradients_of(name: str, layout: Layout, backend: str) -> tuple[list[int], list[dict[str, Tensor | None]]]:
+    """Of a model on one device, whose two backward passes are split: how many products wait, and the gradients of all
+    parameters before and after they are made."""
+    torch._dynamo.reset()
+    whole, torch.compile = torch.compile, partial(torch.compile, backend=backend)  # type: ignore[assignment]
+    try:
+        found = on_one_device(model(name), layout).model
+    finally:
+        torch.compile = whole
+    left, gradients = [], []
+    for step in range(2):
+        queue = WeightGradients()
+        with splitting():
+            loss = found.loss(tokens(2, 16, seed=step), tokens(2, 16, seed=step + 1))
+            with queue:
+                (loss.cross_entropy + (0 if loss.balance is None else loss.balance.sum())).backward()
+        for _ in range(2):
+            gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in found.named_parameters()})
+            left.append(len(queue))
+            queue.run()
+    return left, gradients
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "recompute", "backend"),
+    [(name, "none", BACKEND) for name in KINDS]
+    + [("qwen3-30b-a3b", policy, BACKEND) for policy in POLICIES[1:]]
+    + [(name, "none", "inductor") for name in ("llama-3.1-8b", "qwen3-30b-a3b")],
+)
+def test_what_compiled_code_leaves_for_later(name: str, recompute: Any, backend: str) -> None:
+    """In B no matrix of a layer gets a gradient, in W each gets its own: what waits has not been overwritten."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    layout = Layout(compile="on", recompute=recompute)
+    compiled = gradients_of(name, layout, backend)
+    assert counters["stats"]["unique_graphs"] == 1 + (name == "deepseek-v3") and not counters["graph_break"]
+    eager = gradients_of(name, replace(layout, compile="off"), backend)
+    assert compiled[0] == eager[0] and compiled[0][0] > 0 == compiled[0][1]
+    for one, other in zip(compiled[1], eager[1], strict=True):
+        norm = float(torch.cat([gradient.flatten() for gradient in other.values() if gradient is not None]).norm())
+        for key, gradient in other.items():
+            mine = one[key]
+            assert (mine is None) == (gradient is None), key
+            if mine is not None and gradient is not None:
+                apart = float((mine - gradient).abs().max())
+                assert apart <= 1e-5 * max(float(gradient.abs().max()), ZERO * norm), key
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_split_passes_is_for_no_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass has nobody to leave products to."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKEND))
+    found = on_one_device(model("llama-2-7b"), Layout(compile="on")).model
+    with splitting(), pytest.raises(AssertionError, match="split backward pass runs in a whole one"):
+        found.loss(tokens(1, 8), tokens(1, 8)).cross_entropy.backward()
 
 
 @pytest.mark.slow
@@ -164,6 +287,22 @@ def test_generated_code_has_the_values_of_eager_code() -> None:
     for at, ranks in enumerate(zip(*on_ranks(2, all_trained, "dense", layouts, "inductor", limit_s=900), strict=True)):
         assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layouts[at // 2]
         assert at % 2 or ranks[0].graphs == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_a_long_sequence_is_one_graph_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, where the form of attention is chosen by its length; with borders of documents and without."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shape = replace(shrink(name), layers=2, hidden=64, heads=1, kv_heads=1, head_dim=64, max_positions=512)
+    found = on_one_device(build(shape), Layout(compile="on")).model
+    documents = torch.arange(2 * 256).view(2, 256) // 100
+    for kinds, options in enumerate(({}, {"documents": documents}), start=1):
+        found.hidden(tokens(2, 256), **options)[0].sum().backward()
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
 
 
 STEP = """

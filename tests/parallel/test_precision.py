@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import WeightGradients, linear, splitting
+from meshwright.kernels.linear import linear
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink

@@ -7,7 +7,7 @@ from weakref import ref
 import pytest
 import torch
 
-from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import shortened
@@ -70,8 +70,8 @@ def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> Non
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_compiled_blocks_leave_nothing_and_gain_nothing(tp: int) -> None:
-    """Column-split products are a part of the compiled block, and so are the gradients of their weights."""
+def test_compiled_blocks_leave_and_gain_what_others_do(tp: int) -> None:
+    """Inputs and gradients of the products with weights wait, and the bubble is shorter."""
     recipe = Recipe(sequence=4096, global_batch=16, precision="bf16", document_mask=False)
     found = {
         (schedule, compiled): predict(
@@ -79,10 +79,11 @@ def test_compiled_blocks_leave_nothing_and_gain_nothing(tp: int) -> None:
         )
         for schedule in ("1f1b", "zb-h1") for compiled in ("auto", "off")
     }  # fmt: skip
-    assert found["zb-h1", "auto"].step_s == pytest.approx(found["1f1b", "auto"].step_s, rel=0.01)
-    assert found["zb-h1", "off"].time.bubble_s < 0.9 * found["1f1b", "off"].time.bubble_s
     last = {key: one.memory[-1].kinds["activations"] for key, one in found.items()}
-    assert last["zb-h1", "off"] > 4 * last["1f1b", "off"]
+    for compiled in ("auto", "off"):
+        assert found["zb-h1", compiled].time.bubble_s < 0.9 * found["1f1b", compiled].time.bubble_s
+        assert last["zb-h1", compiled] > 4 * last["1f1b", compiled]
+    assert last["zb-h1", "auto"] == last["zb-h1", "off"]
 
 
 def test_interleaved_rounds_wider_than_the_pipeline() -> None:

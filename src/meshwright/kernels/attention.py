@@ -67,6 +67,8 @@ def causal_mask(
     return Mask(window, documents, borders_of(documents, number), torch.tensor(longest or keys, device="cpu"))
 
 
+NARROW_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+"""Of this CPU. Asked once: the compiler does not see through the question, and would cut a block there."""
 WIDEST_IN_TRITON = 128
 """Head for which the Triton kernel was compiled and its shared memory seen."""
 MOST_IN_TRITON = 65535
@@ -95,9 +97,7 @@ def prefers_blockwise(q: Tensor) -> bool:
     products are small; wider vectors are left to torch's kernel, which was written for them."""
     if kind(q) != "cpu" or q.shape[1] * min(q.shape[3], 64) < LONG:
         return False
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
-        return True
-    return q.dtype == torch.float32 and compat.blas_is_slow()
+    return NARROW_VECTORS or (q.dtype == torch.float32 and compat.blas_is_slow())
 
 
 def attend(

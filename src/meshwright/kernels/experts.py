@@ -1,9 +1,11 @@
 """The matrix product of a mixture of experts: rows sorted by expert, each run of rows times its expert's matrix.
 
 On a GPU with grouped products one kernel takes all runs and reads their lengths from the device; elsewhere the host
-knows the lengths and calls one product for each run.
+knows the lengths and calls one product for each run. Compiled code calls one operator, whatever the lengths: it takes
+and gives as many rows as there are.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import as_leaf, is_left, linear, linear_reference, needs_wide, splits, weight_product
+from meshwright.kernels.linear import linear, linear_reference, needs_wide, weight_product
 from meshwright.kernels.target import acts, kind
+from meshwright.kernels.weight_gradients import as_leaf, is_left, leaf_at, splits, waits, whole
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""
@@ -31,6 +34,9 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
+    if torch.compiler.is_compiling() and isinstance(counts, Tensor):
+        compiled: Tensor = expert_product(rows, weights, counts, prefer, rows.requires_grad and waits(weights))
+        return compiled
     grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
         found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -47,7 +53,10 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
 
 
 def keeps_counts(rows: Tensor, weights: Tensor, prefer: str) -> bool:
-    """Whether counts may stay on the device, for torch's grouped product or Triton's (but in a split pass)."""
+    """Whether counts may stay on the device, for torch's grouped product or Triton's (but in a split pass), or for the
+    operator of compiled code."""
+    if torch.compiler.is_compiling():
+        return True
     return groups_on_device(rows, weights) or (not splits() and _groups_in_triton(rows, weights, prefer))
 
 
@@ -151,6 +160,68 @@ def _stack_gradient(gradient: Tensor, rows: Tensor, counts: Counts, dtype: torch
 
 def _known(counts: Counts) -> list[int]:
     return counts.tolist() if isinstance(counts, Tensor) else counts
+
+
+@torch.library.custom_op("meshwright::expert_product", mutates_args=())
+def expert_product(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool) -> Tensor:
+    """As expert_linear, one operator of compiled code. `later`: the gradient of the weights is left."""
+    with whole():
+        return expert_linear(rows, weights, counts, prefer)
+
+
+@expert_product.register_fake
+def _(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool) -> Tensor:
+    return rows.new_empty(len(rows), weights.shape[1])
+
+
+@torch.library.custom_op("meshwright::expert_product_backward", mutates_args=())
+def expert_product_backward(
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients that are `wanted` of rows and weights; those of the weights may be left for `later`."""
+    by_rows, by_weights = _gradients_by(gradient, rows, weights, counts, prefer)
+    found = [by_rows()] if wanted[0] else []
+    if wanted[1] and not (later and is_left(leaf_at(weights), by_weights)):
+        found.append(by_weights())
+    return found
+
+
+@expert_product_backward.register_fake
+def _(
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool, wanted: Sequence[bool]
+) -> list[Tensor]:
+    made = zip((rows, weights), (wanted[0], wanted[1] and not later), strict=True)
+    return [like.new_empty(like.shape) for like, is_made in made if is_made]
+
+
+def _gradients_by(
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """What makes the gradient of rows, and that of weights, as expert_linear would."""
+    grouped = groups_on_device(rows, weights)
+    if not grouped and _groups_in_triton(rows, weights, prefer):
+        from meshwright.kernels.triton import grouped as in_triton
+
+        return in_triton.gradients(gradient, rows, weights, counts)
+    known = counts if grouped else _known(counts)
+    by_rows = partial(_rows_gradient, gradient, weights, known)
+    return by_rows, partial(_stack_gradient, gradient, rows, known, weights.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, weights, counts, ctx.prefer, ctx.later = inputs
+    ctx.save_for_backward(rows, weights, counts)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Any:
+    rows, weights, counts = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:2])
+    found = iter(expert_product_backward(gradient, rows, weights, counts, ctx.prefer, ctx.later, wanted))
+    made = wanted[0], wanted[1] and not ctx.later
+    return *(next(found) if is_made else None for is_made in made), None, None, None
+
+
+expert_product.register_autograd(_backward, setup_context=_setup)
 
 
 class _Spread(torch.autograd.Function):

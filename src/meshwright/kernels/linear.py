@@ -1,12 +1,6 @@
-"""x W^T + b, alone or several at once from one x. On a CPU without 16-bit matrix units the product is taken in fp32.
+"""x W^T + b, alone or several at once from one x. On a CPU without 16-bit matrix units the product is taken in fp32."""
 
-Pipelines fill their bubbles with gradients of weights (Qi et al. 2023, arXiv:2401.10241): a backward pass under an open
-`WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,6 +12,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import cpu_product, fp8
 from meshwright.kernels.target import kind
+from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_left, leaf_at, splits, waits
 
 SAME, FP8 = "same", "fp8"
 """Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits (kernels.fp8)."""
@@ -107,135 +102,6 @@ def needs_wide(x: Tensor) -> bool:
     return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
-@dataclass(slots=True)
-class _Split:
-    """One `splitting`: which queue its backward passes leave products in now."""
-
-    queue: "WeightGradients | None" = None
-
-
-_split: ContextVar[_Split | None] = ContextVar("split", default=None)
-"""Autograd runs a GPU's backward pass on threads of its own, which have another context: what a backward pass asks it
-keeps from its forward pass (`Leaf`), and what is computed again takes its switch along (`same_split`)."""
-
-
-@contextmanager
-def splitting() -> Iterator[None]:
-    """Forward passes inside can be split: their backward passes belong inside as well.
-
-    Elsewhere `linear` is torch's own, which cannot be asked to leave a product out.
-    """
-    with _inside(_split.get() or _Split()):
-        yield
-
-
-@contextmanager
-def _inside(split: _Split | None) -> Iterator[None]:
-    token = _split.set(split)
-    try:
-        yield
-    finally:
-        _split.reset(token)
-
-
-def same_split(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, split or not as a call would be now, wherever it is called."""
-    if torch.compiler.is_compiling():
-        return function
-    split = _split.get()
-
-    def call(*given: Any) -> Any:
-        with _inside(split):
-            return function(*given)
-
-    return call
-
-
-def splits() -> bool:
-    """Whether a forward pass must be made so that it can be split. Compiled code never is: its products stay in B."""
-    return not torch.compiler.is_compiling() and _split.get() is not None
-
-
-class WeightGradients:
-    """The products gradient^T x that a backward pass left out, for later.
-
-        with splitting():
-            loss = forward(x)
-            with WeightGradients() as queue:
-                loss.backward()    # gradients of inputs, norms, biases
-            queue.run()            # gradients of weight matrices
-
-    Until `run` it keeps x and the output's gradient of each product. Only leaves wait: gradients of weights that were
-    computed from others are made at once.
-    """
-
-    def __init__(self) -> None:
-        self._left: dict[Tensor, list[Callable[[], Tensor]]] = {}
-        self._split: _Split | None = None
-
-    def __enter__(self) -> "WeightGradients":
-        self._split = _split.get()
-        if self._split is not None:
-            assert self._split.queue is None, "one backward pass at a time can be split"
-            self._split.queue = self
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if self._split is not None:
-            self._split.queue = None
-
-    def __len__(self) -> int:
-        """Products that wait."""
-        return sum(map(len, self._left.values()))
-
-    def run(self) -> None:
-        """Add the products to the weights' `grad`, as autograd would: those of one weight are summed first.
-
-        Hooks on the accumulation of gradients are not called.
-        """
-        with torch.no_grad():
-            while self._left:
-                weight = next(iter(self._left))
-                products = self._left.pop(weight)
-                total = products.pop(0)()
-                while products:
-                    total = total + products.pop(0)()
-                if weight.grad is None:
-                    weight.grad = total.to(weight.grad_dtype)
-                else:
-                    weight.grad += total
-                del total  # else it stands beside the next weight's
-
-    def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
-        """Keep what makes a gradient of `weight`, and whatever it holds, until `run`."""
-        self._left.setdefault(weight, []).append(product)
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A weight whose gradient may be left for later, and where."""
-
-    weight: Tensor
-    split: _Split
-
-
-def as_leaf(weight: Tensor | None) -> Leaf | None:
-    """The weight, for a forward pass that is made to be split, if its gradient may be left for later.
-
-    A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
-    """
-    split = None if torch.compiler.is_compiling() else _split.get()
-    return Leaf(weight, split) if weight is not None and split is not None and weight.is_leaf else None
-
-
-def is_left(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
-    """Whether an open queue has taken the product that is a gradient of `leaf` (from `as_leaf`)."""
-    if leaf is None or leaf.split.queue is None:
-        return False
-    leaf.split.queue.take(leaf.weight, product)
-    return True
-
-
 def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once."""
     wide = torch.float32 if needs_wide(x) else x.dtype
@@ -279,17 +145,20 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form:
 
 
 def parameter_gradients(
-    ctx: Any, x: Tensor | None, gradients: Sequence[Tensor], weights: Sequence[Tensor]
+    wanted: Sequence[bool],
+    leaves: Sequence[Leaf | None],
+    x: Tensor | None,
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
-    """Gradients of the weights, then of the biases, the last inputs of the autograd function that `ctx` is of; None
-    where none is wanted or an open queue has taken the product. Without x only biases have any."""
+    """Gradients of the weights, then of the biases, as they are `wanted`; None where none is, or where an open queue
+    has taken the product. Without x only biases have any."""
     count = len(weights)
-    wanted = ctx.needs_input_grad[-2 * count :]
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
     # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1])
     wide: Tensor | None = None
-    for gradient, weight, leaf, wants in zip(narrow, weights, ctx.leaves, wanted[:count], strict=True):
+    for gradient, weight, leaf, wants in zip(narrow, weights, leaves, wanted[:count], strict=True):
         if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype)):
             yield None
             continue
@@ -306,34 +175,54 @@ def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Se
     return cast(Sequence[Tensor], parameters[:count]), parameters[count:]
 
 
+@torch.library.custom_op("meshwright::leave_products", mutates_args=("of_x",))
+def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """In compiled code: leave the products that are gradients of the weights. It is said to change the gradient of x,
+    which it does not: the compiler drops what nobody reads."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    for gradient, weight in zip(gradients, weights, strict=True):
+        flat = gradient.detach().reshape(-1, gradient.shape[-1])
+        is_left(leaf_at(weight), partial(weight_product, flat, rows, weight.dtype))
+
+
 class _Linears(torch.autograd.Function):
-    """Arguments after x and the form: n weights, then n biases (or None). Saves x once.
+    """Arguments after x, the form and which weights wait in compiled code: n weights, then n biases (or None). Saves x
+    once.
 
     Where 16-bit products are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a
     GPU's matrix unit does; that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, form: str, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
         ctx.save_for_backward(x, *weights)
-        ctx.leaves, ctx.form = tuple(map(as_leaf, weights)), form
+        ctx.leaves, ctx.form, ctx.waiting = tuple(map(as_leaf, weights)), form, waiting
         return products(x, weights, biases, form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
-        return found, None, *parameter_gradients(ctx, x, gradients, weights)
+        wanted = list(ctx.needs_input_grad[3:])
+        if found is not None and any(ctx.waiting):
+            left = [place for place, waits in enumerate(ctx.waiting) if waits]
+            leave_products(found, x, [gradients[place] for place in left], [weights[place] for place in left])
+            wanted = [wants and place not in left for place, wants in enumerate(wanted)]
+        return found, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights)
 
 
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
     """As the reference; `form` FP8: as that of kernels.fp8."""
-    if torch.compiler.is_compiling() and not any(_has_own(x, weight, form) for weight in weights):
+    compiles = torch.compiler.is_compiling()
+    waiting = [compiles and x.requires_grad and waits(weight) for weight in weights]
+    if compiles and not any(waiting) and not any([_has_own(x, weight, form) for weight in weights]):
         return linears_reference(x, weights, biases)
-    results: tuple[Tensor, ...] = _Linears.apply(x, form, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    results: tuple[Tensor, ...] = _Linears.apply(x, form, waiting, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return results
 
 

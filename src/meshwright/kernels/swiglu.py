@@ -14,12 +14,11 @@ from meshwright.kernels.linear import (
     Kept,
     PlainProduct,
     SummedProduct,
-    as_leaf,
-    is_left,
     linear_reference,
     needs_wide,
     weight_product,
 )
+from meshwright.kernels.weight_gradients import as_leaf, is_left
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

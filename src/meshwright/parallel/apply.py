@@ -1,6 +1,6 @@
 """How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +10,10 @@ from meshwright import compat
 from meshwright.kernels.linear import SAME
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
+from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, prepare
+from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, prepare
 from meshwright.parallel.context import mask_maker
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -32,7 +33,6 @@ from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import shares_tied_ends
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import SPLIT
 from meshwright.spec.shape import ModelShape
 
 
@@ -149,16 +149,11 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     model.seams.attend = context_attend(group, layout.context)
 
 
-def schedule_notes(layout: Layout, device: torch.device) -> list[str]:
+def schedule_notes(layout: Layout) -> list[str]:
     """What a run should know of a pipeline's schedule that does not do what its name says."""
     found = []
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.vp == 1:
         found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
-    if layout.pp > 1 and layout.schedule in SPLIT and is_compiled(layout, device):
-        found.append(
-            f"layout.schedule={layout.schedule} fills its bubble with weight gradients, which compiled blocks do not "
-            "leave for later: compare layout.compile=off with layout.schedule=1f1b"
-        )
     return found
 
 
@@ -170,9 +165,11 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"
-    make = compiled_call if compiled else block_call
+    make: Callable[[str], BlockCall] = block_call
     if compiled:
-        prepare(model)
+        apart = experts_stay_apart(layout)
+        prepare(model, apart=apart)
+        make = partial(compiled_call, apart=apart)
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     call = make(layout.recompute)
     model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from meshwright.kernels.linear import (
     SAME,
-    Leaf,
-    as_leaf,
     in_halves,
     input_gradient,
     parameter_gradients,
     products,
     products_of_pieces,
 )
+from meshwright.kernels.weight_gradients import Leaf, as_leaf, leaf_at, waits
 from meshwright.parallel.group import Group, Pending, numbered
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
@@ -48,7 +47,8 @@ class ColumnParallelProducts:
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
             numbers = self.slices.group.number, self.slices.sp, self.slices.of_slice(x)
-            return tuple(columns(x, list(weights), present, biased, *numbers, self.form))
+            waiting = [x.requires_grad and waits(weight) for weight in weights]
+            return tuple(columns(x, list(weights), present, biased, *numbers, self.form, waiting))
         found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
 
@@ -68,7 +68,9 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         slices, form = ctx.columns.slices, ctx.columns.form
-        found = _gradients(ctx, x, weights, gradients, slices.group, slices.sp, slices.of_slice(x), form)
+        wants_x, _, *others = ctx.needs_input_grad
+        given = x, weights, gradients, slices.group, slices.sp, slices.of_slice(x), form
+        found = _gradients([wants_x, *others], ctx.leaves, *given)
         return found[0], None, *found[1:]
 
 
@@ -85,36 +87,28 @@ def _products(
 
 
 def _gradients(
-    ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int,
-    form: str,
+    wanted: Sequence[bool], leaves: Sequence[Leaf | None], x: Tensor, weights: Sequence[Tensor],
+    gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int, form: str,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Of x, of each weight, of each bias; `ctx` says which are wanted, x first and the parameters last, and which
-    weights may be left for later."""
+    """Those `wanted` of x, of each weight, of each bias; `leaves` are the weights that may be left for later."""
     total: Scattering | Pending | None = None
-    weighed = any(ctx.needs_input_grad[-2 * len(weights) : -len(weights)])
+    weighed = any(wanted[1 : 1 + len(weights)])
     gathering = Gathering(group, x, pieces) if sp and weighed else None
-    if ctx.needs_input_grad[0]:
+    if wanted[0]:
         part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
     rows = gathering.whole() if gathering else x if weighed else None
-    found = list(parameter_gradients(ctx, rows, gradients, weights))
+    found = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights))
     return [None if total is None else total.wait(), *found]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What an operator knows of an autograd function's context, of which nothing is left for later."""
-
-    needs_input_grad: Sequence[bool]
-    leaves: Sequence[Leaf | None]
 
 
 @torch.library.custom_op("meshwright::columns", mutates_args=())
 def columns(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    pieces: int, form: str,
+    pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`."""
+    """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`,
+    `waiting` says which weights' gradients are left for later."""
     given = iter(biases)
     every = [next(given) if has else None for has in biased]
     return list(_products(x, weights, every, numbered(group), sp, pieces, form))
@@ -123,7 +117,7 @@ def columns(
 @columns.register_fake
 def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
-    pieces: int, form: str,
+    pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
@@ -132,25 +126,32 @@ def _(
 @torch.library.custom_op("meshwright::columns_backward", mutates_args=())
 def columns_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    pieces: int, form: str,
+    pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products."""
-    ctx = Wanted(wanted, [None] * len(weights))
-    every = _gradients(ctx, x, weights, gradients, numbered(group), sp, pieces, form)
+    """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products. Those
+    of `waiting` weights are left for later."""
+    leaves = [leaf_at(weight) if later else None for weight, later in zip(weights, waiting, strict=True)]
+    every = _gradients(wanted, leaves, x, weights, gradients, numbered(group), sp, pieces, form)
     return [found for found in every if found is not None]
 
 
 @columns_backward.register_fake
 def _(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
-    pieces: int, form: str,
+    pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
-    return [one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants]
+    return [one.new_empty(one.shape) for one, made in zip(like, _made(wanted, waiting), strict=True) if made]
+
+
+def _made(wanted: Sequence[bool], waiting: Sequence[bool]) -> list[bool]:
+    """Which gradients of x, of each weight and of each bias a backward pass makes at once."""
+    later = [False, *waiting, *[False] * len(waiting)]
+    return [wants and not waits for wants, waits in zip(wanted, later, strict=True)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
+    x, weights, _, ctx.biased, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.waiting = inputs
     ctx.save_for_backward(x, *weights)
 
 
@@ -159,10 +160,11 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
     given = iter(of_biases)
     wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
-    found = iter(columns_backward(gradients, x, weights, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form))
-    every = [next(found) if wants else None for wants in wanted]
+    options = ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.waiting
+    found = iter(columns_backward(gradients, x, weights, wanted, *options))
+    every = [next(found) if made else None for made in _made(wanted, ctx.waiting)]
     biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
-    return every[0], every[1 : 1 + len(weights)], biases, None, None, None, None, None
+    return every[0], every[1 : 1 + len(weights)], biases, *[None] * 6
 
 
 columns.register_autograd(_backward, setup_context=_setup)

@@ -2,11 +2,13 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.compat import torch_compile
+from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
@@ -21,6 +23,10 @@ from meshwright.spec.layout import Layout
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
 By torch's own limit of 8 the ninth would run uncompiled."""
+KEEPS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Of code that leaves gradients of weights for later: what waits for them lies in buffers that Inductor would otherwise
+write anew, since it sees no reader. Memory comes from the allocator instead, and a kernel that could overwrite what it
+reads takes one buffer more."""
 _log = logging.getLogger("meshwright")
 
 
@@ -53,6 +59,12 @@ def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
     return replace(layout, compile="off")
 
 
+def experts_stay_apart(layout: Layout) -> bool:
+    """Whether compiled blocks leave their experts alone: where rows travel to other ranks, as many as the step brings,
+    and where the products are the plain ones, which want lengths."""
+    return layout.ep > 1 or layout.kernels == "reference"
+
+
 def compile_notes(layout: Layout, device: torch.device) -> list[str]:
     """Why blocks are not compiled although they would be by default; empty where nothing is to say."""
     if layout.compile != "auto" or device.type != "cuda" or is_compiled(layout, device):
@@ -61,31 +73,48 @@ def compile_notes(layout: Layout, device: torch.device) -> list[str]:
     return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
 
 
-def prepare(model: Transformer) -> None:
-    """Leave alone what must not be compiled with the blocks."""
+def prepare(model: Transformer, *, apart: bool) -> None:
+    """Raise torch's limit of kinds of calls, and say so where that is hit. `apart`: experts are left alone."""
     torch_compile.raise_recompile_limit(VARIANTS)
     torch_compile.when_recompile_limit_is_hit(_say_limit)
-    # Experts take runs of rows whose lengths would become constants of the code: every step would compile anew.
-    model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
+    if apart:
+        # They take runs of rows whose lengths would become constants of the code: every step would compile anew.
+        model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
 
 
-def compiled_call(recompute: str) -> BlockCall:
+def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     """What calls the blocks of a model that is to be compiled, and prepared for it.
 
-    Dense blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees
-    any more, selective would keep nothing. Routed ones cannot be, since the compiler does not recompute a part that it
-    must leave alone: their recomputation is around what is compiled of them, and selective keeps the experts' products
-    only. Of dense blocks norms and all-but-attention keep the results of products and of attention, or those of
-    attention; of routed ones they are `none` and `full`. With a cache every token has another length and would be
-    compiled anew: generation stays as it is.
+    Blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees any more,
+    selective would keep nothing. Routed ones whose experts are left alone (`apart`) cannot be, since the compiler does
+    not recompute a part that it must leave alone: their recomputation is around what is compiled of them, and selective
+    keeps the experts' products only. Of whole blocks norms and all-but-attention keep the results of products and of
+    attention, or those of attention; of those others they are `none` and `full`. With a cache every token has another
+    length and would be compiled anew: generation stays as it is.
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
-    dense = torch.compile(block_call(recompute, compiled=True), dynamic=False)
-    routed = block_call(around, torch.compile(compute, dynamic=False))
+    as_one = _compiled(block_call(recompute, compiled=True))
+    in_parts = block_call(around, _compiled(compute)) if apart else as_one
 
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
-        call = compute if cache is not None else routed if block.routed else dense
+        call = compute if cache is not None else in_parts if block.routed else as_one
         found: tuple[Tensor, Tensor | None] = call(block, x, sight, cache)
+        return found
+
+    return run
+
+
+def _compiled(call: BlockCall) -> BlockCall:
+    """The call as compiled code: of backward passes that are whole, and of those that are split."""
+    once, in_two = torch.compile(call, dynamic=False), torch.compile(call, dynamic=False, options=KEEPS_BUFFERS)
+
+    def run(block: Block, *given: Any) -> tuple[Tensor, Tensor | None]:
+        found: tuple[Tensor, Tensor | None]
+        if not splits():
+            found = once(block, *given)
+            return found
+        with traced(block.parameters()):
+            found = in_two(block, *given)
         return found
 
     return run

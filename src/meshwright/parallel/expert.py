@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.experts import Counts, groups_on_device
 from meshwright.model.moe import Experts, MoE
+from meshwright.parallel import operators
 from meshwright.parallel.group import Group
 from meshwright.spec.purpose import takes
 
@@ -150,8 +151,10 @@ class _MeanOver(torch.autograd.Function):
         return gradient, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotations there
 def _mean_over(means: Tensor, group: Group) -> Tensor:
+    if torch.compiler.is_compiling():
+        traced: Tensor = operators.mean_over(means, group.number)
+        return traced
     found: Tensor = _MeanOver.apply(means, group)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 

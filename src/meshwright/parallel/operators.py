@@ -40,6 +40,21 @@ def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
     return x.new_empty(resized(x.shape, 1, numbered(group).size if sp else 1))
 
 
+@torch.library.custom_op("meshwright::mean_over", mutates_args=())
+def mean_over(x: Tensor, group: int) -> Tensor:
+    """As expert._MeanOver: the mean of all ranks' x, whose gradient is that of x."""
+    found = numbered(group)
+    return found.all_reduce(x.clone(memory_format=torch.contiguous_format)) / found.size
+
+
+@mean_over.register_fake
+def _(x: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+mean_over.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.group, ctx.sp, ctx.pieces = inputs
 

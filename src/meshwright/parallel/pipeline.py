@@ -2,7 +2,7 @@
 
     F    the stage's forward pass on what the stage before sent; its output goes to the next stage
     B    gradients of the stage's input, norms and biases; the input's goes to the stage before
-    W    the gradients of weight matrices that B left in a queue (kernels.linear.WeightGradients)
+    W    the gradients of weight matrices that B left in a queue (kernels.weight_gradients)
     BW   B and W in one backward pass
 
 Between F and B only the graph is kept: an output lives until it is sent, its gradient enters the graph by an edge (as
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.kernels.linear import WeightGradients, splitting
+from meshwright.kernels.weight_gradients import WeightGradients, splitting, whole
 from meshwright.parallel.group import Group
 from meshwright.parallel.p2p import Kind, PointToPoint, RankProgram, program
 from meshwright.spec.replay import StageLink
@@ -108,7 +108,7 @@ class Pipeline:
             self._warm_up(self.warm_up, todo, micro_batches, train=train)
         like, rank = self.receive_like, self.group.index
         p2p = PointToPoint(self.links, rank, todo, lambda i: like(micro_batches[i]))
-        passes = Passes(self, p2p, micro_batches, train=train)
+        passes = Passes(self, p2p, micro_batches, todo.actions, train=train)
         self.current = todo.actions
         with splitting() if todo.splits else nullcontext():
             for action in todo.actions:
@@ -132,9 +132,10 @@ class Pipeline:
                 for stage in self.stages:
                     for order in (("F", "BW"), ("F", "B", "W")) if train else (("F",),):
                         if all((stage, kind) in kinds for kind in order):
-                            passes = Passes(self, _Alone(self.receive_like(one)), [copy(one)], train=train)
-                            for kind in order:
-                                passes.do(Action(kind, stage, 0))
+                            actions = [Action(kind, stage, 0) for kind in order]
+                            passes = Passes(self, _Alone(self.receive_like(one)), [copy(one)], actions, train=train)
+                            for action in actions:
+                                passes.do(action)
 
 
 class _Alone:
@@ -164,10 +165,17 @@ class Passes:
     """The state of one step: graphs between F and B, queues between B and W, tensors under way."""
 
     def __init__(
-        self, pipeline: Pipeline, p2p: "PointToPoint | _Alone", micro_batches: Sequence[Any], *, train: bool
+        self,
+        pipeline: Pipeline,
+        p2p: "PointToPoint | _Alone",
+        micro_batches: Sequence[Any],
+        actions: Sequence[Action],
+        *,
+        train: bool,
     ) -> None:
         self.pipeline, self.p2p, self.micro_batches, self.train = pipeline, p2p, micro_batches, train
         self.last = len(pipeline.placement) - 1
+        self.split = {(action.stage, action.micro_batch) for action in actions if action.kind == "B"}
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.queues: dict[tuple[int, int], WeightGradients] = {}
         self.total: Tensor | None = None
@@ -192,7 +200,8 @@ class Passes:
         x = self.p2p.take("F", stage, i) if stage else None
         if x is not None and self.train:
             x.requires_grad_()
-        output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
+        with nullcontext() if (stage, i) in self.split else whole():
+            output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
         if loss is not None:
             part = loss.detach().float()
             self.total = part.clone() if self.total is None else self.total + part

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.kernels.linear import same_split
+from meshwright.kernels.weight_gradients import same_split
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm
@@ -33,7 +33,7 @@ MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
     if hasattr(torch.ops.aten, name)
-) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "cpu_product")}
+) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product", "cpu_product")}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
 
 

@@ -20,13 +20,12 @@ from meshwright.kernels.linear import (
     FP8,
     SAME,
     Kept,
-    as_leaf,
     input_gradient,
     needs_wide,
     parameter_gradients,
     products_of_pieces,
 )
-from meshwright.parallel.column_parallel import Wanted
+from meshwright.kernels.weight_gradients import as_leaf, leaf_at, waits
 from meshwright.parallel.group import Group, numbered
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
@@ -43,7 +42,8 @@ class RowParallelProducts:
         """x (B, S, in / t) -> (B, S or S / t, out), summed over the ranks; one of them has the bias."""
         pieces = self.slices.of_whole(x)
         if torch.compiler.is_compiling():
-            traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form)
+            later = x.requires_grad and waits(weight)
+            traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form, later)
             return traced
         kept = Kept()
         (x,) = kept(x, weight, changed=1, bias=bias)
@@ -125,50 +125,60 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.kept.tensors
         whole, of_x = ctx.summed.gradient(gradient, weight)
-        wanted = Wanted(ctx.needs_input_grad[1:3], ctx.leaves)
-        return of_x, *parameter_gradients(wanted, x, (whole,), (weight,)), None, None
+        found = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,))
+        return of_x, *found, None, None
 
 
 @torch.library.custom_op("meshwright::rows", mutates_args=())
-def rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
-    """As RowParallelProducts.linear, one operator of compiled code."""
+def rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
+) -> Tensor:
+    """As RowParallelProducts.linear, one operator of compiled code. `later`: the weight's gradient is left."""
     return _product(x, weight, bias, numbered(group), sp, pieces, form)
 
 
 @rows.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
+) -> Tensor:
     return x.new_empty(*resized(x.shape[:-1], 1, numbered(group).size if sp else 1), len(weight))
 
 
 @torch.library.custom_op("meshwright::rows_backward", mutates_args=())
 def rows_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
-) -> list[Tensor]:
-    """The gradients of x, and those `wanted` of weight and bias."""
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str,
+    later: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of x, and those `wanted` of weight and bias; the weight's may be left for `later`."""
     whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces, form)
-    found = parameter_gradients(Wanted(wanted, [None]), x, (whole,), (weight,))
+    found = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,))
     return [of_x, *(one for one in found if one is not None)]
 
 
 @rows_backward.register_fake
 def _(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str
-) -> list[Tensor]:
-    like = (weight, weight[:, 0])
-    return [x.new_empty(x.shape), *(one.new_empty(one.shape) for one, wants in zip(like, wanted, strict=True) if wants)]
+    gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str,
+    later: bool,
+) -> list[Tensor]:  # fmt: skip
+    like, made = (weight, weight[:, 0]), (wanted[0] and not later, wanted[1])
+    return [
+        x.new_empty(x.shape),
+        *(one.new_empty(one.shape) for one, is_made in zip(like, made, strict=True) if is_made),
+    ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _, ctx.group, ctx.sp, ctx.pieces, ctx.form = inputs
+    x, weight, _, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.later = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     x, weight = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[1:3])
-    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form)
+    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.later)
     given = iter(found)
-    return of_x, *(next(given) if wants else None for wants in wanted), None, None, None, None
+    made = wanted[0] and not ctx.later, wanted[1]
+    return of_x, *(next(given) if is_made else None for is_made in made), *[None] * 5
 
 
 rows.register_autograd(_backward, setup_context=_setup)

@@ -9,7 +9,7 @@ PHASES = {
     "meshwright.training.step:MicroPass.__call__": "forward",
     "meshwright.parallel.pipeline:Passes._forward": "forward",
     "meshwright.parallel.pipeline:Passes._backward": "backward",
-    "meshwright.kernels.linear:WeightGradients.run": "backward",
+    "meshwright.kernels.weight_gradients:WeightGradients.run": "backward",
     "torch._tensor:Tensor.backward": "backward",
     "meshwright.parallel.engine:Engine.finish_gradients": "gradients",
     "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
@@ -25,6 +25,7 @@ PHASES = {
 READS = frozenset(
     {
         "meshwright.model.seams:counts_on_host",
+        "meshwright.kernels.experts:_known",
         "meshwright.training.evaluate:evaluate",
         "meshwright.training.readback:Readback.read",
         "meshwright.training.stopping:StopAgreement.reached",

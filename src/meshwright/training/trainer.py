@@ -283,7 +283,7 @@ class Trainer:
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         found += [plan.beyond_positions] if plan.beyond_positions else []
-        found += schedule_notes(plan.layout, self.device)
+        found += schedule_notes(plan.layout)
         found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")

@@ -51,11 +51,17 @@ def test_combine(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 1], [17, 2, 20], [0, 33, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW[1]], ids=str)
-def test_grouped_products(monkeypatch: pytest.MonkeyPatch, counts: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_grouped_products(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], dtype: torch.dtype, compiled: bool
+) -> None:
+    """By itself, and as the operator of compiled code calls it."""
     for name in ("ROWS", "COLUMNS", "INNER"):
         monkeypatch.setattr(grouped, name, 16)
     given = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
     fast = partial(grouped.expert_linear, counts=torch.tensor(counts))
+    if compiled:
+        fast = partial(experts.expert_product, counts=torch.tensor(counts), prefer="triton", later=False)
 
     def exact(rows: Tensor, weights: Tensor) -> Tensor:
         return torch.cat([part @ w.T for part, w in zip(rows.split(counts), weights, strict=True)])

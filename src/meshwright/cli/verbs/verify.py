@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def verify(
     processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
     only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: some minutes more.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also under torch.compile, with --random each case: some minutes more.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
     random: Annotated[
@@ -41,10 +43,12 @@ def verify(
     allowed = _devices(device)
     processes = min(processes, allowed)
     if random is not None or case is not None:
-        if (random is not None and case is not None) or wanted or compiled or page:
+        if (random is not None and case is not None) or wanted or page:
             raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
         if random is not None:
-            return verify_random(random, seed, processes=processes, device=device, json=json)
+            return verify_random(random, seed, processes=processes, device=device, json=json, compiled=compiled)
+        if compiled:
+            raise PlanError("--case says itself whether blocks are compiled: give it compile=on")
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)

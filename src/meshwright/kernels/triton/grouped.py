@@ -4,6 +4,8 @@ Rows are sorted by expert. The grid is as large as it can be needed (each expert
 the host never reads how many rows an expert has: a program looks its expert up by the ends of the runs.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +96,18 @@ def _by_rows(rows: Tensor, weights: Tensor, ends: Tensor, *, transposed: bool) -
     return out
 
 
+def _by_weights(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Of each expert gradient^T (O, R) rows (R, I): (X, O, I) like the weights."""
+    experts, columns, inner = weights.shape
+    out = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    grouped_weights[(ceil_div(columns, ROWS), ceil_div(inner, COLUMNS), experts)](
+        gradient, gradient.stride(0), rows, rows.stride(0), ends, out, columns, inner,
+        WIDE=wide_products(grouped_weights, rows), ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    return out
+
+
 class _Grouped(torch.autograd.Function):
     """Saves rows and weights."""
 
@@ -106,15 +120,9 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weights, ends = ctx.saved_tensors
-        gradient, (experts, columns, inner) = gradient.contiguous(), weights.shape
+        gradient = gradient.contiguous()
         of_rows = _by_rows(gradient, weights, ends, transposed=False) if ctx.needs_input_grad[0] else None
-        of_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-        grouped_weights[(ceil_div(columns, ROWS), ceil_div(inner, COLUMNS), experts)](
-            gradient, gradient.stride(0), rows, rows.stride(0), ends, of_weights, columns, inner,
-            WIDE=wide_products(grouped_weights, rows), ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, num_warps=4,
-            num_stages=3,
-        )  # fmt: skip
-        return of_rows, of_weights, None
+        return of_rows, _by_weights(gradient, rows, weights, ends), None
 
 
 def expert_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -122,3 +130,13 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(0, dtype=torch.int32)
     found: Tensor = _Grouped.apply(rows, weights, ends)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
+
+
+def gradients(
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """What makes, of the gradient of expert_linear's result, that of rows and that of weights."""
+    gradient, rows = gradient.contiguous(), rows if rows.stride(-1) == 1 else rows.contiguous()
+    ends = counts.cumsum(0, dtype=torch.int32)
+    by_rows = partial(_by_rows, gradient, weights, ends, transposed=False)
+    return by_rows, partial(_by_weights, gradient, rows, weights, ends)

@@ -207,7 +207,12 @@ def on_ranks_of(
 def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
     """On one rank: all cases of one world size, over the same process groups."""
     made: Made = {}
-    return [sent(outcome(case, layout, device=device, made=made)) for case, layout in cases]
+    found = []
+    for case, layout in cases:
+        found.append(sent(outcome(case, layout, device=device, made=made)))
+        if layout.compile == "on":
+            torch.compiler.reset()  # code is kept by what it was made of, and of each function only so much
+    return found
 
 
 def sent(found: RankOutcome) -> RankOutcome:

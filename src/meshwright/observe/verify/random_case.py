@@ -31,15 +31,15 @@ MORE_SHAPES = 0.3
 Settings = dict[str, Any]
 
 
-def random_case(seed: int, index: int, processes: int = 8) -> Drawn:
-    """Case number `index` of a seed; the same on every machine."""
+def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = False) -> Drawn:
+    """Case number `index` of a seed; the same on every machine. `compiled`: with blocks compiled."""
     random = Random(f"{seed}:{index}")
     for _ in range(ATTEMPTS):
         settings = _layout(random, processes)
         settings |= _shape(random, settings)
         settings |= _pipeline(random, settings)
         settings |= _recipe(random, settings)
-        settings |= _narrow(random, settings)
+        settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
         try:
             return _canonical(drawn_from(settings))
         except PlanError:

@@ -36,6 +36,8 @@ by the whole tolerance and be right."""
 MOST_REDRAWS = 30
 LIMIT_S = 120.0
 """For one case; a batch has as much for each of its cases."""
+COMPILING_S = 480.0
+"""Beside it, where blocks are compiled: code for each kind of block and of pass, on every rank."""
 SHRINK_S = 60.0
 ALONE = Layout(compile="off")
 OTHER_WAYS = replace(ALONE, kernels="reference"), replace(ALONE, micro_batch=1)
@@ -124,7 +126,8 @@ def _alone_or(drawn: Drawn, alone: RankOutcome, device: str) -> str | None:
 
 def _run(world: int, cases: Sequence[Drawn], device: str) -> list[list[RankOutcome]]:
     """For each case what its ranks found."""
-    return on_ranks_of(world, [(drawn.case, drawn.layout) for drawn in cases], device, LIMIT_S * len(cases))
+    limit_s = sum(LIMIT_S + COMPILING_S * (drawn.layout.compile == "on") for drawn in cases)
+    return on_ranks_of(world, [(drawn.case, drawn.layout) for drawn in cases], device, limit_s)
 
 
 def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> str | None:

@@ -103,9 +103,7 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
 
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
     """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
-    products made. Of compiled code only what the compiler leaves alone: experts."""
-    if of.compiled:
-        return _queued_experts(of, routed) if routed else 0.0
+    products made."""
     word, hidden, mla = of.width, of.hidden_bytes, of.shape.mla
     found = hidden + of.tokens * widths.out * word
     if mla is None:
@@ -128,6 +126,6 @@ def _queued_experts(of: "Local", routed: Routed) -> float:
     assert moe is not None
     inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
     found = 2 * sent + (of.gates + 1) * inner
-    if moe.shared_experts and not of.compiled:
+    if moe.shared_experts:
         found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp)
     return found

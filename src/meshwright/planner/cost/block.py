@@ -48,7 +48,7 @@ class LayerWork:
     @property
     def keeps_core(self) -> bool:
         """Whether the attention core's results can be kept where all else is made again. The compiler does not
-        recompute a part that it must leave alone (parallel/compiling.py), which routed blocks have."""
+        recompute a part that it must leave alone (parallel/compiling.py): experts whose rows travel."""
         return any(kept.of == "core" for kept in self.kept)
 
     def kept_bytes(self, recompute: str) -> float:
@@ -83,7 +83,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
     return LayerWork(
         operations=tuple(operations),
         kept=tuple(
-            one._replace(of="") if of.compiled and routed else one
+            one._replace(of="") if of.compiled and routed and of.ep > 1 else one
             for one in activations.layer_kept(of, _widths(of), sizes)
         ),
         boundary_bytes=of.between_bytes,
@@ -329,7 +329,6 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
             forward=(Product(each, into, out, experts),),
             inputs=(Product(each, out, into, experts),),
             weights=(Product(into, each, out, experts),),
-            uncompiled=True,
         )
     yield _activation(of, "experts", copies, ffn)
     back = (MemoryPass(2 * moved, 3),)

@@ -21,12 +21,12 @@ def enter(of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequenc
     """f or g in front of column-split matrices. With sp the input is gathered again backward, but
     where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
     beside the products of `readers`, forward piece by piece, and its gradient summed beside those of the weights,
-    unless a split backward pass leaves these for later. Compiled blocks leave none."""
+    unless a split backward pass leaves these for later."""
     if of.tp == 1:
         return NO_EXCHANGES
     beside = readers if of.stack.own and not alone else ()
     products, inner = (tuple(work for op in beside for work in getattr(op, side)) for side in ("forward", "inputs"))
-    after = tuple(work for op in beside for work in op.weights) if of.compiled or not of.splits else ()
+    after = tuple(work for op in beside for work in op.weights) if not of.splits else ()
     if not of.sp:
         return Exchanges((), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),))
     again = (in_pieces(of, "all-gather", inner),) if of.stack.regather and not alone else ()

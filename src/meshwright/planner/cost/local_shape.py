@@ -40,7 +40,7 @@ class Local:
     splits: bool = False
     """The schedule splits backward passes: gradients of weights come later."""
     compiled: bool = False
-    """Blocks are compiled: a split backward pass leaves what the compiler leaves alone, and nothing else."""
+    """Blocks are compiled."""
 
     gpu: bool = False
     """Of a device whose kernels are those of a GPU."""

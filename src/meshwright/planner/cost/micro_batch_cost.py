@@ -29,8 +29,6 @@ class MicroBatchCost(NamedTuple):
     """Elements of the largest weight."""
     new_bytes: float = 0.0
     """Its gradient as it is made, part of mlp_bytes."""
-    left_bytes: float = 0.0
-    """Of new_bytes, what a split pass leaves for later."""
     logits: Logits = NONE
     largest_kept_bytes: float = 0.0
     """Of one layer."""
@@ -47,7 +45,7 @@ class MicroBatchCost(NamedTuple):
     @property
     def inputs_bytes(self) -> float:
         """The same of one that leaves gradients of weights."""
-        return max(self.mlp_bytes - self.left_bytes, self.attention_bytes)
+        return max(self.mlp_bytes - self.new_bytes, self.attention_bytes)
 
     @property
     def backward_s(self) -> float:
@@ -72,7 +70,6 @@ class MicroBatchCost(NamedTuple):
             split_bytes=max(self.split_bytes, other.split_bytes),
             weights=max(self.weights, other.weights),
             new_bytes=max(self.new_bytes, other.new_bytes),
-            left_bytes=max(self.left_bytes, other.left_bytes),
             logits=self.logits.plus(other.logits, times),
             largest_kept_bytes=max(self.largest_kept_bytes, other.largest_kept_bytes or other.kept_bytes),
             host_bytes=self.host_bytes + times * other.host_bytes,

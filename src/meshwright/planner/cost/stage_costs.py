@@ -46,8 +46,6 @@ class BlockTime(NamedTuple):
     """The attention core's forward pass, where it is kept."""
     tail: tuple[float, float]
     """Of the forward pass, what no recomputation repeats."""
-    within_s: float = 0.0
-    """Of weights_s: what no split pass leaves for later."""
 
     @property
     def repeated(self) -> tuple[float, float]:
@@ -64,12 +62,7 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
         again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
     forward, inputs = (passes.of_pass(block.operations, side) for side in ("forward", "inputs"))
-    within = 0.0
-    if of.compiled:
-        inside = tuple(op for op in block.operations if not op.uncompiled)
-        within = passes.of_pass(inside, "weights")[0] if block.boundary_bytes else 0.0
     return BlockTime(
-        within_s=within,
         forward=(forward[0] + called[0], forward[1]),
         inputs=(inputs[0] + called[1], inputs[1]),
         weights_s=passes.of_pass(block.operations, "weights")[0],
@@ -110,11 +103,10 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
         for one in (block.backward.attention, block.backward.after)
     )
     new = block.backward.weights * of.width
-    left = 0.0 if of.compiled else new
     return MicroBatchCost(
         forward_s=time.forward[0],
-        input_s=time.inputs[0] + again[0] + time.within_s,
-        weight_s=time.weights_s - time.within_s,
+        input_s=time.inputs[0] + again[0],
+        weight_s=time.weights_s,
         exchange_s=time.forward[1] + time.inputs[1] + again[1],
         again_s=again[0],
         kept_bytes=kept,
@@ -122,10 +114,9 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
         attention_bytes=attention,
         after_bytes=after,
         queued_bytes=block.backward.queued,
-        split_bytes=max(0.0, kept + max(mlp - left, attention) - block.backward.queued),
+        split_bytes=max(0.0, kept + max(mlp - new, attention) - block.backward.queued),
         weights=block.backward.weights,
         new_bytes=new,
-        left_bytes=left,
         logits=block.logits,
     )
 

@@ -47,7 +47,6 @@ class LayerOperation:
     """One operation of the forward pass and what the backward pass makes of it.
 
     `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
-    `uncompiled`: the compiler leaves it alone, so that a split backward pass can leave its weights for later.
     """
 
     name: str
@@ -58,7 +57,6 @@ class LayerOperation:
     """Gradients of its weights."""
     exchanges: Exchanges = NO_EXCHANGES
     again: bool = False
-    uncompiled: bool = False
 
 
 class KeptBytes(NamedTuple):

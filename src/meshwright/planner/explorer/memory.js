@@ -120,8 +120,9 @@ function stageCosts(data, recipe, layout, tokens, split) {
   for (const [part, one] of Object.entries(bytes)) {
     const made = data.memory.pieces[`${tp},${ep}`][part];
     one.weights = part === "dense" || part === "routed" ? Math.max(0, ...made.map(([shape]) => numel(shape))) : 0;
-    one.mlp += one.weights * data.model.activation_bytes;
+    one.made = one.weights * data.model.activation_bytes;
     one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);
+    one.mlp += one.made;
   }
   return split.map((range, stage) => {
     const routed = routedOf(data.model, range);
@@ -129,7 +130,7 @@ function stageCosts(data, recipe, layout, tokens, split) {
       dense: range.end - range.start - routed, routed, embedding: Number(stage === 0),
       head: Number(stage === split.length - 1),
     };
-    return Object.fromEntries([...sizes, "split", "weights"].map((size) => [size, Object.entries(times).reduce(
+    return Object.fromEntries([...sizes, "split", "weights", "made"].map((size) => [size, Object.entries(times).reduce(
       (sum, [part, many]) => {
         if (SUMMED.includes(size)) return sum + many * bytes[part][size];
         return many ? Math.max(sum, bytes[part][size]) : sum;

@@ -3,7 +3,7 @@
 
 const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)
 const WHEN = {
-  loss: "head and loss", pass: "backward pass", sums: "last backward pass", split: "split backward pass",
+  loss: "head and loss", pass: "backward pass", inputs: "backward pass", sums: "last backward pass", split: "split backward pass",
   embedding: "gradient of the embedding", end: "gradient of the embedding", weights: "gradients of weights",
   reduce: "sum of gradients",
 };
@@ -51,7 +51,7 @@ function momentsIn(own, lastStage) {
       if (action === last.get(stage)) now("reduce");
     } else {
       const final = action === last.get(stage);
-      now(final ? "sums" : "pass");
+      now(kind === "B" ? "inputs" : final ? "sums" : "pass");
       alive[place]--;
       if (kind === "B") {
         queued[place]++;
@@ -153,8 +153,9 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
       if (final) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
     }
   }
-  const weights = again && !apart ? cost.weights * (made + summed) : 0;
-  const inside = Math.max(cost.mlp, cost.attention, weights);
+  const leaves = what === "inputs" && cost.made > 0; // gradients of weights, for later
+  const weights = again && !apart && !leaves ? cost.weights * (made + summed) : 0;
+  const inside = Math.max(cost.mlp - (leaves ? cost.made : 0), cost.attention, weights);
   if (apart) {
     const gathers = frees ? 2 * block.parameters : 0;
     const most = Math.max(cost.mlp, Math.max(cost.after, cost.attention) + block.made);

@@ -209,7 +209,7 @@ class PipelineRank:
         else:
             if ends:
                 yield from map(kinds, self._head(before, logits, cost, again, final))
-            left = what == "inputs" and cost.left_bytes > 0
+            left = what == "inputs" and cost.new_bytes > 0
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
             if again and not self.apart and not left:
                 temporaries = max(temporaries, cost.weights * (self.made + self.summed))
