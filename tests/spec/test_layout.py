@@ -21,6 +21,19 @@ def test_micro_batch_is_not_negative() -> None:
         Layout(micro_batch=-1)
 
 
+def test_pieces_of_what_travels_to_experts() -> None:
+    """2^24 elements each at the least; as many as divide a rank's experts; none where gradients of weights wait."""
+    with pytest.raises(IllegalLayout, match=r"layout.ep_chunks=-1"):
+        Layout(ep_chunks=-1)
+    spread, split = Layout(ep=2, dp_shard=2), Layout(ep=2, dp_shard=2, pp=2, schedule="zb-h1")
+    assert [spread.ep_pieces(rows, 1024, 16, "cuda") for rows in (16384, 32768, 65536, 2**20)] == [1, 2, 4, 4]
+    assert [spread.ep_pieces(2**20, 1024, experts, "cuda") for experts in (2, 4, 6, 8, 12)] == [1, 2, 1, 4, 2]
+    assert Layout(ep=16, dp_shard=16).ep_pieces(2**20, 1024, 64, "cuda") == 2
+    assert spread.ep_pieces(2**20, 1024, 16, "cpu") == split.ep_pieces(2**20, 1024, 16, "cuda") == 1
+    assert Layout(ep_chunks=0).ep_pieces(2**20, 1024, 16, "cuda") == 1
+    assert Layout(ep=2, dp_shard=2, ep_chunks=3).ep_pieces(8, 8, 6, "cpu") == 3
+
+
 def test_a_stage_has_a_layer() -> None:
     with pytest.raises(IllegalLayout, match=r"layout.stages=\[2, 0\]: each stage has at least 1 layer"):
         Layout(pp=2, stages=(2, 0))
