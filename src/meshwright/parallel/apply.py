@@ -137,8 +137,7 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], layout)
     if model.shape.moe:
-        experts = model.shape.moe.experts
-        in_pieces = partial(layout.ep_pieces, hidden=model.shape.hidden, experts=experts, device=kind)
+        in_pieces = partial(layout.ep_pieces, hidden=model.shape.hidden, moe=model.shape.moe, device=kind)
         apply_expert_parallel(model, mesh["ep"], in_pieces)
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)

@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.schedule import SPLIT
+from meshwright.spec.shape import MoEShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost: tp ranks are neighbours. ep is carved out of dp_shard x cp x tp."""
@@ -28,6 +29,9 @@ it hides."""
 EXPERT_PIECES = (4, 2, 1)
 """How many there can be, where no layout says it. Between nodes two hide as much as more do: sending takes longer than
 the experts."""
+NEAR_ROWS, FAR_ROWS = 0.4, 0.04
+"""Rows that an expert gets from other ranks, of its inner width, from which on pieces pay inside a node and between
+nodes: what they make of the gradients of its matrices is put together by a pass over memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class Layout:
     ep_chunks: int = 0
     """Pieces in which tokens go to the experts of other ranks and back, each to an equal part of a rank's experts, so
     that those of one compute while the next travels; 0 = 4 on a GPU for at most 8 ranks, 2 for more, of at least 2**24
-    elements each, where the schedule splits no backward pass; else 1."""
+    elements each, where experts have rows enough and the schedule splits no backward pass; else 1."""
     context: Literal["ring", "all-gather"] = "ring"
     """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
@@ -158,14 +162,17 @@ class Layout:
         """Whether any backward pass leaves the gradients of weights for later."""
         return self.pp > 1 and self.schedule in SPLIT
 
-    def ep_pieces(self, rows: int, hidden: int, experts: int, device: str) -> int:
-        """In how many pieces a rank's rows, each for one of so many experts, travel on a kind of device. Each piece is
-        for as many experts of a rank."""
+    def ep_pieces(self, rows: int, hidden: int, moe: MoEShape, device: str) -> int:
+        """In how many pieces a rank's rows, each for one expert, travel on a kind of device. Each piece is for as many
+        experts of a rank."""
         if self.ep == 1 or self.ep_chunks:
             return self.ep_chunks or 1
-        most = rows * hidden // EXPERT_PIECE if device == "cuda" and not self.splits_backward else 1
-        most = min(most, 4 if self.ep <= NEAR else 2)
-        return next(n for n in EXPERT_PIECES if n == 1 or (n <= most and experts // self.ep % n == 0))
+        local, near = moe.experts // self.ep, self.ep <= NEAR
+        thin = rows * (self.ep - 1) < moe.experts * moe.ffn * (NEAR_ROWS if near else FAR_ROWS)
+        if device != "cuda" or self.splits_backward or thin:
+            return 1
+        most = min(rows * hidden // EXPERT_PIECE, 4 if near else 2)
+        return next(n for n in EXPERT_PIECES if n == 1 or (n <= most and local % n == 0))
 
     @property
     def sequence_parts(self) -> int:

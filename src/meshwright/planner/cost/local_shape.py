@@ -97,9 +97,8 @@ def local(
     documents: bool = False, gpu: bool = False, products: str = "same",
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
-    kind, positions = "cuda" if gpu else "cpu", sequence // layout.cp
-    rows = batch * positions // (layout.tp if layout.sp else 1) * (shape.moe.top_k if shape.moe else 0)
-    experts = shape.moe.experts if shape.moe else 1
+    kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
+    rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
     return Local(
         shape=shape,
         stack=stack,
@@ -120,5 +119,5 @@ def local(
         compiled=stack.own and layout.compile != "off",
         gpu=gpu,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
-        ep_pieces=layout.ep_pieces(rows, shape.hidden, experts, kind) if stack.own else 1,
+        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.own and moe else 1,
     )
