@@ -59,6 +59,7 @@ REAL = {
     "but attention": plan(SMALL, 32, cp=2, micro_batch=16, recompute="all-but-attention"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
+    "ep in pieces": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8, ep_chunks=2),
 }
 
 

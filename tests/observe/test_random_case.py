@@ -40,6 +40,11 @@ def _micro_batch_without_target(one: Drawn) -> bool:
     )
 
 
+def _experts_of_a_piece(one: Drawn) -> int:
+    assert one.case.shape.moe is not None
+    return one.case.shape.moe.experts // one.layout.ep // one.layout.ep_chunks
+
+
 FEATURES: dict[str, Asks] = {
     "one key head": lambda one: one.case.shape.kv_heads == 1 < one.case.shape.heads and one.case.shape.mla is None,
     "one key head under tp": lambda one: one.case.shape.kv_heads == 1 and one.layout.tp > 1,
@@ -84,6 +89,8 @@ FEATURES: dict[str, Asks] = {
     "sp": lambda one: one.layout.sp,
     "pieces of whole sequences": lambda one: one.layout.tp_chunks == 2 and not one.layout.sp,
     "pieces of slices": lambda one: one.layout.tp_chunks == 3 and one.layout.sp,
+    "pieces for one expert each": lambda one: one.layout.ep_chunks > 1 and _experts_of_a_piece(one) == 1,
+    "pieces for several experts": lambda one: one.layout.ep_chunks > 1 and _experts_of_a_piece(one) > 1,
     "the ring": lambda one: one.layout.cp > 1 and one.layout.context == "ring",
     "the gather": lambda one: one.layout.cp > 1 and one.layout.context == "all-gather",
     "striped": lambda one: one.layout.cp > 1 and one.layout.context_split == "striped",

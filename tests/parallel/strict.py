@@ -216,12 +216,14 @@ def strict(seed: int = 0) -> Iterator[Strict]:
         return call
 
     def exchanges(inner: Any) -> Any:
-        def call(out: Tensor, x: Tensor, received: Any = None, sent: Any = None, group: Any = None) -> Any:
+        def call(
+            out: Tensor, x: Tensor, received: Any = None, sent: Any = None, group: Any = None, async_op: bool = False
+        ) -> Any:
             def start(s: list[Tensor], r: list[Tensor]) -> dist.Work:
                 work: dist.Work = inner(r[0], s[0], received, sent, group=group, async_op=True)
                 return work
 
-            return _run(found, "all_to_all", [x], [out], False, start)
+            return _run(found, "all_to_all", [x], [out], async_op, start)
 
         return call
 

@@ -50,6 +50,7 @@ V_STAGES: list[dict[str, Any]] = [
 TWO_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "ep": 2},
     {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2, "recompute": "full"},
+    {"dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 2, "recompute": "selective", "ep_chunks": 2},
     {"tp": 2, "sp": True, "ep": 2},
     {"cp": 2, "ep": 2, "zero": 2},
 ]
@@ -68,7 +69,7 @@ FOUR_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 4, "ep": 2, "zero": 3},
     {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
     {"dp_shard": 2, "tp": 2, "sp": True, "ep": 4, "micro_batch": 2},
-    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 2},
+    {"dp_shard": 2, "tp": 2, "sp": True, "ep": 2, "zero": 2, "micro_batch": 2, "ep_chunks": 2},
     {"cp": 2, "tp": 2, "sp": True, "ep": 4},
     {"tp": 4, "sp": True, "ep": 2},
     {"dp_shard": 4, "ep": 4, "zero": 2, "recompute": "selective"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from meshwright.kernels import fast
 from meshwright.model import Transformer
 from meshwright.model.moe import Experts, MoE
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.expert import Dispatch, apply_expert_parallel, apply_sequence_groups, sort_runs
-from meshwright.parallel.group import Group
+from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups, sort_runs
+from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.recompute import block_call
 from meshwright.spec import Layout
 from tests.model.shrunk import model, shrink, tokens
+from tests.parallel.strict import strict
 from tests.parallel.telling import Told
+from tests.parallel.test_tensor import Order
 
 LENGTH, HIDDEN = 16, 24
 
@@ -112,18 +115,19 @@ def closed_form_bytes(rows: list[Tensor], group: Group) -> dict[str, int]:
     return {"forward": 8 * (len(rows[0]) - local) + journeys, "backward": journeys}
 
 
-def _layer_cases(world: int) -> list[dict[str, Any]]:
+def _layer_cases(world: int, pieces: int) -> list[dict[str, Any]]:
     told = Told()
     group = make_mesh(Layout(dp_shard=world, ep=world), traffic=told)["ep"]
-    return [_layer_case(case, group, told) for case in CASES]
+    with strict(pieces):
+        return [_layer_case(case, group, told, pieces) for case in CASES]
 
 
-def _layer_case(case: str, group: Group, told: Told) -> dict[str, Any]:
+def _layer_case(case: str, group: Group, told: Told, pieces: int) -> dict[str, Any]:
     name, changes, bend = CASES[case]
     whole, found = layer(name, **changes), layer(name, **changes)
     bend(whole)
     bend(found)
-    apply_expert_parallel(found, group)
+    apply_expert_parallel(found, group, lambda rows: pieces)
     assert len(found.experts.gate) == len(found.experts.down) == 8 // group.size
     generator = torch.Generator().manual_seed(1)
     x, pull = (torch.randn(group.size, LENGTH, HIDDEN, generator=generator) for _ in range(2))
@@ -147,18 +151,51 @@ def _layer_case(case: str, group: Group, told: Told) -> dict[str, Any]:
     return {"kinds": [what[:2] for what in forward + backward], "rows": torch.stack(rows).sum(0).tolist()}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_outputs_gradients_and_bytes_equal_one_device(world: int) -> None:
-    results = on_ranks(world, _layer_cases, world)
+@pytest.mark.parametrize(("world", "pieces"), [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+def test_outputs_gradients_and_bytes_equal_one_device(world: int, pieces: int) -> None:
+    """In pieces for several experts of a rank, and for one each. Under collectives as strict as NCCL's."""
+    results = on_ranks(world, _layer_cases, world, pieces)
     for number, case in enumerate(CASES):
         kinds = [result[number]["kinds"] for result in results]
-        assert kinds == [[("ep", "all_to_all")] * 5] * world, "the same on all ranks, whatever the routing"
+        calls = 1 + 4 * pieces
+        assert kinds == [[("ep", "all_to_all")] * calls] * world, "the same on all ranks, whatever the routing"
         rows = results[0][number]["rows"]
         assert (0 in rows) == (CASES[case][2] is not as_it_is), (case, rows)
     seen = dict(zip(CASES, (result["rows"] for result in results[0]), strict=True))
     assert [seen["top-1, one expert"][i] for i in (0, 5)] == [0, LENGTH * world], "ranks whose experts see nobody"
     assert not any(seen["top-2, first rank"][2:]), "others send all they have"
     assert 0 < max(seen["top-3, uneven"]) == LENGTH * world and seen["top-3, uneven"][6] == 0
+
+
+def _order(name: str, pieces: int) -> list[list[str]]:
+    """Products and collectives of a forward and of a backward pass, as they begin; runs of products as one."""
+    mesh, found = make_mesh(Layout(dp_shard=2, ep=2)), layer(name)
+    apply_expert_parallel(found, mesh["ep"], lambda rows: pieces)
+    x = torch.ones(1, LENGTH, HIDDEN, requires_grad=True)
+    with torch.no_grad():  # every token has every expert's attention: no product is left out
+        found.router.weight.zero_()
+    found.moe = found.router.moe = replace(found.moe, top_k=8, groups=1, top_groups=1)
+    with Order() as forward:
+        out = found(x)[0]
+    with Order() as backward:
+        out.sum().backward()
+    return [merged(["mm" if name == "addmm" else name for name in one.seen]) for one in (forward, backward)]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_rows_are_under_way_while_others_are_multiplied(name: str, pieces: int) -> None:
+    """The first products are the router's; shared experts multiply while rows come and while they return."""
+    shared = ["mm"] if name == "deepseek-v3" else []
+    trip, visits = ["alltoall_base"], (["mm", "alltoall_base"] * pieces)
+    journeys = [*trip * pieces, *shared, *visits, *shared]
+    forward = ["mm", *trip, *journeys]
+    backward = [*journeys, "mm"]
+    assert on_ranks(2, _order, name, pieces) == [[merged(forward), merged(backward)]] * 2
+
+
+def merged(names: list[str]) -> list[str]:
+    return [name for name, _ in groupby(names)]
 
 
 def one_pass(found: Transformer, rows: Tensor) -> Tensor:
@@ -241,6 +278,16 @@ def test_runs_are_sorted_by_expert_and_then_by_rank(counts: list[list[int]]) -> 
     assert order[inverse].tolist() == list(range(len(arrived)))
 
 
+def test_each_piece_is_sorted_and_numbered_by_itself() -> None:
+    counts = torch.tensor([[[2, 0, 3], [1, 4, 0]], [[0, 0, 1], [2, 0, 0]]])
+    order, inverse = sort_runs(counts, int(counts.sum()))
+    assert order is not None and inverse is not None
+    for piece, begin, end in ((0, 0, 10), (1, 10, 13)):
+        alone = sort_runs(counts[piece], end - begin)
+        assert alone[0] is not None and alone[1] is not None
+        assert torch.equal(order[begin:end], alone[0]) and torch.equal(inverse[begin:end], alone[1])
+
+
 def test_one_expert_a_rank_needs_no_sorting() -> None:
     assert sort_runs(torch.tensor([[2], [3]]), 5) == (None, None)
 
@@ -248,8 +295,10 @@ def test_one_expert_a_rank_needs_no_sorting() -> None:
 class Unsent(Group):
     """A group of ranks that are not there: what arrives has the right shape and no values."""
 
-    def all_to_all(self, rows: Tensor, sent: Any, received: Any) -> Tensor:
-        return rows.new_empty(sum(received), *rows.shape[1:])
+    def start_all_to_all(
+        self, rows: Tensor, sent: Any, received: Any, *, goes_on: bool = True, into: Tensor | None = None
+    ) -> Pending:
+        return Pending(rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into)
 
 
 def evenly(counts: Tensor, rows: int) -> list[list[int]]:
@@ -263,7 +312,7 @@ def test_a_dry_run_is_given_its_routing() -> None:
     with FakeTensorMode():
         found = MoE(shrink("qwen3-30b-a3b"), fast())
         apply_expert_parallel(found, Unsent("ep", ranks=(0, 1, 2, 3), index=1))
-        assert isinstance(found.seams.dispatch.__self__, Dispatch)  # type: ignore[attr-defined]
+        assert found.seams.dispatch.travels
         found.seams.counts_on_host = evenly
         x = torch.empty(2, LENGTH, HIDDEN, requires_grad=True)
         out, balance = found(x)

@@ -32,6 +32,7 @@ TWO = [
         {"pp": 2, "vp": 2, "micro_batch": 1, "schedule": "interleaved"},
         {"pp": 2, "vp": 2, "micro_batch": 1, "schedule": "dualpipe-v"},
         {"dp_shard": 2, "ep": 2, "zero": 3},
+        {"dp_shard": 2, "ep": 2, "zero": 3, "ep_chunks": 2, "recompute": "full", "micro_batch": 2},
     )
 ]
 FOUR = [

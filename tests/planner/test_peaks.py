@@ -306,3 +306,22 @@ def test_a_chunk_that_is_reduced_keeps_no_whole_gradients(ranks: int, virtual: i
                recompute="full", compile="off")  # fmt: skip
     for said, seen in zip(predict(one).memory, dry_run(one, device="cuda").ranks, strict=True):
         assert said.total_bytes - said.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), said.when
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_pieces_of_experts_hold_what_one_piece_holds(shared: int, recompute: str) -> None:
+    """A dry run's peak and collectives beside the plan's: the rows of all pieces are as many, and lie in one place."""
+    moe = MoEShape(experts=16, top_k=4, ffn=512, shared_experts=shared)
+    shape = replace(SHAPE, hidden=512, ffn=1024, family="deepseek", moe=moe)
+    recipe = Recipe(sequence=1024, global_batch=8, precision="bf16", document_mask=False)
+    whole = plan(
+        shape, recipe, compile="off", dp_shard=4, ep=4, zero=2, micro_batch=2, ep_chunks=1, recompute=recompute
+    )
+    alone = dry_run(whole, ranks=(0,), device="cuda").ranks[0].peak_bytes
+    for pieces in (2, 4):
+        asked = replace(whole, layout=replace(whole.layout, ep_chunks=pieces))
+        run = dry_run(asked, ranks=(0,), device="cuda")
+        assert run.ranks[0].peak_bytes == pytest.approx(alone, rel=0.01)
+        calls = {(one.axis, one.collective): one.calls for one in traffic(asked)}
+        assert run.traffic(0)["ep", "all_to_all"][0] == calls["ep", "all_to_all"]

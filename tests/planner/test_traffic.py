@@ -120,6 +120,8 @@ ROUTED: list[dict[str, Any]] = [
     {"dp_shard": 4, "ep": 4, "zero": 3, "micro_batch": 1},
     {"tp": 2, "dp_shard": 2, "ep": 4, "sp": True, "zero": 2},
     {"tp": 2, "dp_shard": 2, "ep": 4, "sp": True, "zero": 2, "tp_chunks": 2},
+    {"dp_shard": 4, "ep": 2, "ep_chunks": 2, "recompute": "full", "micro_batch": 1},
+    {"tp": 2, "dp_shard": 2, "ep": 2, "sp": True, "ep_chunks": 2},
     {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 1},
     {"pp": 2, "tp": 2, "sp": True, "ep": 2, "micro_batch": 2},
     {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 1, "schedule": "zb-h1"},

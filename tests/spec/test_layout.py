@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec import Layout
+from meshwright.spec import Layout, MoEShape
 from meshwright.spec.errors import IllegalLayout
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")
@@ -19,6 +19,25 @@ def test_degrees_are_at_least_one(field: str) -> None:
 def test_micro_batch_is_not_negative() -> None:
     with pytest.raises(IllegalLayout, match=r"layout.micro_batch=-1"):
         Layout(micro_batch=-1)
+
+
+def pieces(layout: Layout, rows: int, experts: int = 16, ffn: int = 64, device: str = "cuda") -> int:
+    return layout.ep_pieces(rows, 1024, MoEShape(experts=experts, top_k=1, ffn=ffn), device)
+
+
+def test_pieces_of_what_travels_to_experts() -> None:
+    """2^24 elements each at the least; as many as divide a rank's experts; none where gradients of weights wait, or
+    where experts have few rows."""
+    with pytest.raises(IllegalLayout, match=r"layout.ep_chunks=-1"):
+        Layout(ep_chunks=-1)
+    spread, split = Layout(ep=2, dp_shard=2), Layout(ep=2, dp_shard=2, pp=2, schedule="zb-h1")
+    assert [pieces(spread, rows) for rows in (16384, 32768, 65536, 2**20)] == [1, 2, 4, 4]
+    assert [pieces(spread, 2**20, experts) for experts in (2, 4, 6, 8, 12)] == [1, 2, 1, 4, 2]
+    assert pieces(spread, 2**20, device="cpu") == pieces(split, 2**20) == pieces(Layout(), 2**20) == 1
+    assert [pieces(spread, 2**16, ffn=ffn) for ffn in (10240, 10241)] == [4, 1]
+    far = Layout(ep=16, dp_shard=16)
+    assert [pieces(far, 2**16, 64, ffn) for ffn in (64, 16384, 2**19)] == [2, 2, 1]
+    assert pieces(Layout(ep=2, dp_shard=2, ep_chunks=3), 8, 6, device="cpu") == 3
 
 
 def test_a_stage_has_a_layer() -> None:

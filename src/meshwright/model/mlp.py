@@ -20,7 +20,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        gate, up = read(self.border, x, self.gate, self.up)
+        return self.finish(*self.begin(x))
+
+    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What `finish` takes: the gate and what it is for, (..., F) each."""
+        return read(self.border, x, self.gate, self.up)
+
+    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+        """-> (..., D)."""
         if not is_plain(self.down):
             return self.border.leave(self.down(self.kernels.swiglu(gate, up)))
         summed = self.border.write
@@ -39,11 +46,18 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        (up,) = read(self.border, x, self.up)
+        return self.finish(*self.begin(x))
+
+    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What `finish` takes: (..., F)."""
+        return read(self.border, x, self.up)
+
+    def finish(self, up: Tensor) -> Tensor:
+        """-> (..., D)."""
         return write(self.border, self.kernels.gelu(up, self.approximate), self.down)
 
 
-def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> nn.Module:
+def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> "GatedMLP | PlainMLP":
     """The dense feed-forward of a shape, `ffn` wide."""
     if shape.mlp == "swiglu":
         return GatedMLP(shape.hidden, ffn, kernels, border, bias)

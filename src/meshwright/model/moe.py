@@ -3,6 +3,9 @@
 Dropless: every token reaches its top_k experts, however uneven. Letters: N tokens, D hidden, X experts, F expert ffn.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -64,24 +67,29 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels, self.seams = kernels, seams
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
-        return self.seams.dispatch(self, rows, counts)
+    def forward(self, *sent: Any) -> Any:
+        """What Dispatch.send has made of rows -> what Dispatch.receive takes."""
+        return self.seams.dispatch.compute(self, *sent)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """As `forward`, where all experts are here."""
+        """Where all experts are here: rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
         if keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
-    def feed_forward(self, rows: Tensor, counts: Counts) -> Tensor:
-        """The experts that are held here: rows (R, D) sorted by them, counts rows of each -> (R, D)."""
+    def stacks(self, pieces: int = 1) -> list[tuple[Tensor, ...]]:
+        """The matrices that each of so many equal parts of the experts has: (gate,) up, down."""
+        held = (self.gate, self.up, self.down) if self.gated else (self.up, self.down)
+        return [held] if pieces == 1 else list(zip(*(stack.chunk(pieces) for stack in held), strict=True))
+
+    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence[Tensor] = ()) -> Tensor:
+        """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
+        (R, D)."""
         product = self.kernels.expert_linear
-        if self.gated:
-            inner = self.kernels.swiglu(product(rows, self.gate, counts), product(rows, self.up, counts))
-        else:
-            inner = self.kernels.gelu(product(rows, self.up, counts), self.approximate)
-        out: Tensor = product(inner, self.down, counts)
+        *first, down = stacks or self.stacks()[0]
+        read = [product(rows, stack, counts) for stack in first]
+        inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
+        out: Tensor = product(inner, down, counts)
         return out
 
 
@@ -99,19 +107,27 @@ class MoE(nn.Module):
             self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32."""
+        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32.
+
+        Where rows travel, the shared experts are computed in two halves: while the rows come, and while they return.
+        The backward pass goes the same way round.
+        """
         x = self.seams.routed.enter(x)
-        flat = x.flatten(0, 1)
+        flat, dispatch, prefer = x.flatten(0, 1), self.seams.dispatch, self.experts.kernels.prefer
         weights, experts, probabilities = self.router(flat)
         choices = experts.flatten()
-        order = choices.argsort(stable=True)
+        order = dispatch.ordered(choices).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
-        prefer = self.experts.kernels.prefer
-        rows = self.experts(spread(flat, order, inverse, self.moe.top_k, prefer), counts)
-        out = combine(rows, weights, order, inverse, prefer).view_as(x)
-        if self.moe.shared_experts:
-            out = out + self.shared(x)
+        shares = self.moe.shared_experts > 0
+        beside = shares and dispatch.travels
+        sent = dispatch.send(self.experts, spread(flat, order, inverse, self.moe.top_k, prefer), counts)
+        begun = self.shared.begin(x) if beside else ()
+        made = self.experts(*sent)
+        shared = self.shared.finish(*begun) if beside else None
+        out = combine(dispatch.receive(made), weights, order, inverse, prefer).view_as(x)
+        if shares:
+            out = out + (self.shared(x) if shared is None else shared)
         balance = self._balance(experts, probabilities, x.shape[0])
         return self.seams.routed.leave(out), balance  # last: recomputation stops before it
 

@@ -60,6 +60,27 @@ class Border:
     """The product with the part's last matrix and `leave` in one, where that is better than one after the other."""
 
 
+def as_given(experts: Any, *given: Any) -> Any:
+    """What was given."""
+    return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """How rows (N k, D), each for one expert, come to it and back. By default all experts are here."""
+
+    ordered: Callable[[Tensor], Tensor] = same
+    """Experts (N k,) of the rows -> numbers in whose order the rows leave."""
+    send: Callable[..., Any] = as_given
+    """(experts, rows (N k, D) in that order, counts (X,) of each expert) -> what `compute` takes behind the experts."""
+    compute: Callable[..., Any] = compute
+    """(experts, ...) -> what `receive` takes."""
+    receive: Callable[[Any], Tensor] = same
+    """-> what the rows' experts made of them (N k, D), in that order."""
+    travels: bool = False
+    """Whether `send` and `compute` start what the next one waits for."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Seams:
     """The seams of one model. None = the model's own kernel."""
@@ -82,8 +103,8 @@ class Seams:
     """As kernels.attend."""
     overwrites: bool = True
     """Whether rotation may overwrite queries and keys: not where recomputation keeps the products that made them."""
-    dispatch: Callable[[Any, Tensor, Tensor], Tensor] = compute
-    """(experts, rows (N k, D) sorted by expert, counts (X,)) -> what their experts make of them (N k, D)."""
+    dispatch: Dispatch = Dispatch()
+    """Of every mixture of experts."""
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
     over_sequence: Callable[[Tensor], Tensor] = same
     """Means (2, B, X) over the positions that are here -> over whole sequences."""

@@ -8,6 +8,7 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.linear import SAME
+from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.seams import BlockCall
@@ -128,15 +129,16 @@ def parallelize(
 
 def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
     """Every axis but the pipeline's, in the order that decision 4 gives."""
-    layout = mesh.layout
+    layout, kind = mesh.layout, acts() or device.type
     if layout.tp > 1:
-        slices = SequenceSlices(
-            mesh["tp"], layout.sp, partial(layout.tp_pieces, hidden=model.shape.hidden, device=device.type)
-        )
+        pieces = partial(layout.tp_pieces, hidden=model.shape.hidden, device=kind)
+        slices = SequenceSlices(mesh["tp"], layout.sp, pieces)
         apply_tensor_parallel(model, slices, own_tokens_in_experts=layout.ep > 1)
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], layout)
-    apply_expert_parallel(model, mesh["ep"])
+    if model.shape.moe:
+        in_pieces = partial(layout.ep_pieces, hidden=model.shape.hidden, moe=model.shape.moe, device=kind)
+        apply_expert_parallel(model, mesh["ep"], in_pieces)
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
     if layout.zero and data.is_needed(mesh):

@@ -79,7 +79,10 @@ def prepare(model: Transformer, *, apart: bool) -> None:
     torch_compile.when_recompile_limit_is_hit(_say_limit)
     if apart:
         # They take runs of rows whose lengths would become constants of the code: every step would compile anew.
-        model.seams.dispatch = torch.compiler.disable(model.seams.dispatch)
+        dispatch = model.seams.dispatch
+        parts = ("send", "compute", "receive") if dispatch.travels else ("compute",)
+        alone = {part: torch.compiler.disable(getattr(dispatch, part)) for part in parts}
+        model.seams.dispatch = replace(dispatch, **alone)
 
 
 def compiled_call(recompute: str, *, apart: bool) -> BlockCall:

@@ -7,7 +7,10 @@ Rank r of `ep` holds experts r X/ep .. (r + 1) X/ep - 1, and every rank has toke
     experts   as on one device, over the rows of all ranks
     back      put back in the order of arrival, and by all-to-all to where they came from
 
-and the backward pass goes both ways again. Every rank calls the same collectives in the same order, however tokens are
+and the backward pass goes both ways again (journey.py). Rows travel in pieces, each for an equal part of every rank's
+experts: those of one compute while the next is under way, and whole experts see all their rows at once, in the same
+order as in one piece. The first half of the shared experts runs while rows come, the second while they return
+(moe.py). Every rank calls the same collectives in the same order, however tokens are
 routed: a rank that sends or receives nothing takes part with nothing, and its experts get gradients of zero.
 
 An expert's gradient is the sum over the tokens of all ep ranks; it must not be reduced over ep again. The ranks that
@@ -17,6 +20,7 @@ Sent by a rank in each of the four journeys: its rows for other ranks x D x elem
 there in the forward pass; the counts are 8 bytes an expert of other ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -26,24 +30,33 @@ from torch import Tensor, nn
 
 from meshwright.kernels.experts import Counts, groups_on_device
 from meshwright.model.moe import Experts, MoE
+from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators
 from meshwright.parallel.group import Group
+from meshwright.parallel.journey import Route, Sorting, Way, arrive, depart, home, turn
 from meshwright.spec.purpose import takes
+from meshwright.spec.shape import MoEShape
 
 
-def apply_expert_parallel(model: nn.Module, group: Group) -> None:
+def whole(rows: int) -> int:
+    """One piece, of however many rows."""
+    return 1
+
+
+def apply_expert_parallel(model: nn.Module, group: Group, pieces: Callable[[int], int] = whole) -> None:
     """Make every mixture of experts in `model` (or `model` itself) one over the ranks of `group`.
 
     Stacks of all X experts are cut to this rank's (values kept); stacks of X/ep are taken as this rank's already.
-    Every rank must then run the same passes, evaluation too. The dispatch reads lengths of runs: like the experts of
-    one device it is for torch.compiler.disable, not for the compiler.
+    `pieces`: Layout.ep_pieces, by the rows of a rank. Every rank must then run the same passes over as many tokens,
+    evaluation too. The dispatch reads lengths of runs: like the experts of one device it is for
+    torch.compiler.disable, not for the compiler.
     """
     if group.size == 1:
         return
     for module in model.modules():
         if isinstance(module, MoE):
             _cut(module.experts, module.moe.experts, group)
-            module.seams.dispatch = Dispatch(group).run
+            module.seams.dispatch = ExpertParallel(group, module.moe, pieces).dispatch
 
 
 def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
@@ -59,82 +72,116 @@ def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
             module.seams.over_sequence = partial(reduce, _mean_over, present)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arriving:
+    """What is known of rows on their way: of each piece, how many each expert here gets, on the host and on the device
+    (pieces, X/ep/pieces), and how they are sorted."""
+
+    way: Way
+    known: list[list[int]]
+    counts: Tensor
+    sortings: list[Sorting]
+
+
 @dataclass(frozen=True, slots=True)
-class Dispatch:
+class ExpertParallel:
     """What stands in place of Experts.compute where experts lie on other ranks."""
 
     group: Group
+    moe: MoEShape
+    pieces: Callable[[int], int]
 
-    def run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        """This rank's rows (N k, D) sorted by expert, counts (X,) rows of each of all experts -> (N k, D)."""
-        local = len(counts) // self.group.size
-        runs = [local] * self.group.size
+    @property
+    def dispatch(self) -> Dispatch:
+        """What a model is given."""
+        return Dispatch(ordered=self.ordered, send=self.send, compute=self.compute, receive=_receive, travels=True)
+
+    def ordered(self, choices: Tensor) -> Tensor:
+        """Experts (N k,) -> their places where they lie by piece, rank and expert."""
+        pieces = self.pieces(len(choices))
+        if pieces == 1:
+            return choices
+        places = torch.arange(self.moe.experts, device=choices.device).view(pieces, self.group.size, -1)
+        return places.transpose(0, 1).flatten()[choices]
+
+    def send(self, experts: Experts, rows: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Arriving]:
+        """This rank's rows (N k, D) in that order, counts (X,) rows of each of all experts, by expert."""
+        size, pieces = self.group.size, self.pieces(len(rows))
+        runs = [len(counts) // size] * size
         arriving = self.group.all_to_all(counts, runs, runs)
         leaving_known, arriving_known = experts.seams.counts_on_host(torch.stack((counts, arriving)), len(rows))
-        route = Route(group=self.group, sent=_sums(leaving_known, local), received=_sums(arriving_known, local))
-        order, inverse = sort_runs(arriving.view(-1, local), sum(route.received))
-        here = _travel(rows, order, inverse, route, True)
-        by_expert: Counts = [sum(arriving_known[expert::local]) for expert in range(local)]
-        if groups_on_device(here, experts.up):
-            by_expert = arriving.view(-1, local).sum(0)
-        return _travel(experts.feed_forward(here, by_expert), order, inverse, route, False)
+        way = Way(
+            Route(
+                group=self.group,
+                sent=[[sum(run) for run in ranks] for ranks in _runs(leaving_known, size, pieces)],
+                received=[[sum(run) for run in ranks] for ranks in _runs(arriving_known, size, pieces)],
+                goes_on=pieces > 1 or self.moe.shared_experts > 0,
+            )
+        )
+        by_piece = arriving.view(size, pieces, -1).transpose(0, 1).contiguous()
+        return depart(rows, way), Arriving(
+            way=way,
+            known=[[sum(each) for each in zip(*ranks, strict=True)] for ranks in _runs(arriving_known, size, pieces)],
+            counts=by_piece.sum(1),
+            sortings=_sortings(by_piece, [sum(runs) for runs in way.route.received]),
+        )
+
+    def compute(self, experts: Experts, tokens: tuple[Tensor, ...], arriving: Arriving) -> tuple[list[Tensor], Way]:
+        """What is here of one piece after the other, on its way back."""
+        back = Way(arriving.way.route)
+        parts = enumerate(zip(tokens, experts.stacks(len(tokens)), strict=True))
+        return [_visit(experts, stacks, token, piece, arriving, back) for piece, (token, stacks) in parts], back
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How many rows this rank sends to each rank of the group, and how many each one sends here."""
-
-    group: Group
-    sent: list[int]
-    received: list[int]
-
-    def there(self, rows: Tensor, order: Tensor | None) -> Tensor:
-        """Rows (N k, D) sorted by rank -> the rows (R, D) that arrive here, put in `order`."""
-        return _pick(self.group.all_to_all(rows, self.sent, self.received), order)
-
-    def back(self, rows: Tensor, inverse: Tensor | None) -> Tensor:
-        """Rows (R, D) in order -> rows (N k, D) as they were sent."""
-        return self.group.all_to_all(_pick(rows, inverse), self.received, self.sent)
+def _visit(
+    experts: Experts, stacks: tuple[Tensor, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
+) -> Tensor:
+    here = arrive(token, arriving.way, piece, arriving.sortings[piece])
+    by_expert: Counts = arriving.known[piece]
+    if groups_on_device(here, stacks[0]):
+        by_expert = arriving.counts[piece]
+    return turn(experts.feed_forward(here, by_expert, stacks), back, piece, arriving.sortings[piece])
 
 
-class _Travel(torch.autograd.Function):
-    """One journey; its gradient makes the opposite one. The order is saved, so that recomputation may drop it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, order: Tensor | None, inverse: Tensor | None, route: Route, outward: bool
-    ) -> Tensor:
-        ctx.route, ctx.outward = route, outward
-        ctx.save_for_backward(inverse if outward else order)
-        return route.there(rows, order) if outward else route.back(rows, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (order,) = ctx.saved_tensors
-        found = ctx.route.back(gradient, order) if ctx.outward else ctx.route.there(gradient, order)
-        return found, None, None, None, None
+def _receive(made: tuple[list[Tensor], Way]) -> Tensor:
+    return home(*made)
 
 
-def _travel(rows: Tensor, order: Tensor | None, inverse: Tensor | None, route: Route, outward: bool) -> Tensor:
-    found: Tensor = _Travel.apply(rows, order, inverse, route, outward)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+def _runs(counts: list[int], ranks: int, pieces: int) -> list[list[list[int]]]:
+    """Counts of experts, by rank and then piece -> those of each piece, by rank."""
+    number = len(counts) // ranks // pieces
+    return [
+        [counts[start : start + number] for start in range(piece * number, len(counts), pieces * number)]
+        for piece in range(pieces)
+    ]
+
+
+def _sortings(counts: Tensor, sizes: list[int]) -> list[Sorting]:
+    """Of each piece; counts (pieces, ep, X / ep / pieces), and rows of each piece."""
+    order, inverse = sort_runs(counts, sum(sizes))
+    if order is None or inverse is None:
+        return [Sorting(None, None)] * len(sizes)
+    return [Sorting(*both) for both in zip(order.split(sizes), inverse.split(sizes), strict=True)]
 
 
 @takes("buffers")
 def sort_runs(counts: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """counts (ep, X/ep): runs of rows as they arrive, by rank and then expert -> (order, inverse) (rows,) each.
+    """counts (..., ep, X): runs of rows as they arrive, by rank and then expert -> (order, inverse) (rows,) each.
 
     sorted = arrived[order] lies by expert and then rank; arrived = sorted[inverse]. None: already sorted, where there
-    is one expert only. Without sorting: every row of a run moves by as much as its run.
+    is one expert only. With pieces in front of ep, each is sorted by itself, and numbered from its own first row.
+    Without sorting: every row of a run moves by as much as its run.
     """
-    if counts.shape[1] == 1:
+    if counts.shape[-1] == 1:
         return None, None
-    turned = counts.t().contiguous()
+    turned = counts.transpose(-1, -2).contiguous()
     starts = _ends(counts) - counts
-    shift = (_ends(turned) - turned).t() - starts
+    first = starts[..., :1, :1]
+    shift = (_ends(turned) - turned).transpose(-1, -2) - starts
     place = torch.arange(rows, device=counts.device)
-    order = place - shift.t().flatten().repeat_interleave(turned.flatten(), output_size=rows)
-    inverse = place + shift.flatten().repeat_interleave(counts.flatten(), output_size=rows)
+    back, there = (shift + first).transpose(-1, -2).flatten(), (shift - first).flatten()
+    order = place - back.repeat_interleave(turned.flatten(), output_size=rows)
+    inverse = place + there.repeat_interleave(counts.flatten(), output_size=rows)
     return order, inverse
 
 
@@ -167,14 +214,5 @@ def _cut(experts: Experts, whole: int, group: Group) -> None:
             setattr(experts, name, nn.Parameter(mine, requires_grad=stack.requires_grad))
 
 
-def _sums(counts: list[int], run: int) -> list[int]:
-    return [sum(counts[start : start + run]) for start in range(0, len(counts), run)]
-
-
 def _ends(counts: Tensor) -> Tensor:
     return counts.flatten().cumsum(0).view_as(counts)
-
-
-@takes("buffers")
-def _pick(rows: Tensor, order: Tensor | None) -> Tensor:
-    return rows if order is None else rows.index_select(0, order)

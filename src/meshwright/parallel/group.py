@@ -98,16 +98,27 @@ class Group:
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
         return Pending(part, work, None if part is into or into is None else into.copy_, pieces)
 
-    @takes("buffers")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
+        return self.start_all_to_all(rows, sent, received, goes_on=False).wait()
+
+    @takes("buffers")
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, goes_on: bool = True,
+        into: Tensor | None = None,
+    ) -> "Pending":  # fmt: skip
+        """The same while the caller goes on; rows must not be changed before wait(). `into`: where the result is put,
+        contiguous."""
         if self.size == 1:
-            return rows
+            return Pending(rows if into is None else into.copy_(rows))
         leaving = sum(sent) - sent[self.index]
         self.traffic.tell(self.axis, "all_to_all", leaving * _bytes(rows) // max(1, len(rows)))
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=self.process_group)
-        return found
+        rows = rows.contiguous()
+        found = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+        work = dist.all_to_all_single(
+            found, rows, list(received), list(sent), group=self.process_group, async_op=goes_on
+        )
+        return Pending(found, work, sent=rows)
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
         """Start to send tensors to places and to receive from places of the group; wait() on what it gives.

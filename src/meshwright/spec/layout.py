@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.schedule import SPLIT
+from meshwright.spec.shape import MoEShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost: tp ranks are neighbours. ep is carved out of dp_shard x cp x tp."""
@@ -21,6 +23,15 @@ PIECED = 2**25
 collective."""
 NEAR = 8
 """Ranks of one node: between nodes starting a collective takes longer."""
+EXPERT_PIECE = 2**24
+"""Elements of the rows that a rank sends to experts, of each piece at the least: sending less costs more to start than
+it hides."""
+EXPERT_PIECES = (4, 2, 1)
+"""How many there can be, where no layout says it. Between nodes two hide as much as more do: sending takes longer than
+the experts."""
+NEAR_ROWS, FAR_ROWS = 0.4, 0.04
+"""Rows that an expert gets from other ranks, of its inner width, from which on pieces pay inside a node and between
+nodes: what they make of the gradients of its matrices is put together by a pass over memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,10 @@ class Layout:
     tp_chunks: int = 0
     """Pieces in which sequences pass the products of TP blocks, so that the collectives of one run beside the products
     of the next; 0 = 2 on a GPU, from 2**25 elements of hidden states on and for at most 8 ranks; else 1."""
+    ep_chunks: int = 0
+    """Pieces in which tokens go to the experts of other ranks and back, each to an equal part of a rank's experts, so
+    that those of one compute while the next travels; 0 = 4 on a GPU for at most 8 ranks, 2 for more, of at least 2**24
+    elements each, where experts have rows enough and the schedule splits no backward pass; else 1."""
     context: Literal["ring", "all-gather"] = "ring"
     """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
@@ -83,6 +98,8 @@ class Layout:
             raise IllegalLayout(f"layout.stages={list(self.stages)}: each stage has at least 1 layer")
         if self.tp_chunks < 0:
             raise IllegalLayout(f"layout.tp_chunks={self.tp_chunks} must be 0 (chosen by the sequence) or more")
+        if self.ep_chunks < 0:
+            raise IllegalLayout(f"layout.ep_chunks={self.ep_chunks} must be 0 (chosen by the rows) or more")
         if self.micro_batch < 0:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
         if self.recompute_layers < 0:
@@ -139,6 +156,23 @@ class Layout:
             return 1
         pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
         return 1 if positions % (pieces * (self.tp if self.sp else 1)) else pieces
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward pass leaves the gradients of weights for later."""
+        return self.pp > 1 and self.schedule in SPLIT
+
+    def ep_pieces(self, rows: int, hidden: int, moe: MoEShape, device: str) -> int:
+        """In how many pieces a rank's rows, each for one expert, travel on a kind of device. Each piece is for as many
+        experts of a rank."""
+        if self.ep == 1 or self.ep_chunks:
+            return self.ep_chunks or 1
+        local, near = moe.experts // self.ep, self.ep <= NEAR
+        thin = rows * (self.ep - 1) < moe.experts * moe.ffn * (NEAR_ROWS if near else FAR_ROWS)
+        if device != "cuda" or self.splits_backward or thin:
+            return 1
+        most = min(rows * hidden // EXPERT_PIECE, 4 if near else 2)
+        return next(n for n in EXPERT_PIECES if n == 1 or (n <= most and local % n == 0))
 
     @property
     def sequence_parts(self) -> int:

@@ -185,6 +185,8 @@ def _micro_batches_of(layout: Layout, batch: int) -> int:
 def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
     ep = layout.ep
     if ep == 1:
+        if layout.ep_chunks > 1:
+            yield f"layout.ep_chunks={layout.ep_chunks} cuts what ep ranks exchange, and layout.ep=1: leave it out"
         return
     if shape.moe is None:
         yield f"layout.ep={ep} spreads experts, and the model has none: take layout.ep=1"
@@ -197,6 +199,17 @@ def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.ep={ep} is carved out of dp_shard x cp x tp = {ranks} ranks and does not divide them: "
             f"take layout.ep={near}"
+        )
+    local = max(1, shape.moe.experts // ep)
+    if layout.ep_chunks > 1 and local % layout.ep_chunks:
+        yield (
+            f"layout.ep_chunks={layout.ep_chunks} does not divide the {local} experts of a rank: "
+            f"take layout.ep_chunks={nearest_divisor(local, layout.ep_chunks)}"
+        )
+    if layout.ep_chunks > 1 and layout.splits_backward:
+        yield (
+            f"layout.ep_chunks={layout.ep_chunks} cuts stacks of experts, and layout.schedule={layout.schedule} leaves "
+            "the gradients of whole stacks for later: take layout.ep_chunks=1 or layout.schedule=1f1b"
         )
     if layout.tp > 1 and not layout.sp:
         yield f"layout.ep={ep} with layout.tp={layout.tp}: each rank needs tokens of its own; take layout.sp=true"

@@ -14,6 +14,7 @@ from meshwright.kernels.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import Drawn, drawn_from
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
+from meshwright.spec.schedule import SPLIT
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """How often each number of processes is drawn, as weights."""
@@ -40,6 +41,7 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= _pipeline(random, settings)
         settings |= _recipe(random, settings)
         settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
+        settings |= _pieces(random, settings)
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
@@ -231,8 +233,8 @@ def _states(random: Random, precision: str) -> Settings:
 
 
 def _narrow(random: Random, settings: Settings) -> Settings:
-    """Products in fp8, now and then, with the sizes of matrices that these want. Drawn last, so that the draws of other
-    cases are as they were."""
+    """Products in fp8, now and then, with the sizes of matrices that these want. Drawn behind the rest, so that the
+    draws of other cases are as they were."""
     if settings["precision"] != "bf16" or "mla.kv_rank" in settings or settings["layers"] > MOST_NARROW:
         return {}
     if not _often(random, 0.6):
@@ -241,6 +243,14 @@ def _narrow(random: Random, settings: Settings) -> Settings:
     found: Settings = {"products": "fp8", "head_dim": MULTIPLE, "hidden": unit * random.randint(2, 4)}
     found["ffn"] = unit * random.randint(1, 2)
     return found | ({"moe.ffn": unit} if "moe.ffn" in settings else {})
+
+
+def _pieces(random: Random, settings: Settings) -> Settings:
+    """Of what travels to experts. Drawn behind the other parts, for the same reason."""
+    local = settings.get("moe.experts", 0) // settings.get("ep", 1)
+    if settings.get("ep", 1) == 1 or settings.get("schedule") in SPLIT:
+        return {}
+    return {"ep_chunks": random.choice([0, *(n for n in range(2, local + 1) if local % n == 0)])}
 
 
 def _empty(random: Random, dp: int, rows: int, batch: int) -> tuple[int, ...]:

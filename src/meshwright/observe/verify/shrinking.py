@@ -18,6 +18,7 @@ TOGETHER = (
     ("dp_shard",),
     ("tp", "sp", "tp_chunks"),
     ("tp_chunks",),
+    ("ep", "ep_chunks"),
     ("pp", "vp", "schedule", "stages"),
     ("vp", "schedule", "stages"),
     ("precision", "overflow", "overflow_sequence"),

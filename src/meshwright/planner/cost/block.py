@@ -315,24 +315,31 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
         router = _wide(router)
     yield replace(router, exchanges=Exchanges(exchanges.balance(of)))
     moved = copies * shape.hidden * of.width
-    trip = (Exchange("ep", "all-to-all", moved),) if of.ep > 1 else ()
-    tell = (Exchange("ep", "all-to-all", 8.0 * moe.experts),) if of.ep > 1 else ()
-    yield LayerOperation(
-        name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=(MemoryPass(2 * moved, 3),),
-        exchanges=Exchanges(tell + trip, trip),
-    )  # fmt: skip
-    experts = moe.experts / of.ep
-    each = copies / experts
-    for name, into, out in (("experts up", shape.hidden, of.gates * ffn), ("experts down", ffn, shape.hidden)):
-        yield LayerOperation(
-            name=name,
-            forward=(Product(each, into, out, experts),),
-            inputs=(Product(each, out, into, experts),),
-            weights=(Product(into, each, out, experts),),
-        )
-    yield _activation(of, "experts", copies, ffn)
-    back = (MemoryPass(2 * moved, 3),)
-    yield LayerOperation(name="combine", forward=back, inputs=back, exchanges=Exchanges(trip, trip))
+    up = _stack(of, "experts up", copies, shape.hidden, of.gates * ffn)
+    down = _stack(of, "experts down", copies, ffn, shape.hidden)
+    inner = _activation(of, "experts", copies, ffn)
+    shared: list[LayerOperation] = []
     if moe.shared_experts:
-        yield from _mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1)
+        shared = list(_mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1))
+    there, back = exchanges.journeys(of, moved, (up, inner, down), shared)
+    sorting = (MemoryPass(2 * moved, 3),)
+    yield LayerOperation(name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=sorting, exchanges=there)
+    yield from (up, down, inner)
+    yield LayerOperation(name="combine", forward=sorting, inputs=sorting, exchanges=back)
+    yield from shared
     yield LayerOperation(name="leave experts", exchanges=leave)
+
+
+def _stack(of: Local, name: str, copies: float, into: float, out: float) -> LayerOperation:
+    """Grouped products of a rank's experts, those of each piece in one. What they make of the gradients of a stack is
+    put together."""
+    assert of.shape.moe is not None
+    experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
+    each = copies / experts
+    put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
+    return LayerOperation(
+        name=name,
+        forward=(Product(each, into, out, experts / pieces),) * pieces,
+        inputs=(Product(each, out, into, experts / pieces),) * pieces,
+        weights=(Product(into, each, out, experts / pieces),) * pieces + put,
+    )

@@ -50,10 +50,10 @@ def leave(of: "Local", writer: LayerOperation | None = None) -> Exchanges:
 def in_pieces(of: "Local", collective: Collective, beside: tuple[Work, ...] = (), *, waits: bool = False) -> Exchange:
     """Of the hidden states, a call for each piece of the sequence. `waits`: the work `beside` is of the same pieces,
     each of which it must have, or makes."""
-    pieces = of.pieces if waits else 1
-    if waits and pieces == 1:
-        beside = ()
-    return Exchange("tp", collective, of.hidden_bytes / of.pieces, of.pieces, beside, pieces)
+    whole = Exchange("tp", collective, of.hidden_bytes / of.pieces, of.pieces)
+    if not waits:
+        return whole._replace(beside=beside)
+    return whole._replace(within=beside, share=1 - 1 / of.pieces) if of.pieces > 1 else whole
 
 
 def together(of: "Local", columns: float) -> tuple[Work, ...]:
@@ -70,6 +70,37 @@ def ring(of: "Local", keys_values: float) -> Exchanges:
     keys = Exchange("cp", there, size)  # type: ignore[arg-type]  # two of the collectives
     gradients = Exchange("cp", back, size * 4 / of.width)  # type: ignore[arg-type]  # likewise
     return Exchanges((keys,), (keys, gradients))
+
+
+def journeys(
+    of: "Local", size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation]
+) -> tuple[Exchanges, Exchanges]:
+    """Rows of so many bytes to their experts and back, forward in front of and behind the experts' operations, whose
+    pieces hide both journeys, backward the other way round. In this package's engine the first product of the shared
+    experts runs beside the one that comes, the rest of them beside the one that returns."""
+    if of.ep == 1:
+        return NO_EXCHANGES, NO_EXCHANGES
+    assert of.shape.moe is not None
+    tell = Exchange("ep", "all-to-all", 8.0 * of.shape.moe.experts)
+    parts = (shared[:2], shared[2:]) if of.stack.own else ((), ())  # the border in front and the product; the rest
+    there, back = (Exchanges(*(_journey(of, size_bytes, experts, part, back) for back in (0, 1))) for part in parts)
+    return there._replace(forward=(tell, *there.forward)), back
+
+
+def _journey(
+    of: "Local", size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation], back: int
+) -> tuple[Exchange]:
+    """Of a forward pass, or of a backward pass (1)."""
+    later = of.splits and not of.compiled
+    sides = ("inputs",) if back and later else ("inputs", "weights") if back else ("forward",)
+
+    def works(operations: Sequence[LayerOperation]) -> tuple[Work, ...]:
+        return tuple(work for op in operations for side in sides for work in getattr(op, side))
+
+    pieces = of.ep_pieces
+    whole = Exchange("ep", "all-to-all", size_bytes / pieces, pieces, beside=works(shared))
+    others = tuple(one for op in shared for one in op.exchanges[back] if one.beside or one.within)
+    return (whole._replace(first=others, within=works(experts) if pieces > 1 else (), share=0.5),)
 
 
 def balance(of: "Local") -> tuple[Exchange, ...]:

@@ -46,6 +46,8 @@ class Local:
     """Of a device whose kernels are those of a GPU."""
     pieces: int = 1
     """Of a sequence, in tensor-parallel products."""
+    ep_pieces: int = 1
+    """In which tokens travel to experts."""
 
     @property
     def repeats(self) -> bool:
@@ -95,6 +97,8 @@ def local(
     documents: bool = False, gpu: bool = False, products: str = "same",
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
+    kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
+    rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
     return Local(
         shape=shape,
         stack=stack,
@@ -114,5 +118,6 @@ def local(
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
         compiled=stack.own and layout.compile != "off",
         gpu=gpu,
-        pieces=layout.tp_pieces(sequence // layout.cp, shape.hidden, "cuda" if gpu else "cpu") if stack.own else 1,
+        pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
+        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.own and moe else 1,
     )

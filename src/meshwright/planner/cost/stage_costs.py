@@ -156,13 +156,22 @@ class PassSeconds:
         if exchange.collective == "ring":
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
             return (ranks - 1) * max(0.0, hop - beside * sum(map(self.speeds.seconds, works)) / ranks)
+        took = self._whole(exchange)
+        if exchange.within:
+            took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
+        hidden = self._seconds(exchange.beside) - sum(self._whole(one) for one in exchange.first)
+        took = max(0.0, took - beside * max(0.0, hidden))
+        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+
+    def _whole(self, exchange: Exchange) -> float:
+        """Of all its calls, hidden ones too."""
+        ranks, stride = ranks_of(self.layout, exchange.axis)
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
-        took = exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
-        others = 1 - 1 / exchange.pieces if exchange.pieces > 1 else 1.0
-        hidden = beside * others * sum(map(self.speeds.seconds, exchange.beside))
-        took = max(0.0 if exchange.pieces == 1 else took / exchange.pieces, took - hidden)
-        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+        return exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
+
+    def _seconds(self, works: tuple[Work, ...]) -> float:
+        return sum(map(self.speeds.seconds, works))
 
 
 def _launches(work: Work) -> float:
@@ -217,7 +226,7 @@ def costs(
     if shape.window and shape.window_from_layer:
         keys["windowed"] = of.batch, of.cp, *inside
     if shape.routed_layers:
-        keys["routed"] = of.batch, of.cp, of.ep, *inside
+        keys["routed"] = of.batch, of.cp, of.ep, of.ep_pieces, *inside
     found: dict[str, Policies] = {}
     for part, key in keys.items():
         if (part, key) not in known:

@@ -28,8 +28,12 @@ class Exchange(NamedTuple):
     times: float = 1.0
     beside: tuple[Work, ...] = ()
     """Work that runs while it is under way."""
-    pieces: int = 1
-    """Above 1: it is one of so many, each beside the part of that work which belongs to another piece."""
+    within: tuple[Work, ...] = ()
+    """Work in as many pieces as there are calls. All but the own piece's runs beside a call."""
+    share: float = 1.0
+    """So much of that work does."""
+    first: tuple["Exchange", ...] = ()
+    """Those that run beside the same work as this one, and are taken to be hidden by it first."""
 
 
 class Exchanges(NamedTuple):

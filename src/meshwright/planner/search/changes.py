@@ -65,7 +65,7 @@ def _legal(of: Estimator, plan: Plan, tries: Iterable[tuple[Layout, str]]) -> It
 def _less(layout: Layout, axis: str) -> Layout:
     degree = getattr(layout, axis)
     if axis == "ep":
-        return replace(layout, ep=1)
+        return replace(layout, ep=1, ep_chunks=0)
     share = {"dp_shard": layout.dp_shard * degree} if layout.zero else {"dp_replicate": layout.dp_replicate * degree}
     changes: dict[str, Any] = {axis: 1, **share}
     if axis == "tp":

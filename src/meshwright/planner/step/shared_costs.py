@@ -44,10 +44,11 @@ class SharedCosts:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
         return self.cluster.device.is_gpu and self.speeds.host is None
 
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, bool, bool, int]:
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
         degrees, compiled = (layout.tp, layout.sp, layout.cp, layout.ep), layout.compile == "off"
-        return *degrees, layout.context, layout.context_split, layout.tp_chunks, splits, compiled, batch
+        pieces = layout.tp_chunks, layout.ep_chunks
+        return *degrees, layout.context, layout.context_split, *pieces, splits, compiled, batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
