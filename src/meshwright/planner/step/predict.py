@@ -27,7 +27,7 @@ from meshwright.planner.time.timeline import (
 )
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import FP32_STATES, WORK_BYTES
+from meshwright.spec.optimizer_states import WORK_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
@@ -203,7 +203,7 @@ class Estimator(SharedCosts):
     @property
     def widened_bytes(self) -> float:
         """Of an element's temporaries: narrow states, or a 16-bit gradient, in fp32."""
-        if self.recipe.storage != FP32_STATES:
+        if self.recipe.storage.narrow:
             return float(WORK_BYTES)
         return 4.0 if self.recipe.precision != "fp32" else 0.0
 
