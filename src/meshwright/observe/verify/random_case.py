@@ -28,6 +28,9 @@ MOST_NARROW = 3
 MORE_SHAPES = 0.3
 """How often an optional part of a shape (experts, latent attention, a tied head, a window) is drawn."""
 
+MUON = 0.3
+"""How often matrices go by Muon."""
+
 Settings = dict[str, Any]
 
 
@@ -40,6 +43,7 @@ def random_case(seed: int, index: int, processes: int = 8) -> Drawn:
         settings |= _pipeline(random, settings)
         settings |= _recipe(random, settings)
         settings |= _narrow(random, settings)
+        settings |= {"optimizer": "muon"} if _often(random, MUON) else {}  # last: other draws are as they were
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
