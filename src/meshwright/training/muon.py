@@ -9,6 +9,7 @@ The factor gives an update the size (root mean square) of AdamW's, so that its l
 al., eq. 4). Directions travel in the dtype in which they are orthogonalized.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -30,6 +31,10 @@ AT_ONCE = 2**22
 """Elements that are updated together: temporaries in fp32 are 16 MiB each."""
 ADAMW_SIZE = 0.2
 """Root mean square of AdamW's updates, about (Liu et al. 2025, section 2.2)."""
+
+
+Size = tuple[int, int]
+"""Rows and columns of a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +87,28 @@ class Muon:
     def update(self, some: Mapping[str, MatrixUpdate], numbers: StepNumbers) -> None:
         """All matrices; every rank of the stage calls this."""
         for one in self.rounds:
-            found = self._scattered(one, self._orthogonalized(one, self._gathered(one, some)))
-            for part, rows in _cut(one.held, found):
-                self._change(some[part.matrix.name].piece, part, rows, numbers)
+            self._round(one, some, numbers)
 
-    def _gathered(self, one: ExchangeRound, some: Mapping[str, MatrixUpdate]) -> Tensor:
-        """The pieces of this rank's matrices, flat, by sender."""
+    def _round(self, one: ExchangeRound, some: Mapping[str, MatrixUpdate], numbers: StepNumbers) -> None:
+        """Each step's result takes the place of what it was made from."""
+        found = self._returned(one, self._leaving(one, self._orthogonalized(one, self._gathered(one, some))))
+        for part, rows in _cut(one.held, found):
+            self._change(some[part.matrix.name].piece, part, rows, numbers)
+
+    def _gathered(self, one: ExchangeRound, some: Mapping[str, MatrixUpdate]) -> dict[Size, Tensor]:
+        """The owned matrices of a round, by size: (number, rows, columns)."""
+        places = _places(one)
+        whole = {
+            size: torch.empty(sum(size == of for of, _ in places), *size, dtype=self.dtype, device=self.device)
+            for size in {size for size, _ in places}
+        }
+        for part, rows in _cut(one.gathered, self._pieces(one, some)):
+            size, at = places[part.index]
+            whole[size][at][part.piece.slices].copy_(rows)
+        return whole
+
+    def _pieces(self, one: ExchangeRound, some: Mapping[str, MatrixUpdate]) -> Tensor:
+        """Of them, flat, by sender."""
         leaving = self._flat(one.sent)
         for part, rows in _cut(one.sent, leaving):
             rows.copy_(some[part.matrix.name].direction[part.start : part.start + part.rows])
@@ -95,26 +116,21 @@ class Muon:
             return leaving
         return self.group.all_to_all(leaving, self._counts(one.sent), self._counts(one.gathered))
 
-    def _orthogonalized(self, one: ExchangeRound, pieces: Tensor) -> list[Tensor]:
-        """The owned matrices of a round; those of one size are computed together."""
-        stacks: dict[tuple[int, int], list[int]] = {}
-        for index, matrix in enumerate(one.owned):
-            stacks.setdefault((matrix.rows, matrix.columns), []).append(index)
-        place = {index: (size, at) for size, indices in stacks.items() for at, index in enumerate(indices)}
-        whole = {size: pieces.new_empty(len(indices), *size) for size, indices in stacks.items()}
-        for part, rows in _cut(one.gathered, pieces):
-            size, at = place[part.index]
-            whole[size][at][part.piece.slices].copy_(rows)
-        del pieces
-        for size in stacks:
+    def _orthogonalized(self, one: ExchangeRound, whole: dict[Size, Tensor]) -> list[Tensor]:
+        """The owned matrices; those of one size are computed together."""
+        for size in list(whole):
             whole[size] = orthogonalized(whole.pop(size), self.recipe.epsilon)
-        return [whole[size][at] for size, at in map(place.__getitem__, range(len(one.owned)))]
+        return [whole[size][at] for size, at in _places(one)]
 
-    def _scattered(self, one: ExchangeRound, owned: list[Tensor]) -> Tensor:
-        """The pieces that this rank updates, flat, by owner."""
+    def _leaving(self, one: ExchangeRound, owned: list[Tensor]) -> Tensor:
+        """Their pieces, flat, by receiver."""
         leaving = self._flat(one.scattered)
         for part, rows in _cut(one.scattered, leaving):
             rows.copy_(owned[part.index][part.piece.slices])
+        return leaving
+
+    def _returned(self, one: ExchangeRound, leaving: Tensor) -> Tensor:
+        """The pieces that this rank updates, flat, by owner."""
         if not one.scatters:
             return leaving
         return self.group.all_to_all(leaving, self._counts(one.scattered), self._counts(one.held))
@@ -153,6 +169,17 @@ def _runs(start: int, rows: int, columns: int) -> Iterator[slice]:
     each = max(1, AT_ONCE // max(1, columns))
     for first in range(start, start + rows, each):
         yield slice(first, min(start + rows, first + each))
+
+
+def _places(one: ExchangeRound) -> list[tuple[Size, int]]:
+    """Of each owned matrix: its size, and its place among those of that size."""
+    seen: Counter[Size] = Counter()
+    found = []
+    for matrix in one.owned:
+        size = matrix.rows, matrix.columns
+        found.append((size, seen[size]))
+        seen[size] += 1
+    return found
 
 
 Part = TypeVar("Part", HeldPart, OwnedPart)

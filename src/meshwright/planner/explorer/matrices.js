@@ -22,12 +22,15 @@ function matrixSeconds({muon}, layout, dense, routed) {
 // Bytes of the most of a round.
 function matrixBytes({muon}, layout, dense, routed) {
   if (!muon) return 0;
-  const [owned, , , updated, copies] = movedOf(muon, layout, dense, routed), {largest, gram, round} = muon;
+  const [owned, , , updated, copies] = movedOf(muon, layout, dense, routed), {largest, round} = muon;
   if (!owned) return 0;
   const most = Math.max(largest, Math.floor(round / evenRound(copies)));
   const whole = Math.min(most, Math.max(largest, owned));
-  const held = whole * Math.max(2 + 2 * gram / largest, 1 + 2 * updated / owned) * muon.width;
-  return Math.max(held, Math.min(muon.at_once_bytes, 16 * updated));
+  const ranks = degreeOfData(layout) * layout.cp * layout.tp;
+  const inside = Math.max(...muon.sizes.map(([numel, a, b, share]) =>
+    Math.min(whole, Math.max(numel, (dense * a + routed * b) / ranks)) * (1 + 2 * share)));
+  const held = Math.max(whole + inside, whole * 2 * updated / owned);
+  return Math.max(held * muon.width, Math.min(muon.at_once_bytes, 16 * updated));
 }
 
 // To the nearest number, of two the even one, as Python does.

@@ -24,7 +24,7 @@ def matrix_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any] | Non
         "width": costs.width,
         "products": [layers.dense_s, layers.routed_s, layers.longest_s],
         "largest": layers.largest,
-        "gram": layers.gram,
+        "sizes": layers.sizes,
         "round": ROUND_ELEMENTS,
         "at_once_bytes": UPDATED_AT_ONCE_BYTES,
         "copied_s": of.speeds.update_seconds(1e9) / 1e9,
@@ -49,7 +49,7 @@ def _layouts(cuts: list[tuple[int, int]], devices: int) -> Iterator[tuple[str, L
         for ranks in divisors(devices):
             for sharers in divisors(ranks // tp) if ranks % tp == 0 else ():
                 spread = sharers if sharers > 1 else ranks // tp
-                if spread * tp % ep == 0 or ranks % ep == 0:
+                if spread * tp % ep == 0:
                     replicas = ranks // tp // spread
                     layout = Layout(
                         dp_replicate=replicas, dp_shard=spread, tp=tp, sp=ep > 1 and tp > 1, ep=ep,

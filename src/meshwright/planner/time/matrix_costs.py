@@ -39,8 +39,17 @@ class LayerMatrices:
     longest_s: float = 0.0
     largest: int = 0
     """Elements of the largest matrix."""
-    gram: int = 0
-    """Of its product with itself."""
+    sizes: tuple["MatrixSize", ...] = ()
+
+
+class MatrixSize(NamedTuple):
+    """Matrices of one size: elements of one, of all in a dense and in a routed layer, and the shorter side as a share of
+    the longer, which is that of its product with itself."""
+
+    numel: int
+    dense: int
+    routed: int
+    share: float
 
 
 class Moved(NamedTuple):
@@ -98,9 +107,21 @@ def layer_matrices(shape: ModelShape, precision: str, speeds: Speeds) -> LayerMa
     every = [pair for some in each.values() for pair in some]
     if not every:
         return LayerMatrices()
-    _, rows, columns = max((one.matrices for one, _ in every if one.matrices), key=lambda m: m[1] * m[2])
     dense, routed = (sum(one.matrices[0] * s for one, s in each[kind] if one.matrices) for kind in (False, True))
-    return LayerMatrices(dense, routed, max(s for _, s in every), rows * columns, min(rows, columns) ** 2)
+    sizes = _sizes(shape)
+    return LayerMatrices(dense, routed, max(s for _, s in every), max(one.numel for one in sizes), sizes)
+
+
+def _sizes(shape: ModelShape) -> tuple[MatrixSize, ...]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for routed in (False, True):
+        for one in _layer(shape, routed):
+            assert one.matrices is not None
+            found.setdefault(one.matrices[1:], [0, 0])[routed] += one.numel
+    return tuple(
+        MatrixSize(rows * columns, *elements, min(rows, columns) / max(rows, columns))
+        for (rows, columns), elements in found.items()
+    )
 
 
 def _matrix_s(parameter: Parameter, speeds: Speeds, width: int) -> float:
@@ -155,15 +176,19 @@ class MatrixCosts:
         return sent_s + self.speeds.update_seconds(copied)
 
     def buffer_bytes(self, layout: Layout, dense: int, routed: int) -> float:
-        """The most of a round: matrices, the same in the next iteration and two products of each with itself; or
-        matrices, and what is sent and received of them."""
+        """The most of a round: its matrices, and those of one size in the next iteration with two products of each
+        with itself; or what is sent to their holders and what is received from their owners."""
         one, layers = self.moved(layout, dense, routed), self.layers
         if not one.owned:
             return 0.0
+        ranks = layout.dp * layout.cp * layout.tp
         whole = min(round_elements(layers.largest, round(one.copies)), max(layers.largest, one.owned))
-        inside = whole * (2 + 2 * layers.gram / layers.largest)
-        given = whole * (1 + 2 * one.updated / one.owned)
-        return max(max(inside, given) * self.width, min(UPDATED_AT_ONCE_BYTES, 16.0 * one.updated))
+        inside = max(
+            min(whole, max(size.numel, (dense * size.dense + routed * size.routed) / ranks)) * (1 + 2 * size.share)
+            for size in layers.sizes
+        )
+        most = max(whole + inside, whole * 2 * one.updated / one.owned)
+        return max(most * self.width, min(UPDATED_AT_ONCE_BYTES, 16.0 * one.updated))
 
 
 def matrix_traffic(shape: ModelShape, layout: Layout, rank: int, precision: str) -> Iterator[tuple[str, str, int, int]]:
