@@ -73,7 +73,7 @@ class Run:
             micro_batches=layout.micro_batches(case.global_batch),
         )
         self.engine.train()
-        self.optimizer = AdamW(self.engine.parameters.items(), RECIPE)
+        self.optimizer = AdamW.of(self.engine, case.recipe)
 
     def step(self) -> Sent:
         """What one training step sends."""

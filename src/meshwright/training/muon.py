@@ -97,12 +97,12 @@ class Muon:
 
     def _gathered(self, one: ExchangeRound, some: Mapping[str, MatrixUpdate]) -> dict[Size, Tensor]:
         """The owned matrices of a round, by size: (number, rows, columns)."""
-        places = _places(one)
+        pieces, places = self._pieces(one, some), _places(one)
         whole = {
             size: torch.empty(sum(size == of for of, _ in places), *size, dtype=self.dtype, device=self.device)
             for size in {size for size, _ in places}
         }
-        for part, rows in _cut(one.gathered, self._pieces(one, some)):
+        for part, rows in _cut(one.gathered, pieces):
             size, at = places[part.index]
             whole[size][at][part.piece.slices].copy_(rows)
         return whole

@@ -132,7 +132,7 @@ class Estimator(SharedCosts):
                 layout, self.stack, m, stages, state, rank,
                 gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
                 border_bytes=of.between_bytes,
-                update_bytes=self._update_bytes(layout, rank, count),
+                update_bytes=self.update_bytes(layout, rank, count),
                 exact=exact,
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
                 units=self._units(layout, state) if self.stack.own else None,
@@ -200,7 +200,7 @@ class Estimator(SharedCosts):
             self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
-    def _update_bytes(self, layout: Layout, rank: int, count: ElementCounts) -> float:
+    def update_bytes(self, layout: Layout, rank: int, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
         matrices = self.matrices.buffer_bytes(layout, *self._ranks(layout)[rank][:2]) if self.matrices else 0.0
         return max(matrices, min(count.own * self.widened_bytes, self.stack.update_bucket_bytes))
