@@ -10,7 +10,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
+from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic

@@ -69,7 +69,9 @@ def stage_counts(shape: ModelShape, layout: Layout, place: int, storage: StateSt
 
 
 @pytest.mark.parametrize(
-    "storage", [FP32_STATES, StateStorage("bf16", False), StateStorage("int8"), StateStorage("int8", True, "muon")], ids=str
+    "storage",
+    [FP32_STATES, StateStorage("bf16", False), StateStorage("int8"), StateStorage("int8", True, "muon")],
+    ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)

@@ -31,9 +31,9 @@ def agreed(shape: ModelShape, layout: Layout) -> None:
             for a, mine in enumerate(now):
                 for b, other in enumerate(now):
                     there = [(mine.sent[k].matrix, mine.sent[k].numel) for k in at(mine.sent, b)]
-                    assert there == [(other.owned[p.index], p.numel) for p in other.gathered if p.peer == a]
+                    assert there == [(other.owned[p.owned], p.numel) for p in other.gathered if p.peer == a]
                     back = [(other.held[k].matrix, other.held[k].numel) for k in at(other.held, a)]
-                    assert back == [(mine.owned[p.index], p.numel) for p in mine.scattered if p.peer == b]
+                    assert back == [(mine.owned[p.owned], p.numel) for p in mine.scattered if p.peer == b]
                     if a != b and there:
                         assert mine.gathers
                     if a != b and back:
@@ -49,12 +49,14 @@ def at(parts: list, place: int) -> list[int]:  # type: ignore[type-arg]
 def whole(one: ExchangeRound) -> None:
     """Each element of an owned matrix comes once, and goes to somebody."""
     for index, matrix in enumerate(one.owned):
-        for parts in (one.gathered, {p.piece: p for p in one.scattered if p.index == index}.values()):
+        for parts in (one.gathered, {p.piece: p for p in one.scattered if p.owned == index}.values()):
             seen: Counter[tuple[int, int]] = Counter()
             for part in parts:
-                if part.index == index:
+                if part.owned == index:
                     rows, columns = part.piece.slices
-                    seen.update((r, c) for r in range(rows.start, rows.stop) for c in range(columns.start, columns.stop))
+                    seen.update(
+                        (r, c) for r in range(rows.start, rows.stop) for c in range(columns.start, columns.stop)
+                    )
             assert set(seen.values()) == {1} and len(seen) == matrix.numel
 
 

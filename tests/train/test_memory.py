@@ -124,8 +124,17 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "bf16", {"optimizer": "muon"}),
         (LARGE, 2, TWO, "bf16", {"optimizer": "muon", "optimizer_states": "int8"}),
     ],
-    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, int8", "four, uneven", "four, few experts",
-         "four, muon", "muon, int8"],  # fmt: skip
+    ids=[
+        "even",
+        "uneven, bf16",
+        "tied",
+        "four, bf16",
+        "four, int8",
+        "four, uneven",
+        "four, few experts",
+        "four, muon",
+        "muon, int8",
+    ],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(
     shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str, states: dict[str, Any]

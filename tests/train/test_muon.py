@@ -136,8 +136,8 @@ def exact(start: dict[str, Tensor], mine: AdamW, recipe: Recipe, steps: range) -
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_updates_are_near_those_in_fp64(kind: tuple[str, str, str]) -> None:
-    """Of the way that weights went in 4 steps. fp32: the iteration multiplies small singular values, and their rounding,
-    by up to 485. bf16: 2**-9 in each product. Weights in bf16 alone add their own rounding."""
+    """Of the way that weights went in 4 steps. fp32: the iteration multiplies small singular values, and what they
+    were rounded by, by up to 485. bf16: 2**-9 in each product. Weights in bf16 alone add their own rounding."""
     recipe = recipe_of(*kind)
     _, mine = made(recipe)
     start = weights(mine)

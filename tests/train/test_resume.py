@@ -12,6 +12,7 @@ import pytest
 from meshwright.spec import BatchStage
 from meshwright.spec.errors import CheckpointError
 from meshwright.training import loop
+from meshwright.training.state import STATE_KEYS
 from tests.store import saving
 from tests.train import running
 from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
@@ -73,7 +74,7 @@ def test_an_earlier_checkpoint_by_its_path(texts: Path, tmp_path: Path) -> None:
 def test_states_of_another_kind_are_refused(texts: Path, tmp_path: Path, key: str, word: str) -> None:
     loop.run(running.plan(texts, tmp_path / "run", steps=2))
     changed = running.plan(texts, tmp_path / "run", steps=4, **{key: word})
-    before = getattr(Recipe(), key)
+    before = STATE_KEYS[key]
     with pytest.raises(CheckpointError, match=rf"optimizer states of recipe\.{key}={before}, .* take recipe\.{key}"):
         loop.run(changed, resume="auto")
 

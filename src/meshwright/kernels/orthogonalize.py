@@ -1,7 +1,9 @@
-"""Newton-Schulz: a matrix U S V' -> about U V', by products alone (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+"""Newton-Schulz: a matrix U S V' -> about U V', by products alone (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon).
 
-Five times X <- a X + (b X X' + c (X X')^2) X, from X / |X|. The coefficients make the slope at 0 large and are not meant
-to converge: a singular value above 0.002 of |X| ends between 0.68 and 1.21, smaller ones are multiplied by up to 485.
+Five times X <- a X + (b X X' + c (X X')^2) X, from X / |X|. The coefficients make the slope at 0 large and are not
+meant to converge: a singular value above 0.002 of |X| ends between 0.68 and 1.21, smaller ones are multiplied by up to
+485.
 
 In bf16 each product is rounded to 2**-9: of random matrices the result is 1 % of its length away from fp64's, that in
 fp32 1e-6 to 1e-5 (tests/kernels/test_orthogonalize.py).

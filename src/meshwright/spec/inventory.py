@@ -18,7 +18,6 @@ from math import prod
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
-
 HIDDEN = ("attention", "mlp", "expert")
 """Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
 each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""

@@ -101,8 +101,8 @@ class OwnedPart(NamedTuple):
     """A piece of a matrix that a rank owns; `peer` sends or receives it."""
 
     peer: int
-    index: int
-    """Of the matrix, among those owned in the round."""
+    owned: int
+    """Place of the matrix among those owned in the round."""
     piece: MatrixPiece
 
     @property
@@ -199,9 +199,7 @@ def _tiles(parameter: Parameter, shape: ModelShape, layout: Layout, ranks: Seque
     return [{piece: tuple(places) for piece, places in tiles.items()} for tiles in found]
 
 
-def _own(
-    parameter: Parameter, shape: ModelShape, layout: Layout, rank: int
-) -> Iterator[tuple[int, MatrixPiece, int]]:
+def _own(parameter: Parameter, shape: ModelShape, layout: Layout, rank: int) -> Iterator[tuple[int, MatrixPiece, int]]:
     """(expert, piece, its first row in what the rank holds) of each matrix that a rank holds any of."""
     [one] = held_of([parameter], shape, layout, rank)
     box = one.own_box

@@ -63,9 +63,7 @@ class MatrixUpdate:
 class Muon:
     """Updates what a rank holds of matrices, with the other ranks of its stage."""
 
-    def __init__(
-        self, rounds: Sequence[ExchangeRound], group: Group, recipe: Recipe, device: torch.device
-    ) -> None:
+    def __init__(self, rounds: Sequence[ExchangeRound], group: Group, recipe: Recipe, device: torch.device) -> None:
         """`rounds`: matrix_exchange.rounds, in places of `group`."""
         self.rounds, self.group, self.recipe, self.device = rounds, group, recipe, device
         self.dtype = torch.float32 if recipe.precision == "fp32" else torch.bfloat16
@@ -103,7 +101,7 @@ class Muon:
             for size in {size for size, _ in places}
         }
         for part, rows in _cut(one.gathered, pieces):
-            size, at = places[part.index]
+            size, at = places[part.owned]
             whole[size][at][part.piece.slices].copy_(rows)
         return whole
 
@@ -126,7 +124,7 @@ class Muon:
         """Their pieces, flat, by receiver."""
         leaving = self._flat(one.scattered)
         for part, rows in _cut(one.scattered, leaving):
-            rows.copy_(owned[part.index][part.piece.slices])
+            rows.copy_(owned[part.owned][part.piece.slices])
         return leaving
 
     def _returned(self, one: ExchangeRound, leaving: Tensor) -> Tensor:

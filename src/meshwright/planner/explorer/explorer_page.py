@@ -24,8 +24,8 @@ from meshwright.spec.plan import Plan
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Of a shape, what the page reads under the same name."""
-SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js", "bars.js",
-           "map.js", "timeline.js", "page.js")  # fmt: skip
+SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
+           "bars.js", "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 

@@ -9,6 +9,7 @@ those of the front exactly.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from random import Random

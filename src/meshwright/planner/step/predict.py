@@ -26,10 +26,10 @@ from meshwright.planner.time.timeline import (
     step_time,
     update_seconds,
 )
-from meshwright.spec import matrix_exchange
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import WORK_BYTES
+from meshwright.spec.matrix_exchange import WORK_BYTES
+from meshwright.spec.optimizer_states import WORK_BYTES as NARROW_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
@@ -211,7 +211,7 @@ class Estimator(SharedCosts):
         if self.recipe.optimizer != "muon":
             return None
         return MatrixCosts(
-            shape=self.shape, width=matrix_exchange.WORK_BYTES[self.recipe.precision], speeds=self.speeds, links=self.links,
+            shape=self.shape, width=WORK_BYTES[self.recipe.precision], speeds=self.speeds, links=self.links,
             layers=layer_matrices(self.shape, self.recipe.precision, self.speeds),
         )  # fmt: skip
 
@@ -219,7 +219,7 @@ class Estimator(SharedCosts):
     def widened_bytes(self) -> float:
         """Of an element's temporaries: narrow states, or a 16-bit gradient, in fp32."""
         if self.recipe.storage.narrow:
-            return float(WORK_BYTES)
+            return float(NARROW_BYTES)
         return 4.0 if self.recipe.precision != "fp32" else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:

@@ -1,6 +1,6 @@
-"""What Muon takes of a step beside reading and writing its states: products, what travels, buffers. In closed form, since
-the search asks for thousands of layouts; spec/matrix_exchange.py deals out the matrices themselves (tests hold both
-together)."""
+"""What Muon takes of a step beside reading and writing its states: products, what travels, buffers. In closed form,
+since the search asks for thousands of layouts; spec/matrix_exchange.py deals out the matrices themselves (tests hold
+both together)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ class LayerMatrices:
 
 
 class MatrixSize(NamedTuple):
-    """Matrices of one size: elements of one, of all in a dense and in a routed layer, and the shorter side as a share of
-    the longer, which is that of its product with itself."""
+    """Matrices of one size: elements of one, of all in a dense and in a routed layer, and the shorter side as a share
+    of the longer, which is that of its product with itself."""
 
     numel: int
     dense: int
@@ -64,8 +64,8 @@ class Moved(NamedTuple):
 
     def plus(self, other: "Moved", times: float) -> "Moved":
         """With so many times another's."""
-        sums = (a + times * b for a, b in zip(self[:4], other[:4], strict=True))
-        return Moved(*sums, max(self.copies, other.copies if times else 1.0))
+        owned, gathered, scattered, updated = (a + times * b for a, b in zip(self[:4], other[:4], strict=True))
+        return Moved(owned, gathered, scattered, updated, max(self.copies, other.copies if times else 1.0))
 
 
 @cache
@@ -79,7 +79,9 @@ def spread(parameter: Parameter, shape: ModelShape, layout: Layout) -> tuple[int
     """(pieces of each of its matrices, ranks that hold each piece) over the ranks of a stage."""
     ranks = layout.dp * layout.cp * layout.tp
     apart = parameter.group == "expert" and layout.ep > 1
-    sharers = (ranks // layout.dp_replicate // layout.ep if apart else layout.dp_shard * layout.cp) if layout.zero else 1
+    sharers = (
+        (ranks // layout.dp_replicate // layout.ep if apart else layout.dp_shard * layout.cp) if layout.zero else 1
+    )
     sizes = boxes_of([parameter], shape, layout, 0)[parameter.name].sizes
     dim = sharded_dim(sizes, sharers)
     inside = dim >= len(sizes) - 2
@@ -119,8 +121,8 @@ def _sizes(shape: ModelShape) -> tuple[MatrixSize, ...]:
             assert one.matrices is not None
             found.setdefault(one.matrices[1:], [0, 0])[routed] += one.numel
     return tuple(
-        MatrixSize(rows * columns, *elements, min(rows, columns) / max(rows, columns))
-        for (rows, columns), elements in found.items()
+        MatrixSize(rows * columns, dense, routed, min(rows, columns) / max(rows, columns))
+        for (rows, columns), (dense, routed) in found.items()
     )
 
 
