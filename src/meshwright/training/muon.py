@@ -5,8 +5,8 @@
     O  = Newton-Schulz(d)                    of the whole matrix, by its owner (spec/matrix_exchange.py)
     w <- w - rate decay w - rate 0.2 sqrt(max(rows, columns)) O
 
-The factor gives an update the size (root mean square) of AdamW's, so that its learning rate and decay carry over (Liu et
-al., eq. 4). Directions travel in the dtype in which they are orthogonalized.
+The factor gives an update the size (root mean square) of AdamW's, so that its learning rate and decay carry over
+(Liu et al., eq. 4). Directions travel in the dtype in which they are orthogonalized.
 """
 
 from collections import Counter
