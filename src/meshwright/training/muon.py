@@ -39,16 +39,21 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Of one update. `divide_by` and `skip` () fp32: as AdamW.step."""
+    """Of one update, as tensors () fp32. `divide_by` and `skip`: as AdamW.step."""
 
-    rate: float
     divide_by: Tensor
     skip: Tensor
+    keep: Tensor
+    """0.0 where nothing may change, else 1.0."""
+    decayed: Tensor
+    """What weight decay leaves of a weight."""
+    rate: float
 
-    @property
-    def keep(self) -> Tensor:
-        """0.0 where nothing may change, else 1.0."""
-        return 1 - self.skip
+    @staticmethod
+    def of(recipe: Recipe, rate: float, divide_by: Tensor, skip: Tensor) -> "StepNumbers":
+        """Made once, not for each piece."""
+        keep = 1 - skip
+        return StepNumbers(divide_by, skip, keep, 1 - rate * recipe.weight_decay * keep, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Muon:
         pieces, places = self._pieces(one, some), _places(one)
         whole = {
             size: torch.empty(sum(size == of for of, _ in places), *size, dtype=self.dtype, device=self.device)
-            for size in {size for size, _ in places}
+            for size in dict.fromkeys(size for size, _ in places)
         }
         for part, rows in _cut(one.gathered, pieces):
             size, at = places[part.owned]
@@ -135,11 +140,10 @@ class Muon:
 
     def _change(self, piece: NarrowPiece, part: HeldPart, step: Tensor, numbers: StepNumbers) -> None:
         """Some rows of a weight, by their piece (rows, columns) of the orthogonalized matrix."""
-        rate, keep = numbers.rate, numbers.keep
-        size = rate * ADAMW_SIZE * sqrt(max(part.matrix.rows, part.matrix.columns))
+        size = numbers.rate * ADAMW_SIZE * sqrt(max(part.matrix.rows, part.matrix.columns))
         for rows in _runs(part.start, part.rows, part.columns):
-            wide = piece.weight[rows].float().mul_(1 - rate * self.recipe.weight_decay * keep)
-            wide.addcmul_(step[rows.start - part.start : rows.stop - part.start], keep, value=-size)
+            wide = piece.weight[rows].float().mul_(numbers.decayed)
+            wide.addcmul_(step[rows.start - part.start : rows.stop - part.start], numbers.keep, value=-size)
             write_weight(piece, wide, rows, random_bits(piece, rows, part.columns))
 
     def _flat(self, parts: Sequence[HeldPart] | Sequence[OwnedPart]) -> Tensor:

@@ -103,7 +103,7 @@ class AdamW:
                     compat.copy_each(narrow, [self.masters[name] for name in names])
             self._update_narrow(rate, divide_by, skip, counts)
             if self._muon is not None:
-                self._update_matrices(self._muon, StepNumbers(rate, divide_by, skip))
+                self._update_matrices(self._muon, StepNumbers.of(self.recipe, rate, divide_by, skip))
 
     def _update_narrow(self, rate: float, divide_by: Tensor, skip: Tensor, counts: Tensor) -> None:
         """What the fused kernel cannot read: parameter by parameter, each gradient dropped below fp32."""
