@@ -72,7 +72,7 @@ def test_pieces_that_are_orthogonalized_alone_are_found(options: dict[str, Any])
     case, layout = replace(DENSE, optimizer="muon"), Layout(compile="off", **options)
     ranks = [received(found) for found in on_ranks(2, each_its_piece, case, layout)]
     said = first_difference(outcome(case, Layout(compile="off")), ranks, case.band)
-    assert said is not None and said.startswith("step 1 weight layers.0.")
+    assert said is not None and said.startswith("step 2: loss")
 
 
 def empty_rank() -> list[int]:
