@@ -1,6 +1,6 @@
 """What the planner says that plans hold, against a dry run of the training program, for random plans of real models.
 
-    python -m benchmarks.dry_against_plan [--plans 40] [--seed 0] [--only 3,17] [--json]
+    python -m benchmarks.dry_against_plan [--plans 40] [--seed 0] [--only 3,17] [--optimizer muon] [--json]
 
 Models of 8 to 405 billion parameters on 8 to 16,384 ranks. A plan is taken as drawn where it is legal and what it would
 hold is of the order of a GPU's memory (ROOM_BYTES), by the planner's own word. Dry-run are the pipeline's first and
@@ -13,7 +13,9 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import mean, median
+from typing import Literal
 
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import Prediction, predict
@@ -34,12 +36,13 @@ LATER = ("reserve",)
 """Kinds that the planner adds for what no tensor holds: workspaces of libraries, roundings of the allocator."""
 
 
-def drawn(seed: int, count: int) -> list[Plan]:
-    """So many plans, the same for a seed."""
+def drawn(seed: int, count: int, optimizer: Literal["adamw", "muon"] = "adamw") -> list[Plan]:
+    """So many plans, the same for a seed, but for what an optimizer's states leave no room for."""
     draw = random.Random(seed)
     found: list[Plan] = []
     while len(found) < count:
         plan = _draw(draw, MODELS[len(found) % len(MODELS)])
+        plan = plan and replace(plan, recipe=replace(plan.recipe, optimizer=optimizer))
         if plan is not None and not plan.violations() and ROOM_BYTES[0] < predict(plan).peak_bytes < ROOM_BYTES[1]:
             found.append(plan)
     return found
@@ -154,12 +157,13 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--detail", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = {int(number) for number in asked.only.split(",") if number}
     found = []
-    for row in rows(drawn(asked.seed, asked.plans), only):
+    for row in rows(drawn(asked.seed, asked.plans, asked.optimizer), only):
         found.append(row)
         if not asked.json:
             show(row, asked.detail)

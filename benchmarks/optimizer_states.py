@@ -37,12 +37,11 @@ LAST = 5
 """Steps whose mean loss is compared."""
 
 
-def curve(folder: Path, name: str, steps: int) -> dict[str, Any]:
+def curve(folder: Path, name: str, steps: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Losses by step, and bytes of a checkpoint's tensors for each parameter."""
     recipe = Recipe(
-        steps=steps, sequence=128, global_batch=16, learning_rate=4e-3, eval_every=0, checkpoint_every=0,
-        **VARIANTS[name],
-    )  # fmt: skip
+        steps=steps, sequence=128, global_batch=16, learning_rate=4e-3, eval_every=0, checkpoint_every=0, **changes
+    )
     data = Data(path="stdlib", tokenizer="bpe:2048", limit_bytes=2_000_000)
     plan = Plan(model=SHAPE, data=data, recipe=recipe, run=str(folder / name.replace(", ", "-").replace(" ", "-")))
     loop.run(plan)
@@ -56,7 +55,7 @@ def curve(folder: Path, name: str, steps: int) -> dict[str, Any]:
 def measured(steps: int) -> dict[str, Any]:
     """All curves, and how far each ends from that of fp32 states."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: curve(Path(folder), name, steps) for name in VARIANTS}
+        found = {name: curve(Path(folder), name, steps, changes) for name, changes in VARIANTS.items()}
     for name, one in found.items():
         one["off"] = one["last"] - found[name.split(",")[0]]["last"]
     return {"steps": steps, "largest_off": max(abs(one["off"]) for one in found.values()), "curves": found}
@@ -72,6 +71,11 @@ def main() -> None:
     if given.json:
         print(json.dumps(found))
         return
+    show(found)
+
+
+def show(found: dict[str, Any]) -> None:
+    """A line for each curve."""
     for name, one in found["curves"].items():
         losses = f"first {one['losses'][0]:.4f}  last {one['last']:.4f}  off {one['off']:+.4f}"
         print(f"{name:32} {one['bytes']:6.2f} bytes  {losses}")

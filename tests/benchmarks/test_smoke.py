@@ -14,6 +14,7 @@ from benchmarks import (
     agreement,
     compiled_experts,
     exactness,
+    muon,
     optimizer_states,
     quickstart,
     real_text,
@@ -138,6 +139,15 @@ def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.M
     assert policies["full"]["bytes"] < policies[recomputation.HALF]["bytes"] < policies["none"]["bytes"]
     assert found["largest_dry_error"] < 0.2
     assert policies["full"]["flop_ratio"] > policies[recomputation.HALF]["flop_ratio"] > 1
+
+
+def test_a_curve_of_muon_is_held_against_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("fp32, adamw", "fp32, muon")
+    monkeypatch.setattr(muon, "VARIANTS", {name: muon.VARIANTS[name] for name in some})
+    found = muon.measured(6)
+    one = found["curves"][some[1]]
+    assert len(one["losses"]) == 6 and one["off"] == found["largest_off"] != 0
+    assert one["bytes"] < found["curves"][some[0]]["bytes"]
 
 
 def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,10 @@ def ramped(one: Plan, batch: int) -> Plan:
     return replace(one, recipe=replace(one.recipe, batch_ramp=(BatchStage(tokens=1000, global_batch=batch),)))
 
 
+def by_muon(one: Plan) -> Plan:
+    return replace(one, recipe=replace(one.recipe, optimizer="muon"))
+
+
 REAL = {
     "one": plan(SMALL, 16, micro_batch=8),
     "noise": replace(
@@ -60,6 +64,12 @@ REAL = {
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
     "ep in pieces": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8, ep_chunks=2),
+    "muon": by_muon(plan(SMALL, 4, micro_batch=2)),
+    "z2-muon": by_muon(plan(SMALL, 4, dp_shard=2, zero=2, micro_batch=2)),
+    "z3-muon": by_muon(plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8)),
+    "tp-muon": by_muon(plan(SMALL, 4, tp=2, micro_batch=2)),
+    "dp-muon": by_muon(plan(SMALL, 4, dp_replicate=2, micro_batch=2)),
+    "ep-muon": by_muon(plan(MIXED, 4, dp_shard=2, ep=2, zero=1, micro_batch=2)),
 }
 
 
@@ -300,11 +310,12 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("states", ["bf16", "int8", "muon"])
 def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> None:
     """As plan and dry run find them, on a CPU to the byte (a GPU's allocator rounds up). Saving copies them too."""
     first = plan(SMALL, 4, precision="bf16", dp_shard=2, zero=3, micro_batch=2, saving="async")
     keys: dict[str, Any] = {"optimizer_states": states, "master_weights": "none"}
+    keys = {"optimizer": "muon", "optimizer_states": "bf16"} if states == "muon" else keys
     narrow = replace(first, recipe=replace(first.recipe, **keys))
     for one in (first, narrow):
         found = dry_run(one, device=device).worst

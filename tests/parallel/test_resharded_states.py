@@ -26,7 +26,8 @@ SHAPE = replace(
 LAYOUTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "zero": 3}, {"tp": 2}, {"dp_shard": 2, "ep": 2, "zero": 1}, {"pp": 2, "micro_batch": 1},
 ]  # fmt: skip
-STATES = [{"optimizer_states": "int8", "master_weights": "none"}, {"optimizer_states": "bf16"}]
+STATES = [{"optimizer_states": "int8", "master_weights": "none"}, {"optimizer_states": "bf16"},
+          {"optimizer": "muon"}, {"optimizer": "muon", "optimizer_states": "int8"}]  # fmt: skip
 
 
 def made(layout: dict[str, Any], states: dict[str, Any], groups: Made | None = None) -> TrainState:
@@ -76,12 +77,12 @@ def saved(folder: Path, states: dict[str, Any]) -> None:
         save_and_load(folder, number, states)
 
 
-@pytest.mark.parametrize("states", STATES, ids=["int8, no masters", "bf16"])
+@pytest.mark.parametrize("states", STATES, ids=["int8, no masters", "bf16", "muon", "muon, int8"])
 def test_states_written_under_one_layout_are_read_under_another(tmp_path: Path, states: dict[str, Any]) -> None:
     on_ranks(2, saved, tmp_path, states)
     alone = made({}, states)
     scales = [name for name in alone.optimizer.tensors() if "_scale." in name]
-    assert bool(scales) == (states["optimizer_states"] == "int8")
+    assert bool(scales) == (states.get("optimizer_states") == "int8")
     for number in range(len(LAYOUTS)):
         path = checkpoint.latest(tmp_path / f"{number}")
         assert path is not None

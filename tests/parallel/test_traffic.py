@@ -10,7 +10,7 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
+from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
@@ -73,7 +73,7 @@ class Run:
             micro_batches=layout.micro_batches(case.global_batch),
         )
         self.engine.train()
-        self.optimizer = AdamW(self.engine.parameters.items(), RECIPE)
+        self.optimizer = AdamW.of(self.engine, case.recipe)
 
     def step(self) -> Sent:
         """What one training step sends."""

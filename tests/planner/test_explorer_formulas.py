@@ -22,7 +22,7 @@ from meshwright.spec.schedule import NAMES, refusal, schedule, stage_layers
 from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")
-FORMULAS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js")
+FORMULAS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js")
 MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama-3.1-8b", "h100x8", 8, "bf16"),
     ("llama-3.2-1b", "a100-40x8", 4, "fp32"),
@@ -33,6 +33,8 @@ MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama-3.1-405b", "h100x8", 256, "bf16"),
     ("moe-tiny", "h100x8", 2, "bf16"),
     ("llama-2-7b", "h100x8", 4, "bf16", "int8", "none"),
+    ("llama-3.1-8b", "h100x8", 8, "bf16", "fp32", "fp32", "muon"),
+    ("deepseek-v3", "h100x8", 64, "bf16", "fp32", "fp32", "muon"),
 )
 PLANS = 1000
 
@@ -60,8 +62,12 @@ def told(place: int) -> dict[str, Any]:
     return facts(shared(place))
 
 
-def asked(name: str, cluster: str, nodes: int, precision: str, states: str = "fp32", masters: str = "fp32") -> Plan:
+def asked(
+    name: str, cluster: str, nodes: int, precision: str, states: str = "fp32", masters: str = "fp32",
+    optimizer: str = "adamw",
+) -> Plan:  # fmt: skip
     keys: dict[str, Any] = {"precision": precision, "optimizer_states": states, "master_weights": masters}
+    keys["optimizer"] = optimizer
     recipe = Recipe(sequence=4096, global_batch=512, **keys)
     return Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster(cluster, nodes))
 

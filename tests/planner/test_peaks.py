@@ -25,7 +25,9 @@ from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.matrix_exchange import flop
 from meshwright.spec.shape import MoEShape
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
@@ -191,6 +193,46 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     said, run = predict(asked), dry_run(asked, device="cuda")
     for one, seen in zip(said.memory, run.ranks, strict=True):
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {}, {"dp_replicate": 4}, {"dp_shard": 4, "zero": 1}, {"dp_replicate": 2, "dp_shard": 2, "zero": 2}, {"tp": 4},
+        {"dp_shard": 4, "ep": 4, "zero": 1}, {"dp_shard": 4, "ep": 2, "zero": 3}, {"pp": 2, "tp": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precision: str) -> None:
+    """While the optimizer runs; and what is sent is equal to the byte."""
+    moe = MoEShape(experts=16, top_k=2, ffn=512) if "ep" in layout else None
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, moe=moe)
+    recipe = Recipe(sequence=64, global_batch=4, precision=precision, document_mask=False, optimizer="muon")  # type: ignore[arg-type]
+    asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
+    of, run = estimator(asked), dry_run(asked, device="cuda")
+    for place, seen in enumerate(run.ranks):
+        count = of.held(asked.layout, place)
+        planned = sum(of.states(asked.layout, count, asked.micro_batches).update.values())
+        planned += of.update_bytes(asked.layout, place, count)
+        held = max(sum(part.kinds.values()) for part in seen.passes if part.name == "optimizer")
+        assert planned == pytest.approx(held, rel=0.08)
+        sent = {(each.axis, each.collective): (each.calls, each.sent_bytes) for each in traffic(asked, place)}
+        assert sent.get(("stage", "all_to_all")) == dict(run.traffic(seen.rank)).get(("stage", "all_to_all"))
+
+
+def test_muons_time_is_that_of_its_flop_and_no_flop_of_the_model() -> None:
+    """Of an 8B model on 8 H100: 5 (4 n^2 m + 2 n^3) FLOP of each matrix, at less than the best rate."""
+    recipe = Recipe(sequence=4096, global_batch=64, precision="bf16")
+    muon, adamw = (
+        predict(plan(LLAMA, replace(recipe, optimizer=name), dp_shard=8, zero=3, micro_batch=1))
+        for name in ("muon", "adamw")
+    )
+    work = sum(flop(*one.matrices[1:]) for one in parameters(LLAMA) if one.matrices) / 8
+    assert work / 989e12 < muon.time.muon_s < 3 * work / 989e12
+    assert adamw.time.muon_s == 0 and muon.time.optimizer_s < adamw.time.optimizer_s
+    assert muon.mfu(causal=False) < adamw.mfu(causal=False)
+    assert muon.mfu(causal=False) * muon.step_s == pytest.approx(adamw.mfu(causal=False) * adamw.step_s)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2, "schedule": "afab", "dp_shard": 8, "zero": 1}])

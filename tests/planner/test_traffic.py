@@ -23,7 +23,7 @@ B, S, D, WORD = 8, 16, 32, 4
 
 
 def plan(case: Case = CASE, **options: Any) -> Plan:
-    recipe = Recipe(sequence=case.sequence, global_batch=case.global_batch, precision=case.precision)
+    recipe = replace(case.recipe, sequence=case.sequence, global_batch=case.global_batch)
     return Plan(model=case.shape, recipe=recipe, layout=Layout(**options))
 
 
@@ -157,8 +157,10 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         (replace(CASE, shape=MIXTRAL), 4, ROUTED),
         (replace(CASE, shape=TWO_EXPERTS, precision="bf16"), 4, FEW),
         (replace(CASE, shape=replace(shrink("qwen2.5-0.5b"), layers=5)), 2, TIED),
+        (replace(CASE, optimizer="muon"), 4, FOUR),
+        (replace(CASE, shape=TWO_EXPERTS, precision="bf16", optimizer="muon"), 4, FEW),
     ],
-    ids=["dense", "experts", "few experts in bf16", "tied head"],
+    ids=["dense", "experts", "few experts in bf16", "tied head", "muon", "muon, few experts in bf16"],
 )
 def test_the_trainer_counts_the_same(case: Case, world: int, options: list[dict[str, Any]]) -> None:
     """Calls and bytes by axis and collective, exactly. Every expert gets every token, so routing leaves no choice. A

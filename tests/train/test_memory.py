@@ -121,8 +121,20 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         (LARGE, 4, FOUR, "bf16", {"optimizer_states": "int8", "master_weights": "none"}),
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "fp32", {}),
         (FEW, 4, FEW_EXPERTS, "bf16", {}),
+        (UNEVEN, 4, FOUR + FOUR_EXPERTS, "bf16", {"optimizer": "muon"}),
+        (LARGE, 2, TWO, "bf16", {"optimizer": "muon", "optimizer_states": "int8"}),
     ],
-    ids=["even", "uneven, bf16", "tied", "four, bf16", "four, int8", "four, uneven", "four, few experts"],
+    ids=[
+        "even",
+        "uneven, bf16",
+        "tied",
+        "four, bf16",
+        "four, int8",
+        "four, uneven",
+        "four, few experts",
+        "four, muon",
+        "muon, int8",
+    ],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(
     shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str, states: dict[str, Any]

@@ -12,6 +12,7 @@ import pytest
 from meshwright.spec import BatchStage
 from meshwright.spec.errors import CheckpointError
 from meshwright.training import loop
+from meshwright.training.state import STATE_KEYS
 from tests.store import saving
 from tests.train import running
 from tests.train.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines
@@ -26,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts": {"shape": MOE, "dropout": 0.1},
     "8-bit states": {"optimizer_states": "int8", "precision": "bf16", "master_weights": "none", "shape": WIDE},
     "bf16 states": {"optimizer_states": "bf16"},
+    "muon": {"optimizer": "muon", "shape": MOE},
+    "muon in bf16": {"optimizer": "muon", "optimizer_states": "bf16", "precision": "bf16", "master_weights": "none"},
     "ramp and noise scale": {"global_batch": 2, "micro_batch": 1, "batch_ramp": RAMP, "noise_scale_every": 2},
 }
 """32 sequences a step are an epoch in about eight steps; the ramp's stages begin at steps 9 and 12 of 14."""
@@ -67,10 +70,12 @@ def test_an_earlier_checkpoint_by_its_path(texts: Path, tmp_path: Path) -> None:
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
-def test_states_of_another_precision_are_refused(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "word"), [("optimizer_states", "bf16"), ("optimizer", "muon")])
+def test_states_of_another_kind_are_refused(texts: Path, tmp_path: Path, key: str, word: str) -> None:
     loop.run(running.plan(texts, tmp_path / "run", steps=2))
-    changed = running.plan(texts, tmp_path / "run", steps=4, optimizer_states="bf16")
-    with pytest.raises(CheckpointError, match=r"optimizer states of recipe\.optimizer_states=fp32, .* take recipe"):
+    changed = running.plan(texts, tmp_path / "run", steps=4, **{key: word})
+    before = STATE_KEYS[key]
+    with pytest.raises(CheckpointError, match=rf"optimizer states of recipe\.{key}={before}, .* take recipe\.{key}"):
         loop.run(changed, resume="auto")
 
 

@@ -36,8 +36,7 @@ def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, m
 
 def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, rows: slice) -> None:
     """The same of some rows."""
-    weight, bits = piece.weight[rows], random_bits(piece, rows, gradient.shape[1])
-    wide = weight.float()
+    bits, wide = random_bits(piece, rows, gradient.shape[1]), piece.weight[rows].float()
     moments = [read(one, piece.books, rows) for one in piece.moments]
     compat.fused_adamw(
         [wide], [gradient[rows].float().contiguous()], ([moments[0]], [moments[1]]), [piece.step], lr=numbers.rate,
@@ -46,11 +45,7 @@ def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: Update
     )  # fmt: skip
     for index, (one, moment) in enumerate(zip(piece.moments, moments, strict=True)):
         write(one, moment, piece.books, rows, bits >> 16 * index if bits is not None else None, numbers.skip)
-    if wide is not weight:
-        assert bits is not None
-        weight.copy_(rounded(wide, hashed(bits ^ _signed(SECOND_SALT))))
-    if piece.copy is not None:
-        piece.copy[rows].copy_(wide)
+    write_weight(piece, wide, rows, bits)
 
 
 def read(moment: Moment, books: Tensor, rows: slice) -> Tensor:
@@ -74,6 +69,15 @@ def write(moment: Moment, wide: Tensor, books: Tensor, rows: slice, bits: Tensor
     same = skip > 0
     values.copy_(torch.where(same, values, codes))
     moment.scales[rows].copy_(torch.where(same, moment.scales[rows], scales))
+
+
+def write_weight(piece: NarrowPiece, wide: Tensor, rows: slice, bits: Tensor | None) -> None:
+    """Some rows of the weight from fp32, and their 16-bit copy; an fp32 weight is `wide` itself."""
+    if piece.weight.dtype != torch.float32:
+        assert bits is not None
+        piece.weight[rows].copy_(rounded(wide, hashed(bits ^ _signed(SECOND_SALT))))
+    if piece.copy is not None:
+        piece.copy[rows].copy_(wide)
 
 
 def quantized(x: Tensor, block: int, books: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,13 @@ The inventory names, per dim, the axis that splits it. Heads are split whole; wh
 ranks, tp / kv_heads neighbours hold the same one. Vocabulary and ffn need not divide: the first ranks get one more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.spec.inventory import Parameter, parameters, tp_holders
 from meshwright.spec.layout import Layout
-from meshwright.spec.places import expert_ranks, place_of
+from meshwright.spec.places import expert_place, place_of
 from meshwright.spec.shape import ModelShape
 
 
@@ -72,9 +72,14 @@ def heads_of(heads: int, parts: int, index: int) -> tuple[int, int]:
 
 def boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
     """Parameter name -> what tensor and expert parallelism leave on a rank, for all layers (whatever the stage)."""
+    return boxes_of(parameters(shape), shape, layout, rank)
+
+
+def boxes_of(some: Iterable[Parameter], shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
+    """The same of some parameters."""
     tp = place_of(layout, rank)["tp"]
-    ep = expert_ranks(layout, rank)[0].index(rank)
-    return {parameter.name: _box(parameter, shape, layout, tp, ep) for parameter in parameters(shape)}
+    ep, *_ = expert_place(layout, rank)
+    return {parameter.name: _box(parameter, shape, layout, tp, ep) for parameter in some}
 
 
 def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: int) -> Box:

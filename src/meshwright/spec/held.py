@@ -18,14 +18,15 @@ Gradients of 16-bit weights are 4 bytes wide where anything is added to them, an
 (docs/decisions/0005-gradient-precision.md).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.spec.boxes import Box, boxes, shard
+from meshwright.spec.boxes import Box, boxes_of, shard
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
-from meshwright.spec.places import expert_ranks, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
+from meshwright.spec.places import expert_place, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
@@ -100,20 +101,25 @@ class HeldParameter:
 
 def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
     """Every parameter that a rank holds any part of, once: a tied head's matrix also where the last stage is."""
-    found = boxes(shape, layout, rank)
+    return held_of(parameters_of(shape, layout, rank), shape, layout, rank)
+
+
+def held_of(some: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+    """Of some of its parameters."""
+    found = boxes_of(some, shape, layout, rank)
     place = place_of(layout, rank)
     sharers = (layout.dp_shard * layout.cp, place["dp_shard"] * layout.cp + place["cp"])
-    same_experts = expert_ranks(layout, rank)[1]
-    expert_sharers = (len(same_experts), same_experts.index(rank)) if layout.ep > 1 else sharers
+    _, at, same = expert_place(layout, rank)
+    expert_sharers = (same, at) if layout.ep > 1 else sharers
     result = []
-    for parameter in _parameters_of(shape, layout, rank):
+    for parameter in some:
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
         ranks, index = (ranks, index) if layout.zero else (1, 0)
         result.append(HeldParameter(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
     return result
 
 
-def _parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
+def parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
     """Of a rank's stages; the last of a pipeline has a tied head's matrix, too."""
     own, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
     layers = {layer for stage in own for layer in ranges[stage]}
@@ -152,7 +158,7 @@ def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
     """
     found: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
     ends, place = _tied_ends(shape, layout, rank), place_of(layout, rank)
-    for parameter in _parameters_of(shape, layout, rank):
+    for parameter in parameters_of(shape, layout, rank):
         n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
         first = rank - place["tp"] % n
         for axis, ranks, partial in (

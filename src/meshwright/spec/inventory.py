@@ -6,7 +6,8 @@ Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole o
 splits of the rest is not written here: dim 0, or inside experts that are too few (`boxes.sharded_dim`).
 
 Also here, for the engine and the planner alike: which tp ranks hold the same part of a parameter (`tp_holders`), and
-which of them each have only a part of its gradient (`tp_parts`). `held.common` applies both to a rank.
+which of them each have only a part of its gradient (`tp_parts`). `held.common` applies both to a rank. And which
+matrices Muon orthogonalizes (`Parameter.matrices`).
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from math import prod
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
+
+HIDDEN = ("attention", "mlp", "expert")
+"""Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
+each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,14 @@ class Parameter:
     def decays(self) -> bool:
         """Weight decay applies to matrices only."""
         return len(self.shape) > 1
+
+    @property
+    def matrices(self) -> tuple[int, int, int] | None:
+        """(number, rows, columns) of the matrices that Muon orthogonalizes, each by itself: the parameter, or each of
+        a stack of experts. None = it is no hidden matrix."""
+        if self.group not in HIDDEN or len(self.shape) < 2:
+            return None
+        return prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,8 @@ Read by the engine (what it allocates), the planner, the dry run, the checkpoint
     int8   1, an index into a code book, and one fp32 scale for each block of a row (Dettmers et al. 2022,
            arXiv:2110.02861); a parameter of fewer than SMALL elements stays in fp32, as in bitsandbytes
 
+AdamW has two moments of a parameter, Muon one of a matrix (`Parameter.matrices`).
+
 A block is a run of a row, which is the last dim of a parameter. Cuts along other dims (ZeRO, column-parallel tp, ep)
 therefore keep blocks whole, and no layout changes a number. A cut inside a row must fall between blocks
 (`cut_blocks`).
@@ -29,7 +31,6 @@ SCALE_BYTES = 4
 """Of a block's scale, fp32."""
 WORK_BYTES = 32
 """Temporaries of an element that plain code updates: moments, weight and gradient in fp32, random bits, indices."""
-MOMENTS = 2
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
@@ -40,16 +41,18 @@ class MomentFormat:
     dtype: str
     """fp32, bf16 or int8."""
     block: int = 0
+    moments: int = 2
+    """AdamW's mean of the gradient and of its square; or Muon's mean of the gradient."""
 
     @property
     def element_bytes(self) -> int:
         """Of an element, all moments together."""
-        return MOMENTS * MOMENT_BYTES[self.dtype]
+        return self.moments * MOMENT_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
         """Of a block, all moments together."""
-        return MOMENTS * SCALE_BYTES if self.block else 0
+        return self.moments * SCALE_BYTES if self.block else 0
 
     def nbytes(self, sizes: tuple[int, ...]) -> int:
         """Of the moments of a piece of these sizes."""
@@ -81,14 +84,26 @@ class StateStorage:
     moments: str = "fp32"
     masters: bool = True
     """Whether weights of 16 bits have an fp32 copy that is updated."""
+    optimizer: str = "adamw"
+    """adamw or muon."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether anything is stored in less than fp32."""
+        return self.moments != "fp32" or not self.masters
+
+    def by_muon(self, parameter: Parameter) -> bool:
+        """Whether Muon updates a parameter, not AdamW."""
+        return self.optimizer == "muon" and parameter.matrices is not None
 
     def of(self, parameter: Parameter) -> MomentFormat:
         """The moments of a parameter; the same on every rank of every layout."""
+        moments = 1 if self.by_muon(parameter) else 2
         if self.moments != "int8":
-            return MomentFormat(dtype=self.moments)
+            return MomentFormat(dtype=self.moments, moments=moments)
         if parameter.numel < SMALL or len(parameter.shape) == 1:  # ZeRO cuts a vector anywhere
-            return MomentFormat(dtype="fp32")
-        return MomentFormat(dtype="int8", block=_block(parameter))
+            return MomentFormat(dtype="fp32", moments=moments)
+        return MomentFormat(dtype="int8", block=_block(parameter), moments=moments)
 
 
 FP32_STATES = StateStorage()

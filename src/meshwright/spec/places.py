@@ -47,6 +47,14 @@ def expert_ranks(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int,
     return ranks[start : start + layout.ep], ranks[at % layout.ep :: layout.ep]
 
 
+def expert_place(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """(place among the ranks that share the experts, place among those that hold the same ones, number of these): of
+    `expert_ranks`, without naming anybody."""
+    block = layout.dp_shard * layout.cp * layout.tp
+    at = rank % block
+    return at % layout.ep, at // layout.ep, block // layout.ep
+
+
 def expert_replicas(layout: Layout, rank: int) -> tuple[int, ...]:
     """Ranks of all replicas that hold the same experts."""
     replicas = ranks_along(layout, ("dp_replicate",), rank)

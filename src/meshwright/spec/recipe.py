@@ -62,14 +62,19 @@ class Recipe:
     """Steps over which the rate rises from 0; -1 = a tenth of the steps, at most 20."""
     decay_steps: int = 0
     """wsd only; 0 = a fifth of the steps."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of attention, MLP and experts step by their orthogonalized momentum (arXiv:2502.16982), scaled so
+    that AdamW's learning rate fits; embeddings, head, routers, norms and biases go by AdamW."""
+    momentum: float = 0.95
+    """muon: decay of the mean of the gradient of a matrix, with Nesterov's look ahead."""
     beta1: float = 0.9
     """AdamW: decay of the mean of the gradient."""
     beta2: float = 0.95
     """AdamW: decay of the mean of its square."""
     epsilon: float = 1e-8
-    """AdamW: added to the root of that mean."""
+    """AdamW: added to the root of that mean. muon: the least norm that a matrix is divided by."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """AdamW's moments: bf16, rounded stochastically; int8, in blocks with an fp32 scale each (arXiv:2110.02861)."""
+    """Moments, muon's too: bf16, rounded stochastically; int8, in blocks with an fp32 scale each (arXiv:2110.02861)."""
     master_weights: Literal["fp32", "none"] = "fp32"
     """bf16 only: none = no fp32 copy; weights are updated in bf16 and rounded stochastically."""
     weight_decay: float = 0.1
@@ -123,7 +128,7 @@ class Recipe:
             )
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
-        for field in ("beta1", "beta2", "dropout"):
+        for field in ("momentum", "beta1", "beta2", "dropout"):
             if not 0 <= getattr(self, field) < 1:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
         if self.min_learning_rate_ratio > 1:
@@ -143,7 +148,7 @@ class Recipe:
     @property
     def storage(self) -> StateStorage:
         """How optimizer states are stored."""
-        return StateStorage(self.optimizer_states, self.master_weights == "fp32")
+        return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
 
     @property
     def global_batches(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from meshwright.training.interrupt import Interrupt
 from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import Progress, TrainState, seed_everything
+from meshwright.training.state import STATE_KEYS, Progress, TrainState, seed_everything
 from meshwright.training.trainer import Trainer, sampler_of
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -241,8 +241,8 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
     for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
         if values[what] != now:
             raise _other_place(found, f"recipe.{what}={values[what]}", f"recipe.{what}={now}")
-    for key in ("optimizer_states", "master_weights"):
-        there, here = values.get(key, "fp32"), getattr(plan.recipe, key)  # an older checkpoint has neither
+    for key, before in STATE_KEYS.items():
+        there, here = values.get(key, before), getattr(plan.recipe, key)
         if there != here:
             raise CheckpointError(
                 f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "

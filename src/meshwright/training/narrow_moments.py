@@ -1,5 +1,6 @@
-"""The narrow states of an optimizer: what AdamW keeps of parameters whose moments are not fp32, or whose bf16 weights
-have no fp32 master (spec/optimizer_states.py); their update is kernels/narrow_states.py."""
+"""The states of parameters that are updated one by one: what AdamW keeps of those whose moments are not fp32, or whose
+bf16 weights have no fp32 master (spec/optimizer_states.py, kernels/narrow_states.py); and what Muon keeps of its
+matrices, in any format (training/muon.py)."""
 
 from dataclasses import dataclass
 from zlib import crc32
@@ -32,7 +33,7 @@ class NarrowStates:
         """`prefer`: one of chooser.PREFERENCES."""
         self.held, self.seed, self.prefer = held, seed, prefer
         self.books = code_books(device)
-        self.moments = {name: (_made(one, device, True), _made(one, device, False)) for name, one in held.items()}
+        self.moments = {name: _moments(one, device) for name, one in held.items()}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """`moment1`, `moment2`, and of 8-bit ones `moment1_scale`, `moment2_scale`, in the sizes of the piece."""
@@ -54,11 +55,16 @@ class NarrowStates:
         most_bytes: int,
     ) -> None:
         """Of one parameter, in place. `weights`: the one that is updated, and its 16-bit copy."""
+        if weights[0].numel():
+            piece = self.piece(name, weights, step)
+            rows = gradient.reshape(piece.weight.shape)
+            narrow_adamw(piece, rows, numbers, most_bytes // WORK_BYTES, self.prefer)
+
+    def piece(self, name: str, weights: tuple[Tensor, Tensor | None], step: Tensor) -> NarrowPiece:
+        """What is updated of one parameter, which is not empty, as rows."""
         weight, copy = weights
-        if not weight.numel():
-            return
         size = (-1, weight.shape[-1])  # a vector is one row
-        piece = NarrowPiece(
+        return NarrowPiece(
             weight=weight.view(size),
             copy=None if copy is None else copy.view(size),
             moments=self.moments[name],
@@ -66,7 +72,6 @@ class NarrowStates:
             books=self.books,
             place=self._place(name),
         )
-        narrow_adamw(piece, gradient.reshape(size), numbers, most_bytes // WORK_BYTES, self.prefer)
 
     def _place(self, name: str) -> PlaceInWhole:
         """Random bits go by seed, name and place in the whole tensor: no rank and no layout changes them."""
@@ -83,6 +88,11 @@ class NarrowStates:
 def _three(sizes: tuple[int, ...], filled: int = 1) -> tuple[int, int, int]:
     x, y, w = (filled,) * (3 - len(sizes)) + sizes
     return x, y, w
+
+
+def _moments(one: Held, device: torch.device) -> tuple[Moment, ...]:
+    """A mean of the gradient, and for AdamW one of its square, which has no sign."""
+    return tuple(_made(one, device, signed) for signed in (True, False)[: one.stored.moments])
 
 
 def _made(one: Held, device: torch.device, signed: bool) -> Moment:

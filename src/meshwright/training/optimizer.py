@@ -5,7 +5,8 @@ fp32 master weights. Gradients that were summed in fp32 are taken as they are. T
 so that few are ever there twice: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters this
 rank's part is updated, as plain tensors that share the part's memory.
 
-Moments that are narrower than fp32, and bf16 weights without masters, are training/narrow_moments.py.
+Moments that are narrower than fp32, and bf16 weights without masters, are training/narrow_moments.py. With
+recipe.optimizer=muon hidden matrices go by training/muon.py, and only the rest by AdamW.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.boxes import Box
 from meshwright.spec.inventory import parameters as inventory
-from meshwright.spec.optimizer_states import FP32_STATES
+from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat
 from meshwright.spec.recipe import Recipe
+from meshwright.training.muon import MatrixUpdate, Muon, StepNumbers, muon_of
 from meshwright.training.narrow_moments import Held, NarrowStates
 
 BUCKET_BYTES = 16 * 2**20
@@ -41,18 +43,18 @@ class _ParameterGroup:
 
 
 class AdamW:
-    """Updates named parameters from their gradients. Matrices decay; norms and biases do not. What does not require a
-    gradient is passed over and has no state."""
+    """Updates named parameters from their gradients, hidden matrices by Muon where the recipe says so. Matrices decay;
+    norms and biases do not. What does not require a gradient is passed over and has no state."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None,
-        prefer: str = "auto",
+        prefer: str = "auto", muon: Muon | None = None,
     ) -> None:  # fmt: skip
-        """`held`: of each parameter, where the recipe's states are not fp32 (`of` knows it). `prefer`: one of
-        chooser.PREFERENCES, for their kernel."""
+        """`held`: of each parameter, where the recipe's states are not all AdamW's in fp32 (`of` knows it). `prefer`:
+        one of chooser.PREFERENCES, for their kernel. `muon`: what updates the matrices that have one moment."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe, storage = recipe, recipe.storage
-        assert held is not None or storage == FP32_STATES, "narrow states go by a parameter's place: AdamW.of"
+        assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: AdamW.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
@@ -60,6 +62,7 @@ class AdamW:
         self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
         apart = {name: held[name] for name in own if held and not _plain(held[name], name in self.masters)}
         self._narrow = NarrowStates(apart, recipe.seed, next(iter(own.values())).device, prefer) if apart else None
+        self._muon, self._matrices = muon, {name for name, one in apart.items() if one.stored.moments == 1}
         wide = {name: x for name, x in self.masters.items() if name not in apart}
         self._moments = {name: (torch.zeros_like(x), torch.zeros_like(x)) for name, x in wide.items()}
         self._groups: dict[tuple[str, ...], list[_ParameterGroup]] = {}
@@ -69,7 +72,8 @@ class AdamW:
         """Over all parameters of a laid-out model."""
         known = {one.name: one for one in inventory(engine.model.shape)}
         held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
-        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer)
+        muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
+        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer, muon)
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
@@ -98,28 +102,55 @@ class AdamW:
                     narrow = [local(self.parameters[name].detach()) for name in names]
                     compat.copy_each(narrow, [self.masters[name] for name in names])
             self._update_narrow(rate, divide_by, skip, counts)
+            if self._muon is not None:
+                self._update_matrices(self._muon, StepNumbers.of(self.recipe, rate, divide_by, skip))
 
     def _update_narrow(self, rate: float, divide_by: Tensor, skip: Tensor, counts: Tensor) -> None:
         """What the fused kernel cannot read: parameter by parameter, each gradient dropped below fp32."""
         recipe, states = self.recipe, self._narrow
         if states is None:
             return
-        ready = {n: p for n, p in self.parameters.items() if n in states.moments and p.grad is not None}
+        some = states.moments.keys() - self._matrices
+        ready = {n: p for n, p in self.parameters.items() if n in some and p.grad is not None}
         if ready:
             compat.add_to_each([self._steps[name] for name in ready], counts)
         for name, parameter in ready.items():
             assert parameter.grad is not None
-            weight, gradient = local(parameter.detach()), local(parameter.grad)
-            master = self.masters.get(name, weight)
+            gradient = local(parameter.grad)
             numbers = UpdateNumbers(
                 rate=rate, beta1=recipe.beta1, beta2=recipe.beta2, epsilon=recipe.epsilon,
-                decay=recipe.weight_decay if weight.dim() > 1 else 0.0, divide_by=divide_by, skip=skip,
+                decay=recipe.weight_decay if gradient.dim() > 1 else 0.0, divide_by=divide_by, skip=skip,
             )  # fmt: skip
-            copy = weight if master.dtype != weight.dtype else None
-            states.update(name, (master, copy), gradient, self._steps[name], numbers, BUCKET_BYTES)
+            states.update(name, self._weights(name), gradient, self._steps[name], numbers, BUCKET_BYTES)
             if self.widened:
                 del gradient
                 parameter.grad = None
+
+    def _weights(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """(the weight that is updated, its 16-bit copy where that is a master)."""
+        weight = local(self.parameters[name].detach())
+        master = self.masters.get(name, weight)
+        return master, weight if master.dtype != weight.dtype else None
+
+    def _update_matrices(self, muon: Muon, numbers: StepNumbers) -> None:
+        """Those of this rank, with the other ranks of its stage: one that found no gradient takes part with 0. Their
+        memory is that of the gradients, which below fp32 are dropped behind them."""
+        states, found = self._narrow, dict[str, MatrixUpdate]()
+        steps = [self._steps[name] for name in self.parameters if name in self._matrices]
+        if steps:
+            compat.add_to_each(steps, numbers.keep)
+        for name, parameter in self.parameters.items():
+            weights = self._weights(name)
+            if name not in self._matrices or not weights[0].numel():
+                continue
+            assert states is not None
+            gradient = torch.zeros_like(weights[0]) if parameter.grad is None else local(parameter.grad)
+            piece = states.piece(name, weights, self._steps[name])
+            found[name] = MatrixUpdate(piece, muon.direction(piece, gradient, numbers))
+            if self.widened:
+                del gradient
+                parameter.grad = None
+        muon.update(found, numbers)
 
     def buckets(self) -> Iterator[tuple[str, ...]]:
         """The parameters that have a gradient, in the runs in which they are updated: fp32 gradients all at once, then
@@ -181,8 +212,8 @@ class AdamW:
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME`, `step.NAME`; of 8-bit moments
-        also `moment1_scale.NAME` and `moment2_scale.NAME`."""
+        """The state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME` (AdamW), `step.NAME`; of 8-bit
+        moments also `moment1_scale.NAME` and `moment2_scale.NAME`."""
         found: dict[str, Tensor] = {}
         for name in self.parameters:
             if self.widened and name in self.masters:
@@ -213,5 +244,5 @@ def _alone(gradient: Tensor) -> bool:
 
 
 def _plain(held: Held, has_master: bool) -> bool:
-    """Whether the fused kernel updates it."""
-    return held.stored.dtype == "fp32" and has_master
+    """Whether AdamW's fused kernel updates it."""
+    return held.stored == MomentFormat(dtype="fp32") and has_master

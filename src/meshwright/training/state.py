@@ -36,6 +36,10 @@ COUNTERS = ("step", "cursor", "tokens", "seconds", "eval_loss", "best_eval_loss"
 """Fields of Progress that a checkpoint has by their names."""
 
 
+STATE_KEYS = {"optimizer": "adamw", "optimizer_states": "fp32", "master_weights": "fp32"}
+"""Keys of a recipe that say which optimizer states there are, and what each was before there was the key."""
+
+
 @dataclass(slots=True)
 class TrainState:
     """The laid-out model, optimizer, scaler, progress, and what is known of skipped steps."""
@@ -77,8 +81,7 @@ class TrainState:
             **{name: getattr(self.progress, name) for name in COUNTERS},
             "sequence": recipe.sequence,
             "seed": recipe.seed,
-            "optimizer_states": recipe.optimizer_states,
-            "master_weights": recipe.master_weights,
+            **{key: getattr(recipe, key) for key in STATE_KEYS},
             "data": data,
             "tokenizer": tokenizer,
             "noise": [noise.variance, noise.signal, noise.weight],

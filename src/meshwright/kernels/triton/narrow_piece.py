@@ -41,7 +41,8 @@ class NarrowPiece:
     """fp32: updated as it is. bf16: rounded stochastically."""
     copy: Tensor | None
     """The 16-bit weight of an fp32 master, written from it."""
-    moments: tuple[Moment, Moment]
+    moments: tuple[Moment, ...]
+    """AdamW's two, or Muon's one."""
     step: Tensor
     """() fp32: updates so far, this one included."""
     books: Tensor

@@ -280,10 +280,12 @@ def _timeless(columns: Columns) -> Whys:
 
 
 def _seconds(column: Column) -> dict[str, float]:
-    """By part of the step. Passes wait for host memory inside of themselves: a clock counts that as computing."""
+    """By part of the step. Passes wait for host memory inside of themselves: a clock counts that as computing; and
+    Muon's products as the optimizer."""
     found = {one.what: one.seconds for one in column.found.time} if column.found else {}
-    if waited := found.pop("offload", 0.0):
-        found["compute"] = found.get("compute", 0.0) + waited
+    for part, within in (("offload", "compute"), ("muon", "optimizer")):
+        if seconds := found.pop(part, 0.0):
+            found[within] = found.get(within, 0.0) + seconds
     return found
 
 

@@ -38,7 +38,11 @@ def planned_timeline(of: Estimator, plan: Plan, *, seconds: bool) -> dict[str, A
     if seconds:
         time, _ = of.measure(layout)
         for own in boxes:
-            own.extend(_behind(played.total_s, (("gradients", time.gradients_s), ("optimizer", time.optimizer_s))))
+            own.extend(
+                _behind(
+                    played.total_s, (("gradients", time.gradients_s), ("optimizer", time.optimizer_s + time.muon_s))
+                )
+            )
     return _document(pipeline_ranks(layout), boxes, "seconds" if seconds else "passes", played.bubble)
 
 

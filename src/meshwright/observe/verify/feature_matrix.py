@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,6 +61,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"precision": "bf16", "products": "same"},
     "fp8": {"precision": "bf16", "products": "fp8"},
     "compiled": {"compile": "on"},
+    "muon": {"optimizer": "muon"},
 }
 """What a layout (and the packed case) must say to use each feature."""
 
@@ -73,6 +74,7 @@ class Trial:
     packed: bool
     precision: str = "fp32"
     products: str = "same"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     features: frozenset[str]
 
     @property
@@ -81,7 +83,10 @@ class Trial:
         routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
         base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
         shape = base.shape if self.products == "same" else replace(base.shape, **NARROW)  # type: ignore[arg-type]  # all of NARROW are sizes
-        return replace(base, shape=shape, packed=self.packed, precision=self.precision, products=self.products)
+        return replace(
+            base, shape=shape, packed=self.packed, precision=self.precision, products=self.products,
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
     @property
     def title(self) -> str:
@@ -105,7 +110,7 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     if settings is None:
         return None
     packed, precision = bool(settings.pop("packed", False)), settings.pop("precision", "fp32")
-    products = settings.pop("products", "same")
+    products, optimizer = settings.pop("products", "same"), settings.pop("optimizer", "adamw")
     if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
         settings["dp_shard"] = 2
     if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
@@ -116,12 +121,13 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
-    case = {"packed": packed, "precision": precision, "products": products}
+    case = {"packed": packed, "precision": precision, "products": products, "optimizer": optimizer}
     has = frozenset(name for name in FEATURES if _has(layout, case, FEATURES[name]))
-    found = Trial(layout=layout, packed=packed, precision=precision, products=products, features=has)
+    found = Trial(layout=layout, features=has, **case)
     recipe = Recipe(
-        sequence=found.case.sequence, global_batch=found.case.global_batch, precision=precision, products=products
-    )
+        sequence=found.case.sequence, global_batch=found.case.global_batch, precision=precision, products=products,
+        optimizer=optimizer,
+    )  # fmt: skip
     refusals = layout_violations(found.case.shape, recipe, layout)
     try:
         layout.micro_batches(found.case.global_batch)

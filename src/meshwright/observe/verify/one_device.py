@@ -21,7 +21,6 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import FP32_STATES
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch, Share, moved, select, split
@@ -54,6 +53,8 @@ class Case:
     """Several documents in a sequence."""
     precision: str = "fp32"
     """As recipe.precision."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """As recipe.optimizer."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     """As recipe.optimizer_states."""
     master_weights: Literal["fp32", "none"] = "fp32"
@@ -88,14 +89,14 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         """What is trained, and the optimizer. PlanError."""
-        keys = ("precision", "products", "optimizer_states", "master_weights")
+        keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights")
         words: dict[str, Any] = {key: getattr(self, key) for key in keys}
         return replace(RECIPE, **words)
 
     @property
     def band(self) -> "Band":
         """How far a layout may be from one device."""
-        narrow = self.precision == "fp32" and self.recipe.storage != FP32_STATES
+        narrow = self.precision == "fp32" and self.recipe.storage.narrow
         return BANDS["narrow states" if narrow else self.precision if self.products == SAME else self.products]
 
     @property

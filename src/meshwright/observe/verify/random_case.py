@@ -29,6 +29,9 @@ MOST_NARROW = 3
 MORE_SHAPES = 0.3
 """How often an optional part of a shape (experts, latent attention, a tied head, a window) is drawn."""
 
+MUON = 0.3
+"""How often matrices go by Muon."""
+
 Settings = dict[str, Any]
 
 
@@ -42,6 +45,7 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= _recipe(random, settings)
         settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
         settings |= _pieces(random, settings)
+        settings |= {"optimizer": "muon"} if _often(random, MUON) else {}  # last: other draws are as they were
         try:
             return _canonical(drawn_from(settings))
         except PlanError:

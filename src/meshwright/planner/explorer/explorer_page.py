@@ -11,6 +11,7 @@ from math import inf, isfinite
 from typing import Any
 
 from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
+from meshwright.planner.explorer.matrix_tables import matrix_tables
 from meshwright.planner.explorer.time_tables import SEQUENCES, time_tables
 from meshwright.planner.search.landscape import landscape
 from meshwright.planner.search.recommend import FREE
@@ -23,8 +24,8 @@ from meshwright.spec.plan import Plan
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Of a shape, what the page reads under the same name."""
-SCRIPTS = ("schedule.js", "legal.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js", "bars.js",
-           "map.js", "timeline.js", "page.js")  # fmt: skip
+SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
+           "bars.js", "map.js", "timeline.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 
@@ -86,6 +87,7 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
         },
         "memory": coefficients(of, of.cluster.devices),
         "time": time_tables(of, legal_degrees(of, of.cluster.devices)),
+        "muon": matrix_tables(of, legal_degrees(of, of.cluster.devices)),
     }
 
 

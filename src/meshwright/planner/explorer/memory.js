@@ -27,14 +27,17 @@ function memoryOf(data, recipe, layout) {
     const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
     const one = {layout, costs, state, units, first: own.includes(0), last, table, shares};
     const worst = peakOf(one, momentsOf(layout, m, rank));
-    return rankMemory(data, table, count, worst, borders);
+    const layers = own.reduce((sum, stage) => sum + split[stage].end - split[stage].start, 0);
+    const routed = own.reduce((sum, stage) => sum + routedOf(data.model, split[stage]), 0);
+    const matrices = matrixBytes(data, layout, layers - routed, routed);
+    return rankMemory(data, table, count, worst, borders, matrices);
   });
 }
 
 // Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
-function rankMemory({stack, memory}, table, count, worst, borders) {
+function rankMemory({stack, memory}, table, count, worst, borders, matrices) {
   const step = {...worst.kinds, activations: worst.kinds.activations + borders};
-  const temporaries = Math.min(stack.widened_bytes * count.own, stack.bucket_bytes);
+  const temporaries = Math.max(matrices, Math.min(stack.widened_bytes * count.own, stack.bucket_bytes));
   const update = {...stateBytes(memory, table.update, count), temporaries};
   const inside = sumOf(step) >= sumOf(update);
   const kinds = {...(inside ? step : update)};

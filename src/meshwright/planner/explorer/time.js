@@ -156,7 +156,7 @@ function stepParts(data, recipe, layout) {
   const slowed = stack.contention * Math.max(0, whole - weights - gradients);
   const updates = held.map((one, rank) => {
     const {own, moments} = countOf(data, layout, ranges[rank], one.first, one.last);
-    return own * data.time.update_s + moments * data.time.moment_s;
+    return own * data.time.update_s + moments * data.time.moment_s + matrixSeconds(data, layout, one.dense, one.routed);
   });
   return [
     busy - exchange + slowed, exchange, bubble, weights, gradients, Math.max(...updates),

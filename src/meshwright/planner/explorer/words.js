@@ -52,7 +52,7 @@ const EXPLAIN = {
     "2 bytes each in bf16, 4 where several are added; / (dp_shard cp) from ZeRO 2 on", "ZeRO, arXiv:1910.02054, figure 1"],
   masters: ["fp32 master weights", "The optimizer adds small steps to weights; 16 bits would lose them.",
     "4 N / (dp_shard cp) with ZeRO 1 or more", "Micikevicius et al. 2018, arXiv:1710.03740, section 3.1"],
-  moments: ["Optimizer moments", "AdamW keeps a mean and a mean square of every gradient. With parameters, gradients and masters: 16 bytes a weight. recipe.optimizer_states makes them narrower.",
+  moments: ["Optimizer moments", "AdamW keeps a mean and a mean square of every gradient, Muon a mean of a matrix's. With parameters, gradients and masters: 16 bytes a weight. recipe.optimizer_states makes them narrower.",
     "8 N / (dp_shard cp) with ZeRO 1 or more; 4 N in bf16, 2.03 N in 8 bits", "Loshchilov and Hutter 2019, arXiv:1711.05101"],
   counters: ["Counters", "The optimizer's step numbers, one for each tensor.", "4 bytes a tensor", "torch.optim.AdamW"],
   activations: ["Activations", "What the forward pass keeps for the backward pass, of all micro-batches in flight. Recomputation and sequence parallelism shrink it.",

@@ -16,6 +16,7 @@ from meshwright.planner.memory.rank_memory import RankMemory, first_backward, ra
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
+from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import (
     StepTime,
     busy_s,
@@ -27,7 +28,8 @@ from meshwright.planner.time.timeline import (
 )
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import FP32_STATES, WORK_BYTES
+from meshwright.spec.matrix_exchange import WORK_BYTES
+from meshwright.spec.optimizer_states import WORK_BYTES as NARROW_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import V_PLACED
@@ -70,13 +72,15 @@ class Estimator(SharedCosts):
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        shared_s, update_s = Sharing(), 0.0
+        shared_s, update_s, muon_s = Sharing(), 0.0, 0.0
         ranks = self._ranks(layout)
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
             update_s = max(update_s, update_seconds(self.speeds, count, recipe))
+            if self.matrices is not None:
+                muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
         send_s = self._send_s(layout, of)
         shown = self._with_sends(layout, stages, send_s)
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
@@ -85,8 +89,8 @@ class Estimator(SharedCosts):
             self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self.stack, m, shown, self._known.busy[1], shared_s, update_s, shared, passes_s, edges,
-                         self.speeds.ranks_per_core)  # fmt: skip
+        return step_time(layout, self.stack, m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
+                         passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
 
     def least_s(self, layout: Layout) -> float:
         """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
@@ -128,7 +132,7 @@ class Estimator(SharedCosts):
                 layout, self.stack, m, stages, state, rank,
                 gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
                 border_bytes=of.between_bytes,
-                update_bytes=self._update_bytes(count),
+                update_bytes=self.update_bytes(layout, rank, count),
                 exact=exact,
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
                 units=self._units(layout, state) if self.stack.own else None,
@@ -196,15 +200,26 @@ class Estimator(SharedCosts):
             self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
-    def _update_bytes(self, count: ElementCounts) -> float:
+    def update_bytes(self, layout: Layout, rank: int, count: ElementCounts) -> float:
         """Temporaries of the optimizer step."""
-        return min(count.own * self.widened_bytes, self.stack.update_bucket_bytes)
+        matrices = self.matrices.buffer_bytes(layout, *self._ranks(layout)[rank][:2]) if self.matrices else 0.0
+        return max(matrices, min(count.own * self.widened_bytes, self.stack.update_bucket_bytes))
+
+    @cached_property
+    def matrices(self) -> MatrixCosts | None:
+        """Muon's, where the recipe has it."""
+        if self.recipe.optimizer != "muon":
+            return None
+        return MatrixCosts(
+            shape=self.shape, width=WORK_BYTES[self.recipe.precision], speeds=self.speeds, links=self.links,
+            layers=layer_matrices(self.shape, self.recipe.precision, self.speeds),
+        )  # fmt: skip
 
     @property
     def widened_bytes(self) -> float:
         """Of an element's temporaries: narrow states, or a 16-bit gradient, in fp32."""
-        if self.recipe.storage != FP32_STATES:
-            return float(WORK_BYTES)
+        if self.recipe.storage.narrow:
+            return float(NARROW_BYTES)
         return 4.0 if self.recipe.precision != "fp32" else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:

@@ -18,6 +18,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import Size, Sizes, pieces
 from meshwright.planner.cost.work import Exchange
+from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.boxes import rows_of, sharded_dim
 from meshwright.spec.held import WIDTHS, common, held
 from meshwright.spec.layout import Layout
@@ -94,7 +95,10 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
         yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed)
     else:
         yield from _of_replicas(layout, _units(shape, layout, part), summed)
-    yield from _of_common_gradients(shape, layout, pipeline_ranks(layout)[pp_rank], summed)
+    first = pipeline_ranks(layout)[pp_rank]
+    yield from _of_common_gradients(shape, layout, first, summed)
+    if recipe.optimizer == "muon":
+        yield from matrix_traffic(shape, layout, first, recipe.precision)
     yield from _of_numbers(layout)
 
 

@@ -52,16 +52,19 @@ class StepTime:
     gradients_s: float
     """Exposed reductions of gradients, and gathers of updated parameters."""
     optimizer_s: float
+    """Reading and writing states, weights and gradients."""
     other_s: float
     """Host work of a step and of its micro-batches."""
     offload_s: float = 0.0
     """Busiest rank: what the way of activations to host memory and back takes longer than computing."""
+    muon_s: float = 0.0
+    """Muon's products and what they are exchanged for: no FLOP of the model."""
 
     @property
     def total_s(self) -> float:
         """The whole step."""
         parts = (self.compute_s, self.exchange_s, self.bubble_s, self.weights_s, self.gradients_s, self.optimizer_s)
-        return sum(parts) + self.other_s + self.offload_s
+        return sum(parts) + self.other_s + self.offload_s + self.muon_s
 
 
 def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
@@ -92,7 +95,8 @@ def busy_s(layout: Layout, stages: Sequence[Timed]) -> tuple[float, ...]:
 
 def step_time(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], per_rank: Sequence[float],
-    sharing: Sharing, update_s: float, shared: float, passes_s: float, edges: Edges, ranks_per_core: float,
+    sharing: Sharing, update_s: float, muon_s: float, shared: float, passes_s: float, edges: Edges,
+    ranks_per_core: float,
 ) -> StepTime:  # fmt: skip
     """Of a whole step. `per_rank`: busy_s. `sharing`: of all gradients once, of all parameters once (ZeRO).
     `shared`: so much of the exchanges inside the passes belongs to the backward pass and keeps the links that
@@ -122,6 +126,7 @@ def step_time(
         weights_s=weights,
         gradients_s=gradients,
         optimizer_s=update_s,
+        muon_s=muon_s,
         other_s=stack.step_s + m * stack.micro_batch_s,
     )
 

@@ -1,0 +1,40 @@
+// Muon's matrices: planner/time/matrix_costs.py, ported. Elements of a layer of each kind come from Python in DATA.muon.
+
+// [owned, gathered, scattered, updated, copies] of a rank with so many layers of each kind.
+function movedOf({moved}, layout, dense, routed) {
+  const {tp, ep, cp, zero} = layout, ranks = degreeOfData(layout) * cp * tp;
+  const [one, other] = moved[`${tp},${ep},${zero ? layout.dp_shard * cp : 1},${ranks}`];
+  const found = [0, 1, 2, 3].map((n) => dense * one[n] + routed * other[n]);
+  return [...found, Math.max(dense ? one[4] : 1, routed ? other[4] : 1)];
+}
+
+// Seconds of products and exchange.
+function matrixSeconds({muon}, layout, dense, routed) {
+  if (!muon) return 0;
+  const ranks = degreeOfData(layout) * layout.cp * layout.tp, w = muon.width, [a, b, longest] = muon.products;
+  const [owned, gathered, scattered, updated] = movedOf(muon, layout, dense, routed);
+  const sent = [gathered, scattered].map((size) =>
+    ranks > 1 && size ? muon.links[ranks][0] + muon.links[ranks][1] * size * w : 0);
+  return Math.max((dense * a + routed * b) / ranks, longest) + sent[0] + sent[1] +
+    muon.copied_s * (4 * w * owned + updated * (8 + 3 * w));
+}
+
+// Bytes of the most of a round.
+function matrixBytes({muon}, layout, dense, routed) {
+  if (!muon) return 0;
+  const [owned, , , updated, copies] = movedOf(muon, layout, dense, routed), {largest, round} = muon;
+  if (!owned) return 0;
+  const most = Math.max(largest, Math.floor(round / evenRound(copies)));
+  const whole = Math.min(most, Math.max(largest, owned));
+  const ranks = degreeOfData(layout) * layout.cp * layout.tp;
+  const inside = Math.max(...muon.sizes.map(([numel, a, b, share]) =>
+    Math.min(whole, Math.max(numel, (dense * a + routed * b) / ranks)) * (1 + 2 * share)));
+  const held = Math.max(whole + inside, whole * 2 * updated / owned);
+  return Math.max(held * muon.width, Math.min(muon.at_once_bytes, 16 * updated));
+}
+
+// To the nearest number, of two the even one, as Python does.
+function evenRound(x) {
+  const low = Math.floor(x), rest = x - low;
+  return rest === 0.5 ? low + low % 2 : Math.round(x);
+}
