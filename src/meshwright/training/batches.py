@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meshwright.data import Sampler, Sequences
+    from meshwright.data import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +172,21 @@ class BatchSource(Protocol):
         """Samples cursor .. cursor + count - 1; of each the columns of `share`. Called from a thread, one at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedText:
-    """Windows of a text, each one sample."""
+class NumberedRows(Protocol):
+    """Rows of tokens by number: windows of a text, or packed samples."""
 
-    sampler: "Sampler"
+    def take(self, cursor: int, count: int) -> "Sequences":
+        """Rows [cursor, cursor + count) of the run."""
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> "Iterator[Sequences]":
+        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of a corpus, each one sample of the run."""
+
+    sampler: NumberedRows
     document_mask: bool
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
@@ -215,7 +225,7 @@ class Feed:
 
 
 def held_out(
-    sampler: "Sampler",
+    sampler: NumberedRows,
     device: torch.device,
     *,
     rows: int,

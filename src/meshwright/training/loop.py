@@ -79,7 +79,9 @@ def run(
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    sampler_of(plan, corpus, corpus.train, shuffle=True)  # refuses a short text before a run folder is made
+    # Refuses a short text before a run folder is made.
+    rows = len(sampler_of(plan, corpus, corpus.train, shuffle=True))
+    plan = replace(plan, recipe=plan.recipe.over(rows))
     named = plan.run
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (

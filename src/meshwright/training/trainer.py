@@ -10,6 +10,7 @@ import torch
 
 from meshwright.data import Corpus, Sampler
 from meshwright.data.corpus import TokenStream
+from meshwright.data.sample_rows import SampleRows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
@@ -22,7 +23,7 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedText, Share, held_out, split
+from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
 from meshwright.training.evaluate import evaluate
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
@@ -41,13 +42,18 @@ def reads_late(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def sampler_of(plan: Plan, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> Sampler:
-    """Of a stream of the corpus; DataError where it is shorter than a sequence."""
+def sampler_of(plan: Plan, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> Sampler | SampleRows:
+    """Of a stream of the corpus; DataError where there is less than a sequence."""
+    recipe = plan.recipe
+    if stream.marks is not None:
+        return SampleRows(
+            stream, plan.data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle
+        )
     return Sampler(
         stream,
-        sequence=plan.recipe.sequence,
+        sequence=recipe.sequence,
         tokenizer_separator=corpus.tokenizer.separator,
-        seed=plan.recipe.seed,
+        seed=recipe.seed,
         shuffle=shuffle,
     )
 
@@ -98,7 +104,7 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = sampler_of(self.plan, self.corpus, self.corpus.train, shuffle=True)
-        feed = Feed(PackedText(sampler, recipe.document_mask), self.device, share=self.share)
+        feed = Feed(PackedRows(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
             keep(self.folder.dry_run, self.foreseen.dry_run)
