@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data import rows
 from meshwright.data.cache_folder import default_root, lock, mapped, new_folder, read_json, sync, write_json
@@ -70,6 +71,8 @@ def _named_template(data: Data) -> str | None:
 def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
     tokenizer = choose(data.tokenizer, source.folder, iter(()))
     chosen = settings(data, tokenizer)
+    if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
+        tokenizer = tokenizer.with_template(chosen.template)
     index = root / "index" / f"samples-{source.signature()}.json"
     known = read_json(index)
     if not known.get("content"):
@@ -184,7 +187,8 @@ class _Writer:
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._path, self._dtype = path, tokenizer.dtype
-        self._special = np.array(sorted({*tokenizer.special_ids, *filter(None, [tokenizer.eos])}), dtype=self._dtype)
+        ends = tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set())
+        self._special = np.array(sorted(ends), dtype=self._dtype)
         self.tokens = self.trained = self.ends = self.samples = self.bytes = 0
         self.roles = self.pairs = False
         self._decode = tokenizer.decode
@@ -217,8 +221,14 @@ class _Writer:
             self.samples += 1
             self.trained += len(chosen)
             self.bytes += len(self._decode(chosen).encode())
-            self.ends += int(len(chosen) > 0 and chosen[-1] in self._special)
+            self.ends += self._ended(chosen)
             self.roles |= bool((marks & ~np.uint8(TRAINED)).any())
+
+    def _ended(self, chosen: NDArray[Any]) -> bool:
+        """Whether a special token is the last that is trained, blanks behind it aside."""
+        for place in np.flatnonzero(np.isin(chosen, self._special))[-1:].tolist():
+            return not self._decode(chosen[place + 1 :]).strip()
+        return False
 
     @property
     def counts(self) -> dict[str, int]:

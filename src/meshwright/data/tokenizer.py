@@ -146,11 +146,17 @@ class Tokenizer:
         """The Jinja template of conversations that came with it."""
         return template_files.from_files(self._named, self._template)
 
+    def with_template(self, template: str) -> "Tokenizer":
+        """The same with another chat template, which is saved with it."""
+        first, last = self._marks
+        return Tokenizer(self.json, bos=first, eos=last, config=self._config, template=template)
+
     @property
     def spelled(self) -> dict[str, str]:
         """Special tokens by the names that templates have for them: bos_token and its like."""
         marks = dict(zip(("bos_token", "eos_token"), (mark or "" for mark in self._marks), strict=True))
-        return {**marks, **template_files.special_tokens(self._named)}
+        named = template_files.special_tokens(self._named)
+        return named if "eos_token" in named else {**marks, **named}  # what a config does not name, a template lacks
 
     @cached_property
     def _named(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.data import Sequences
+    from meshwright.data.numbered_rows import NumberedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,21 +173,11 @@ class BatchSource(Protocol):
         """Samples cursor .. cursor + count - 1; of each the columns of `share`. Called from a thread, one at a time."""
 
 
-class NumberedRows(Protocol):
-    """Rows of tokens by number: windows of a text, or packed samples."""
-
-    def take(self, cursor: int, count: int) -> "Sequences":
-        """Rows [cursor, cursor + count) of the run."""
-
-    def windows_in_order(self, count: int, *, limit: int = 0) -> "Iterator[Sequences]":
-        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
-
-
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Rows of a corpus, each one sample of the run."""
 
-    sampler: NumberedRows
+    sampler: "NumberedRows"
     document_mask: bool
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
@@ -225,7 +216,7 @@ class Feed:
 
 
 def held_out(
-    sampler: NumberedRows,
+    sampler: "NumberedRows",
     device: torch.device,
     *,
     rows: int,

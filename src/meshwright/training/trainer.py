@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from meshwright.data import Corpus, Sampler
+from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
-from meshwright.data.sample_rows import SampleRows
+from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
@@ -40,22 +40,6 @@ def reads_late(device: torch.device) -> bool:
     """Whether a step's numbers are read while the next one runs: a GPU then always has work. On a CPU a step is over
     when it has been begun."""
     return device.type == "cuda"
-
-
-def sampler_of(plan: Plan, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> Sampler | SampleRows:
-    """Of a stream of the corpus; DataError where there is less than a sequence."""
-    recipe = plan.recipe
-    if stream.marks is not None:
-        return SampleRows(
-            stream, plan.data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle
-        )
-    return Sampler(
-        stream,
-        sequence=recipe.sequence,
-        tokenizer_separator=corpus.tokenizer.separator,
-        seed=recipe.seed,
-        shuffle=shuffle,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +87,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
-        sampler = sampler_of(self.plan, self.corpus, self.corpus.train, shuffle=True)
+        sampler = self._rows(self.corpus.train, shuffle=True)
         feed = Feed(PackedRows(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
@@ -136,6 +120,9 @@ class Trainer:
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all."""
         return self.state.engine.mesh.rank == 0
+
+    def _rows(self, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
+        return numbered_rows(self.plan.data, self.plan.recipe, self.corpus, stream, shuffle=shuffle)
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
@@ -243,7 +230,7 @@ class Trainer:
         if stream.num_tokens < 2:
             return None
         batches = held_out(
-            sampler_of(self.plan, self.corpus, stream, shuffle=False),
+            self._rows(stream, shuffle=False),
             self.device,
             rows=self.plan.layout.micro_batch_of(recipe.global_batch),
             limit=recipe.eval_sequences,
