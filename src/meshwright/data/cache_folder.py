@@ -5,12 +5,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+Progress = Callable[[int, int], None]
+"""(bytes of text, or rows, done; how many in all)."""
 
 
 def default_root() -> Path:

@@ -6,7 +6,8 @@ an encoding process whose time and memory are bounded (data/worker.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cached_property
@@ -20,8 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.spec.errors import DataError
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Noncharacters: no text that is interchanged holds them (Unicode 23.7)."""
+_BEGIN, _END = (f"\ufdd0{secrets.randbits(64)}{side}\ufdd0" for side in "<>")
+"""Stand around what is generated until they are taken out: no row can spell them."""
+
+_MOST_CHARACTERS: Final = 2**24
+"""Of one rendered conversation."""
 
 Span = tuple[int, int]
 """Characters [begin, end)."""
@@ -78,10 +82,14 @@ class ChatTemplate:
         template's line where it fails."""
         given = {**self.special, "messages": list(messages), "tools": tools and list(tools), "documents": None}
         try:
-            text = self._compiled.render(**given, add_generation_prompt=prompt)
+            text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
+        except DataError:
+            raise
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template fails{_line(error)}: {error.message}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except MemoryError as error:
+            raise DataError(f"the chat template fails{_line(error)}: it needs too much memory") from error
+        except Exception as error:  # a template fails with whatever Python's own operations fail with
             raise DataError(f"the chat template fails{_line(error)}: {type(error).__name__}: {error}") from error
         return _unmarked(text)
 
@@ -119,6 +127,17 @@ DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else ''
 vocabulary does not have."""
 
 
+def _bounded(pieces: Iterator[str]) -> str:
+    """The whole text; DataError as soon as it is too long."""
+    found, size = [], 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > _MOST_CHARACTERS:
+            raise DataError(f"the chat template writes more than {_MOST_CHARACTERS:,} characters for one conversation")
+    return "".join(found)
+
+
 def _unmarked(text: str) -> Rendered:
     """The text without marks, and the places they stood at."""
     parts, spans, size, begin = [], [], 0, 0
@@ -141,8 +160,14 @@ def _line(error: BaseException) -> str:
     return f" in line {found}" if found else ""
 
 
-def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, final
 
+from meshwright.data.rows import spoken
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.worker import read_frame, write_frame
 from meshwright.spec.errors import DataError
@@ -97,7 +98,10 @@ class Pool:
                 write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
             answer = read_frame(child.stdout)
         if late.is_set():
-            raise DataError(f"a chat template ran for more than {self._limit_s:.0f} s on {len(texts)} rows: correct it")
+            raise DataError(
+                f"{_from(texts)}: the chat template ran for more than {self._limit_s:g} s on {len(texts)} rows: it may "
+                "never end; correct it"
+            )
         if answer is None:
             raise DataError(
                 f"an encoding process ended with exit code {child.wait()} (-9 = killed, often for want of memory): "
@@ -118,6 +122,11 @@ class Pool:
         setup = (self._tokenizer.json, str(self._tokenizer.vocab), self._samples)
         write_frame(child.stdin, [part.encode() for part in setup])
         return child
+
+
+def _from(texts: Sequence[str]) -> str:
+    """Where the rows of a batch begin."""
+    return spoken(json.loads(texts[0])[0])
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ A template that renders a turn otherwise once others follow it (thinking is drop
 sample for each answer, as the model will see it.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -61,7 +62,7 @@ def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> l
     trained = _trained(messages, one, full, template, policy)
     if trained is None:
         return _by_answer(messages, one, template, policy)
-    _check_complete(messages, full.text)
+    _check_complete(messages, one, full.text)
     return [Marked(text=full.text, trained=tuple(trained), said=_said(messages, full.text))]
 
 
@@ -86,7 +87,7 @@ def _trained(
     if policy.train_on == "auto" and one.prompt:
         begin = _prompt_end(messages[: one.prompt], one, full.text, template)
         return None if begin is None else [(begin, len(full.text))]
-    wanted = _wanted(messages, policy)
+    wanted = _wanted(messages, one, policy)
     if not wanted:
         return []
     if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
@@ -95,10 +96,11 @@ def _trained(
     return None if None in found else [span for span in found if span is not None]
 
 
-def _wanted(messages: Sequence[Message], policy: Policy) -> list[int]:
-    """Which turns are trained; a turn may say itself that it is not (`train: false`, `weight: 0`)."""
+def _wanted(messages: Sequence[Message], one: Conversation, policy: Policy) -> list[int]:
+    """Which turns are trained: no answer of a prompt, and none that says so itself (`train: false`, `weight: 0`)."""
     roles = {"auto": {"assistant"}, "last": {"assistant"}}.get(policy.train_on) or set(policy.train_on.split(","))
-    turns = [number for number, message in enumerate(messages) if role_of(message) in roles]
+    named = [number for number, message in enumerate(messages) if role_of(message) in roles]
+    turns = [turn for turn in named if turn >= one.prompt or role_of(messages[turn]) != "assistant"]
     turns = turns[-1:] if policy.train_on == "last" else turns
     return [turn for turn in turns if messages[turn].get("train", True) and messages[turn].get("weight", 1)]
 
@@ -126,26 +128,37 @@ def _turn(messages: Sequence[Message], turn: int, one: Conversation, text: str, 
     if role_of(messages[turn]) != "assistant":
         before = template.render(messages[:turn], one.tools).text if turn else ""
         return (len(before), len(until)) if until.startswith(before) else None
-    begin = _prompt_end(messages[:turn], one, until, template)
-    return None if begin is None else (begin, len(until.rstrip()) if until.rstrip() else len(until))
+    begin = _prompt_end(messages[:turn], one, until, template) if turn else _unasked(messages[0], one, until, template)
+    return None if begin is None else (begin, max(begin, len(until.rstrip())))
 
 
 def _prompt_end(messages: Sequence[Message], one: Conversation, text: str, template: ChatTemplate) -> int | None:
     """Where the words end that ask for an answer. A template may ask with more than it later shows (an empty thought):
     then it is where both texts part, behind what was said before."""
-    if not messages:
-        return 0
     asked = prompt(messages, one.tools, template)
     if text.startswith(asked):
         return len(asked)
     said = template.render(messages, one.tools).text
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
-    return common if text.startswith(said) and common >= len(said) else None
+    common = _common(asked, text)
+    if not text.startswith(said) or common < len(said):
+        return None
+    tag = asked.rfind("<", len(said), common)  # both may go on with a tag, `<think>` and `<tool_call>`
+    return tag if tag >= 0 and ">" not in asked[tag:common] else common
+
+
+def _unasked(message: Message, one: Conversation, text: str, template: ChatTemplate) -> int:
+    """Where an answer begins that opens a conversation: behind what is written before any other answer too."""
+    return _common(template.render([{**message, "content": "\ufdd2"}], one.tools).text, text)
+
+
+def _common(first: str, second: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """One sample for each trained answer: the conversation up to it."""
-    turns = _wanted(messages, policy) if not one.prompt else [len(messages) - 1]
+    turns = [turn for turn in _wanted(messages, one, policy) if turn >= one.prompt]
     found = []
     for turn in turns:
         text = template.render(messages[: turn + 1], one.tools).text
@@ -155,7 +168,7 @@ def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTem
                 f"the chat template shows turn {turn + 1} in another form than it asks for it, so that what is trained "
                 "is not known: put {% generation %} around the answers in the template, or take data.train_on=all"
             )
-        _check_complete(messages[turn : turn + 1], text)
+        _check_complete(messages[: turn + 1], one, text)
         found.append(Marked(text=text, trained=(span,), said=_said(messages[: turn + 1], text)))
     return found
 
@@ -172,17 +185,40 @@ def _said(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...
     return tuple(found)
 
 
-def _check_complete(messages: Sequence[Message], text: str) -> None:
-    """Hard error where a template leaves out what a system, a user or an answer says."""
+def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -> None:
+    """Hard error where a template leaves out what a message says, a call of a tool or a tool; thoughts aside."""
     squeezed = _squeezed(text)
     for number, message in enumerate(messages, start=1):
-        content = _THINKING.sub("", str(message.get("content") or ""))
-        content = content.rpartition("</think>")[2]
-        if role_of(message) in ("system", "user", "assistant") and _squeezed(content) not in squeezed:
+        content = _without_thoughts(str(message.get("content") or ""))
+        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
+        if _squeezed(content) not in squeezed and _squeezed(as_json) not in squeezed:
             raise DataError(
                 f"the chat template drops what message {number} ({message['role']}) says: {content.strip()[:60]!r} is "
-                "not in the rendered text"
+                "not in the rendered text; take another data.template or another role"
             )
+        for name in _names(message.get("tool_calls")):
+            if name not in text:
+                raise DataError(
+                    f"the chat template drops a tool call of message {number}: {name!r} is not in the rendered text; "
+                    "take a data.template that writes tool_calls"
+                )
+    for name in _names(one.tools):
+        if name not in text:
+            raise DataError(
+                f"the chat template drops the tool {name!r}: it is not in the rendered text; take a data.template "
+                "that writes tools, or remove the column 'tools'"
+            )
+
+
+def _names(tools: Any) -> list[str]:
+    """Of tools, or of calls of tools, in the form {"function": {"name": ...}} or {"name": ...}."""
+    inner = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
+    return [str(one["name"]) for one in inner if isinstance(one, Mapping) and "name" in one]
+
+
+def _without_thoughts(content: str) -> str:
+    """What is said behind `</think>`; a thought's begin may stand in the prompt."""
+    return _THINKING.sub("", content).rpartition("</think>")[2]
 
 
 def _squeezed(text: str) -> str:
@@ -195,5 +231,5 @@ def _thoughtless(message: Message) -> Message:
         return message
     kept: dict[str, Any] = {name: value for name, value in message.items() if name not in _THOUGHTS}
     if isinstance(kept.get("content"), str):
-        kept["content"] = _THINKING.sub("", kept["content"])
+        kept["content"] = _without_thoughts(kept["content"]).lstrip("\n")
     return kept

@@ -111,9 +111,11 @@ def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
 
 def _line(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except UnicodeDecodeError:
         raise DataError(f"{where}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}, column {error.colno}: broken JSON, {error.msg}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: broken JSON, {error}") from None
     return _object(row, where)

@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import rows
-from meshwright.data.cache_folder import default_root, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
 from meshwright.data.sources import Source
-from meshwright.data.token_cache import Progress
 from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
@@ -85,7 +84,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     folder = root / "samples" / fingerprint[:24]
     with lock(folder):
         if (found := _load(folder, tokenizer, fingerprint)) is None:
-            build = _Build(data, source, tokenizer, chosen, known["rows"], processes, progress)
+            build = _SampleBuild(data, source, tokenizer, chosen, known["rows"], processes, progress)
             build.into(folder, fingerprint)
             found = _load(folder, tokenizer, fingerprint)
     if found is None:
@@ -116,7 +115,7 @@ def held_out(number: int, share: float) -> frozenset[int]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Build:
+class _SampleBuild:
     """One encoding of all rows into a new cache folder."""
 
     data: Data
@@ -130,7 +129,7 @@ class _Build:
     def into(self, folder: Path, fingerprint: str) -> None:
         """Make the folder whole, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
-            streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in _STREAMS]
+            streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in _STREAMS]
             self._encode(streams)
             self._check(streams)
             meta = {name: stream.counts for name, stream in zip(_STREAMS, streams, strict=True)}
@@ -138,7 +137,7 @@ class _Build:
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
 
-    def _encode(self, streams: list["_Writer"]) -> None:
+    def _encode(self, streams: list["_SampleWriter"]) -> None:
         aside, number = held_out(self.rows, self.data.validation), 0
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
             for found in pool.map(_batches(self.source.rows())):
@@ -151,7 +150,7 @@ class _Build:
         if number != self.rows:
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
 
-    def _check(self, streams: list["_Writer"]) -> None:
+    def _check(self, streams: list["_SampleWriter"]) -> None:
         """What a wrong mask looks like: nothing is trained, everything is, or no answer ever ends."""
         tokens, trained, ends = (
             sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends")
@@ -182,7 +181,7 @@ def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:
 
 
 @final
-class _Writer:
+class _SampleWriter:
     """Writes one stream: ids to NAME.tokens, marks to NAME.marks, where samples begin to NAME.starts."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
@@ -193,7 +192,7 @@ class _Writer:
         self.roles = self.pairs = False
         self._decode = tokenizer.decode
 
-    def __enter__(self) -> "_Writer":
+    def __enter__(self) -> "_SampleWriter":
         self._files: dict[str, BinaryIO] = {
             name: self._path.with_suffix(f".{name}").open("wb", buffering=2**20)
             for name in ("tokens", "marks", "starts")

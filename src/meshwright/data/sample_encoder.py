@@ -24,6 +24,9 @@ from meshwright.spec.errors import DataError
 TRAINED = 0x80
 """Bit of a mark."""
 
+_MOST_TOKENS = 2**26
+"""Of the rows of one request: a template that writes without end may fill this process and not its parent."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSettings:
@@ -53,10 +56,19 @@ class EncodedSample:
 
 def row_encoder(tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSettings) -> word_encoder.Encode:
     """(JSON of [place, row] each, flags that are not read) -> each row's samples, packed."""
-    encoder = _Rows(tokenizer, vocab, settings)
+    encoder = _RowEncoder(tokenizer, vocab, settings)
 
     def encode(texts: Sequence[str], flags: bytes) -> list[bytes]:
-        return [pack(encoder(*json.loads(text))) for text in texts]
+        found, tokens = [], 0
+        for text in texts:
+            groups = encoder(*json.loads(text))
+            tokens += sum(len(one.marks) for group in groups for one in group)
+            if tokens > _MOST_TOKENS:
+                raise DataError(
+                    f"{len(texts)} rows become more than {_MOST_TOKENS:,} tokens, most of them by the chat template"
+                )
+            found.append(pack(groups))
+        return found
 
     return encode
 
@@ -86,7 +98,7 @@ def unpack(data: bytes) -> list[list[EncodedSample]]:
     return groups
 
 
-class _Rows:
+class _RowEncoder:
     """Encodes one row after the other."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSettings) -> None:
@@ -96,6 +108,7 @@ class _Rows:
         self._bytes = "H" if word_encoder.id_bytes(vocab) == 2 else "I"
         self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today))
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._blank = {self._encode(blank)[0][0] for blank in ("\n", "\n\n", " ") if len(self._encode(blank)[0]) == 1}
         whole, *parts = (self._encode(text)[0] for text in ("a\nb", "a\n", "b"))
         self._cuts = whole == [*parts[0], *parts[1]]
         """Whether a text may be encoded in parts: a tokenizer may put a space before each."""
@@ -105,11 +118,20 @@ class _Rows:
         sample = samples.sample((where, row))
         try:
             if isinstance(sample, Preference):
-                pair = [self._one(part) for part in (sample.chosen, sample.rejected)]
-                return [[one for (one,) in pair]]
+                return [[self._answer(part) for part in (sample.chosen, sample.rejected)]]
             return [[one] for one in self._one(sample)]
         except DataError as error:
             raise DataError(f"{spoken(where)}: {error}") from error
+
+    def _answer(self, sample: Conversation | Continuation) -> EncodedSample:
+        """One answer of a preference."""
+        found = self._one(sample)
+        if len(found) != 1:
+            raise DataError(
+                "the chat template shows earlier answers in another form once others follow, so that the turns of a "
+                "preference cannot be trained together: give one answer each, with what was said before as 'prompt'"
+            )
+        return found[0]
 
     def _one(self, sample: Conversation | Continuation | TokenIds) -> list[EncodedSample]:
         if isinstance(sample, TokenIds):
@@ -119,8 +141,9 @@ class _Rows:
         return [self._marked(one) for one in rendering.conversation(sample, self._template, self._settings.policy)]
 
     def _given(self, sample: TokenIds) -> EncodedSample:
-        if max(sample.ids) >= self._vocab or min(sample.ids) < 0:
-            raise DataError(f"token {max(sample.ids)} is outside the tokenizer's vocabulary of {self._vocab:,}")
+        outside = [token for token in sample.ids if not 0 <= token < self._vocab]
+        if outside:
+            raise DataError(f"token {outside[0]} is outside the tokenizer's vocabulary of {self._vocab:,}")
         labels = sample.labels or sample.ids
         return self._made(sample.ids, bytes(TRAINED if label >= 0 else 0 for label in labels))
 
@@ -149,15 +172,22 @@ class _Rows:
             marks.append(TRAINED)
 
     def _check_ends(self, ids: Sequence[int], marks: bytes | bytearray) -> None:
-        """A special token that is trained twice in a row: a file that spells what the template adds."""
-        for (one, mark), (other, next_mark) in pairwise(zip(ids, marks, strict=True)):
+        """A special token that is trained twice in a row, or with blanks between: a file spells what the template
+        adds."""
+        said = (pair for pair in zip(ids, marks, strict=True) if pair[0] not in self._blank)
+        for (one, mark), (other, next_mark) in pairwise(said):
             if one == other and one in self._special and mark & next_mark & TRAINED:
                 token = self._tokenizer.id_to_token(one)
-                raise DataError(f"{token} ends a turn twice: the file spells it and the template adds it")
+                raise DataError(
+                    f"{token} ends a turn twice: the file spells it and the template adds it; remove it from the file"
+                )
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """Ids, and the character that each begins at."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # which one depends on the version of tokenizers
+            raise DataError("the text holds half a surrogate pair, which is no Unicode text") from None
         return found.ids, [begin for begin, _ in found.offsets]
 
     def _made(self, ids: Sequence[int], marks: bytes) -> EncodedSample:

@@ -5,7 +5,7 @@ Letters: B rows, S tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ _CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedSamples:
     """What became of samples that are longer than a row, or of which a row keeps nothing to train."""
 
     kept: int
@@ -88,7 +88,7 @@ class SampleRows:
         found: list[int] = self._kept[self.packed.row(row)].tolist()
         return found
 
-    def _fit(self, lengths: NDArray[np.int64], data: Data, tokenizer: Tokenizer) -> Fitted:
+    def _fit(self, lengths: NDArray[np.int64], data: Data, tokenizer: Tokenizer) -> FittedSamples:
         """Find what is kept, and how long it is."""
         long = np.flatnonzero(lengths > self._sequence)
         if len(long) and data.overlong == "refuse":
@@ -103,7 +103,7 @@ class SampleRows:
         stays = trains & (lengths <= self._sequence) if data.overlong == "drop" else trains
         self._kept = np.flatnonzero(stays)
         cut = lengths[stays] - self._lengths[stays]
-        return Fitted(
+        return FittedSamples(
             kept=len(self._kept), overlong=len(long), left_out=int((~stays).sum()), untrained=int((~trains).sum()),
             cut_tokens=int(cut.sum()),
         )  # fmt: skip
@@ -111,10 +111,11 @@ class SampleRows:
     def _whole_characters(self, sample: int, tokenizer: Tokenizer) -> int:
         """The length of a sample that is cut, so that its last token does not end in the middle of a character."""
         begin = int(self._stream.starts[sample])
-        for back in range(_CHARACTER):
-            end = begin + self._sequence - back
-            if not tokenizer.decode(self._stream.read(max(begin, end - 2 * _CHARACTER), end)).endswith("\ufffd"):
-                return self._sequence - back
+        for length in range(self._sequence, max(0, self._sequence - 4 * _CHARACTER), -1):
+            first = max(0, length - _CHARACTER)
+            near = self._stream.read(begin + first, begin + length + _CHARACTER - 1)
+            if _ends_whole(near, length - first, tokenizer):
+                return length
         return self._sequence
 
     def _trains(self, sample: int) -> bool:
@@ -149,3 +150,18 @@ class SampleRows:
             targets[place : place + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
             place += length
         documents[place:], positions[place:] = number, np.arange(len(tokens) - place)
+
+
+def _ends_whole(tokens: NDArray[Any], size: int, tokenizer: Tokenizer) -> bool:
+    """Whether the first `size` of these tokens end with a whole character. Bytes that are none decode to U+FFFD, and
+    some tokenizers show a whole run of bytes so when one of them is missing: hence ends of every length. A U+FFFD that
+    the text itself holds stays when more follows."""
+    ends = [slice(size - back, size) for back in range(1, size + 1)]
+    if any(not tokenizer.decode(tokens[end]).endswith("\ufffd") for end in ends):
+        return True
+    more = range(size + 1, len(tokens) + 1)
+    return all(
+        tokenizer.decode(tokens[end.start : until]).startswith(tokenizer.decode(tokens[end]))
+        for end in ends[: _CHARACTER - 1]
+        for until in more
+    )

@@ -72,7 +72,7 @@ def sample(row: Row) -> Sample:
     for needed, make in _FORMS:
         if needed <= present.keys():
             return make(present, spoken(where))
-    has = ", ".join(map(str, fields)) or "no fields"
+    has = ", ".join(str(name) if name in present else f"{name} (null)" for name in fields) or "no fields"
     known = "; ".join(" + ".join(sorted(needed)) for needed, _ in _FORMS)
     raise DataError(f"{spoken(where)}: the columns ({has}) are none of: {known}")
 
@@ -158,7 +158,7 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
     if "from" not in turn:
         return turn
     role = turn["from"]
-    return {"role": _ROLES.get(role, role), "content": turn.get("value")}
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:

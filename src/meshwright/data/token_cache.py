@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -11,7 +11,7 @@ from typing import Final, final
 import numpy as np
 
 from meshwright.data import split
-from meshwright.data.cache_folder import default_root, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sources import Source
@@ -21,9 +21,6 @@ from meshwright.spec.errors import DataError
 
 FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""
-
-Progress = Callable[[int, int], None]
-"""(bytes of text done, bytes in all)."""
 
 _STREAMS: Final = ("train", "validation")
 _BATCH_CHARACTERS: Final = 2**18
@@ -38,13 +35,8 @@ def prepare(
     """Tokens of `data`, encoded now or found in the cache; DataError for whatever keeps text from being tokens.
 
     `processes`: encoding processes, by default one per core; memory stays below 1 GiB in all. `progress` is called
-    only while text is encoded. Several callers at once do the work once; a damaged cache is made anew. Samples are
-    made in data/sample_cache.py.
+    only while text is encoded. Several callers at once do the work once; a damaged cache is made anew.
     """
-    if data.form == "samples":
-        from meshwright.data import sample_cache
-
-        return sample_cache.prepare(data, cache_root=cache_root, processes=processes, progress=progress)
     source, root = Source(data), cache_root or default_root()
     try:
         return _prepare(data, source, root, processes, progress)
