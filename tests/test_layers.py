@@ -45,7 +45,7 @@ LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
     "planner": set(),
     "planfile": {"pydantic", "yaml"},
-    "data": {"numpy", "tokenizers", "pyarrow", "datasets"},
+    "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets"},
     "kernels": {"torch", "triton"},
 }
 """Third-party imports of the lower layers; the others are free."""
@@ -56,7 +56,7 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
     "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
-    "data/token_cache.py": "XDG_CACHE_HOME names the user's cache folder",
+    "data/cache_folder.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below the cli that read the environment, each with the standard that demands it."""
 

@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from meshwright.api.profiling import profile
     from meshwright.api.trained_model import load
     from meshwright.api.training_run import train
+    from meshwright.api.tuning import tune
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "load", "plan", "profile", "report", "train",
+    "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "dry_run": "api.dry_runs", "load": "api.trained_model", "plan": "api.planning",
-    "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "DoesNotFit": "spec.errors",
-    "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
+    "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "tune": "api.tuning",
+    "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data import Sampler, Sequences, TokenStream
 from meshwright.spec.errors import DataError
-from meshwright.training.batches import Feed, PackedText, Share, forms, held_out, split, to_batch, valid_tokens
+from meshwright.training.batches import Feed, PackedRows, Share, forms, held_out, split, to_batch, valid_tokens
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def counted() -> Counted:
 
 @pytest.fixture
 def feed(counted: Counted) -> Iterator[Feed]:
-    found = Feed(PackedText(counted, True), CPU)  # type: ignore[arg-type]
+    found = Feed(PackedRows(counted, True), CPU)  # type: ignore[arg-type]
     yield found
     found.close()
 
@@ -129,7 +129,7 @@ def test_what_was_read_ahead_in_vain_is_not_given_out(feed: Feed) -> None:
 
 
 def test_an_error_ahead_is_raised_where_the_batch_is_needed() -> None:
-    found = Feed(PackedText(Counted(sampler(), failing=2), True), CPU)  # type: ignore[arg-type]
+    found = Feed(PackedRows(Counted(sampler(), failing=2), True), CPU)  # type: ignore[arg-type]
     found.take(0, 2, following=2)
     with pytest.raises(DataError, match="the file is gone"):
         found.take(2, 2)

@@ -7,6 +7,7 @@
     dry_runs         dry_run       -> DryRunAnswer
     profiling        profile       -> ProfileAnswer
     training_run     train         -> TrainAnswer; foresight: what is said before the first step
+    tuning           tune          -> TrainAnswer
     comparing        compare       -> ComparisonAnswer; report
     trained_model    load          -> TrainedModel: generate, evaluate
     answer           what they have in common; documents: as JSON, markup: as HTML

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from html import escape
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
-from meshwright.data import Sampler, Tokenizer, TokenStream, prepare
+from meshwright.data import Corpus, Tokenizer, prepare
+from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
 from meshwright.parallel import on_one_device
-from meshwright.spec import Data, Plan, num_parameters
+from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
@@ -110,41 +112,55 @@ class TrainedModel:
             return ids
         return [bos, *ids]
 
+    def encode_chat(self, said: str) -> list[int]:
+        """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
+        DataError where the template fails."""
+        from meshwright.data.chat_template import DEFAULT, ChatTemplate
+
+        if self.tokenizer is None:
+            raise PlanError(f"{self.path} has no tokenizer.json, and so no chat template: give the prompt as token ids")
+        template = ChatTemplate(self.tokenizer.chat_template or DEFAULT, self.tokenizer.spelled, date.today())
+        return self.encode(template.render([{"role": "user", "content": said}], prompt=True).text)
+
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
         """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
         run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
         if sequences < 0:
             raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
-        stream = self._text(data)
+        settings, corpus = self._corpus(data)
+        stream = corpus.validation if data is None else corpus.train
         if stream.num_tokens < 2:
             raise DataError(
                 f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
             )
-        assert self.tokenizer is not None
-        length = self.plan.recipe.sequence if self.plan else min(LONGEST, self.model.shape.max_positions)
+        recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
         batches = held_out(
-            Sampler(stream, sequence=length, tokenizer_separator=self.tokenizer.separator, seed=0, shuffle=False),
+            numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
             self.model.embed.weight.device,
-            rows=max(1, ROWS_TOKENS // length),
+            rows=max(1, ROWS_TOKENS // recipe.sequence),
             limit=sequences,
-            document_mask=self.plan.recipe.document_mask if self.plan else True,
+            document_mask=recipe.document_mask,
         )
         per_byte = stream.num_tokens / max(1, stream.num_bytes)
         return evaluate(on_one_device(self.model), batches, step=0, tokens_per_byte=per_byte)
 
-    def _text(self, path: str | Path | None) -> TokenStream:
-        """With a path the whole text there; without one the part that the run held out."""
+    def _corpus(self, path: str | Path | None) -> tuple[Data, Corpus]:
+        """With a path the whole text there, read as the run read its own; without one what the run trained on and held
+        out."""
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: put its tokenizer there")
+        data = self.plan.data if self.plan and (path is None or self.plan.data.form != "text") else Data()
+        data = replace(data, tokenizer=self.tokenizer_file)
         if path is not None:
+            data = replace(data, path=str(path), validation=0.0)
             try:
-                return prepare(Data(path=str(path), tokenizer=self.tokenizer_file, validation=0.0)).train
+                return data, prepare(data)
             except DataError as error:
                 raise DataError(str(error).replace("data.path=", "data=")) from None
         if self.plan is None:
             raise ArgumentError(f'{self.path} does not say which text to score it on: give data=PATH, or data="stdlib"')
-        return prepare(replace(self.plan.data, tokenizer=self.tokenizer_file)).validation
+        return data, prepare(data)
 
     def __repr__(self) -> str:
         weight = self.model.embed.weight

@@ -26,6 +26,7 @@ from meshwright.cli.verbs.quickstart import quickstart
 from meshwright.cli.verbs.report import report
 from meshwright.cli.verbs.schema import schema
 from meshwright.cli.verbs.train import train
+from meshwright.cli.verbs.tune import tune
 from meshwright.cli.verbs.verify import verify
 
 EXIT = typer.Exit
@@ -92,7 +93,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    "quickstart": quickstart, "init": init, "train": train, "generate": generate,
+    "quickstart": quickstart, "init": init, "train": train, "tune": tune, "generate": generate,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "schema": schema,

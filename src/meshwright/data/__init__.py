@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.data.corpus import Corpus as Corpus
     from meshwright.data.corpus import TokenStream as TokenStream
+    from meshwright.data.preparation import prepare as prepare
     from meshwright.data.sources import Document as Document
-    from meshwright.data.token_cache import prepare as prepare
     from meshwright.data.tokenizer import Tokenizer as Tokenizer
     from meshwright.data.windows import Sampler as Sampler
     from meshwright.data.windows import Sequences as Sequences
 
 _HOMES = {
-    "prepare": "token_cache",
+    "prepare": "preparation",
     "Corpus": "corpus",
     "TokenStream": "corpus",
     "Document": "sources",

@@ -55,6 +55,11 @@ class TokenStream:
     num_documents: int
     file: TokenFile | None = None
     """The tokens' file, where the system can read at a place."""
+    marks: NDArray[np.uint8] | None = None
+    """Of samples: a byte a token, who says it and whether it is trained (sample_encoder.TRAINED). Their `num_tokens`
+    and `num_bytes` count what is trained. None = text, all of which is trained."""
+    pairs: bool = False
+    """Documents come in pairs: a preference, the better one first."""
 
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
         """Tokens [begin, end), leaving nothing of the file resident."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, final
 
+from meshwright.data.rows import spoken
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.worker import read_frame, write_frame
 from meshwright.spec.errors import DataError
@@ -41,8 +42,13 @@ class Pool:
     the caller's main module is not imported again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, processes: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, processes: int | None = None, *, samples: str = "", limit_s: float = 0.0
+    ) -> None:
+        """`samples`: texts are rows of a fine-tuning file, and these the settings of data/sample_encoder.py; they are
+        never encoded in this process. `limit_s`: a batch that takes longer ends its process; 0 = no limit."""
         wanted = cores() if processes is None else max(1, processes)
+        self._samples, self._limit_s = samples, limit_s
         self._tokenizer: Final = tokenizer
         self._processes: Final = min(wanted, _MOST_PROCESSES)
         self._threads_each: Final = -(-wanted // self._processes)
@@ -51,7 +57,7 @@ class Pool:
         self._threads: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
-        if self._processes > 1 and sys.executable:
+        if (self._processes > 1 or self._samples) and sys.executable:
             self._threads = ThreadPoolExecutor(self._processes, thread_name_prefix="meshwright-encode")
         return self
 
@@ -86,9 +92,16 @@ class Pool:
         child = getattr(self._mine, "child", None) or self._start()
         assert child.stdin is not None and child.stdout is not None
         flags, texts = batch
-        with contextlib.suppress(BrokenPipeError):
-            write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
-        answer = read_frame(child.stdout)
+        late = threading.Event()
+        with _limited(child, self._limit_s, late):
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
+            answer = read_frame(child.stdout)
+        if late.is_set():
+            raise DataError(
+                f"{_from(texts)}: the chat template ran for more than {self._limit_s:g} s on {len(texts)} rows: it may "
+                "never end; correct it"
+            )
         if answer is None:
             raise DataError(
                 f"an encoding process ended with exit code {child.wait()} (-9 = killed, often for want of memory): "
@@ -96,7 +109,7 @@ class Pool:
             )
         error, *ids = answer
         if error:
-            raise DataError(f"encoding failed: {error.decode()}")
+            raise DataError(error.decode() if self._samples else f"encoding failed: {error.decode()}")
         return ids
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -106,5 +119,29 @@ class Pool:
         self._mine.child = child
         assert child.stdin is not None
         child.stdin.write(json.dumps(sys.path).encode() + b"\n")
-        write_frame(child.stdin, [self._tokenizer.json.encode(), str(self._tokenizer.vocab).encode()])
+        setup = (self._tokenizer.json, str(self._tokenizer.vocab), self._samples)
+        write_frame(child.stdin, [part.encode() for part in setup])
         return child
+
+
+def _from(texts: Sequence[str]) -> str:
+    """Where the rows of a batch begin."""
+    return spoken(json.loads(texts[0])[0])
+
+
+@contextlib.contextmanager
+def _limited(child: subprocess.Popen[bytes], limit_s: float, late: threading.Event) -> Iterator[None]:
+    """Inside, the child may answer for `limit_s`; then it is ended, and `late` set. 0 = no limit."""
+
+    def end() -> None:
+        late.set()
+        child.kill()
+
+    timer = threading.Timer(limit_s, end) if limit_s else None
+    if timer is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()

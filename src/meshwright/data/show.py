@@ -1,14 +1,18 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
-from meshwright.data.windows import IGNORED, Sampler
+from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data, Recipe
 
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _LOOKED_AT = 256
 """Samples searched for one that holds a border of documents."""
 
@@ -34,6 +38,26 @@ class Token:
     position: int
     target: int | None
     """None = ignored."""
+    mark: Literal["", "trained", "masked", "padding"] = ""
+    """Of a sample's token: whether it is trained. Empty = text, all of which is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFigures:
+    """Of samples that are trained on."""
+
+    trained_share: float
+    """Of their tokens."""
+    lengths: tuple[int, ...]
+    """Tokens of a sample: the shortest, a quarter, half, three quarters, nine tenths, the longest."""
+    overlong: int
+    """Longer than a row."""
+    left_out: int
+    """Of which no row has anything."""
+    cut_tokens: int
+    """Behind the ends of rows."""
+    waste: float
+    """Share of all places that no sample fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +81,15 @@ class DataView:
     """Number of the sample shown: the first of the run's that holds a border, else 0."""
     packed: bool
     tokens: tuple[Token, ...]
+    samples: SampleFigures | None = None
+    """None = text."""
 
 
 def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
     source, tokenizer, both = Source(data), corpus.tokenizer, (corpus.train, corpus.validation)
-    sampler = Sampler(corpus.train, sequence=recipe.sequence, tokenizer_separator=tokenizer.separator, seed=recipe.seed)
+    sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
+    aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = -(-max(0, corpus.validation.num_tokens - 1) // recipe.sequence)
     sample, packed, tokens = _sample(corpus, sampler)
     num_bytes, num_tokens = (sum(getattr(stream, f"num_{what}") for stream in both) for what in ("bytes", "tokens"))
@@ -77,11 +104,24 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
         sequence=recipe.sequence,
         bytes_per_token=num_bytes / num_tokens,
         train=_figures(corpus.train, len(sampler)),
-        validation=_figures(corpus.validation, short),
+        validation=_figures(corpus.validation, len(aside) if data.form == "samples" else short),
         fingerprint=corpus.fingerprint,
         sample=sample,
         packed=packed,
         tokens=tokens,
+        samples=_sample_figures(corpus.train, sampler) if isinstance(sampler, SampleRows) else None,
+    )
+
+
+def _sample_figures(stream: TokenStream, sampler: SampleRows) -> SampleFigures:
+    lengths = np.diff(np.append(stream.starts, len(stream.tokens)))
+    return SampleFigures(
+        trained_share=stream.num_tokens / len(stream.tokens),
+        lengths=tuple(np.quantile(lengths, QUANTILES, method="nearest").tolist()),
+        overlong=sampler.fitted.overlong,
+        left_out=sampler.fitted.left_out,
+        cut_tokens=sampler.fitted.cut_tokens,
+        waste=sampler.packed.waste,
     )
 
 
@@ -91,12 +131,12 @@ def _figures(stream: TokenStream, windows: int) -> StreamFigures:
     )
 
 
-def _sample(corpus: Corpus, sampler: Sampler) -> tuple[int, bool, tuple[Token, ...]]:
+def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Token, ...]]:
     numbers = range(min(_LOOKED_AT, len(sampler)))
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
     found = sampler.take(chosen, 1)
     rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
-    spell = corpus.tokenizer.spell
+    spell, marks = corpus.tokenizer.spell, _marks(found, isinstance(sampler, SampleRows))
     tokens = tuple(
         Token(
             id=token,
@@ -104,7 +144,22 @@ def _sample(corpus: Corpus, sampler: Sampler) -> tuple[int, bool, tuple[Token, .
             document=document,
             position=position,
             target=None if target == IGNORED else target,
+            mark=mark,
         )
-        for token, document, position, target in zip(*(np.asarray(row).tolist() for row in rows), strict=True)
+        for (token, document, position, target), mark in zip(
+            zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, strict=True
+        )
     )
     return chosen, found.packed, tokens
+
+
+def _marks(found: Sequences, samples: bool) -> list[Literal["", "trained", "masked", "padding"]]:
+    """Of each token of the row: a token is trained where the one before it has it as its target."""
+    size = found.tokens.shape[1]
+    if not samples:
+        return [""] * size
+    trained = np.append(False, found.targets[0, :-1] != IGNORED)
+    targets = np.flatnonzero(trained)
+    last = found.documents[0, -1]
+    padding = (found.documents[0] == last) & ~np.isin(found.documents[0], found.documents[0, targets])
+    return ["trained" if one else "padding" if two else "masked" for one, two in zip(trained, padding, strict=True)]

@@ -5,7 +5,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from meshwright.data import pieces, rows
+from meshwright.data.rows import Row
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
@@ -27,6 +28,11 @@ _WRITTEN_BY_PROGRAMS = (
 )
 _NOT_TEXT = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 _NOT_OURS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": rows.jsonl,
+    ".json": rows.json_array,
+    ".parquet": rows.parquet,
+}
 _MAGIC = "*?["
 _ALIKE = 0.8
 """A typing error leaves more of a name (difflib); an ending in common alone makes short names alike to 0.77."""
@@ -78,6 +84,15 @@ class Source:
         found = self._all()
         return _limited(found, self._data.limit_bytes) if self._data.limit_bytes else found
 
+    def rows(self) -> Iterator[Row]:
+        """Every row of .jsonl, .json and .parquet files and hub datasets, streamed; DataError for other files."""
+        if self._dataset is not None:
+            yield from rows.hub(self._dataset, self._data.path)
+        for path in self.files:
+            if path.suffix not in _ROWS:
+                raise DataError(f"{path} holds no rows: fine-tuning reads {', '.join(_ROWS)} files and hub datasets")
+            yield from _ROWS[path.suffix](path)
+
     def signature(self) -> str:
         """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]
@@ -93,18 +108,18 @@ class Source:
 
     def _all(self) -> Iterator[Document]:
         if self._dataset is not None:
-            yield from _from_rows(rows.hub(self._dataset, self._data.path, self._data.text_field))
+            yield from self._texts(rows.hub(self._dataset, self._data.path, [self._data.text_field]))
         for path in self.files:
             if path.suffix == ".jsonl":
-                yield from _from_rows(rows.jsonl(path, self._data.text_field))
+                yield from self._texts(rows.jsonl(path))
             elif path.suffix == ".parquet":
-                yield from _from_rows(rows.parquet(path, self._data.text_field))
+                yield from self._texts(rows.parquet(path, [self._data.text_field]))
             elif path.stat().st_size:
                 yield Document(name=os.fspath(path), pieces=pieces.read(path))
 
-
-def _from_rows(found: Iterator[tuple[str, str]]) -> Iterator[Document]:
-    return (Document(name=name, pieces=pieces.cut(text)) for name, text in found if text)
+    def _texts(self, found: Iterator[Row]) -> Iterator[Document]:
+        named = rows.texts(found, self._data.text_field)
+        return (Document(name=name, pieces=pieces.cut(text)) for name, text in named if text)
 
 
 def _limited(found: Iterator[Document], limit: int) -> Iterator[Document]:

@@ -2,19 +2,16 @@
 
 import contextlib
 import hashlib
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, final
+from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data import split
+from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sources import Source
@@ -25,19 +22,11 @@ from meshwright.spec.errors import DataError
 FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""
 
-Progress = Callable[[int, int], None]
-"""(bytes of text done, bytes in all)."""
-
 _STREAMS: Final = ("train", "validation")
 _BATCH_CHARACTERS: Final = 2**18
 _ALONE_BYTES: Final = 2**20
 """Text up to this size is encoded in this process: it takes less time than starting others."""
 _TRAIN_BPE_BYTES: Final = 2**25
-
-
-def default_root() -> Path:
-    """$XDG_CACHE_HOME/meshwright, by default ~/.cache/meshwright (XDG base directories)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def prepare(
@@ -58,7 +47,7 @@ def prepare(
 
 def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
     index = root / "index" / f"{source.signature()}.json"
-    counted, digest = None, _read_json(index).get("content")
+    counted, digest = None, read_json(index).get("content")
     if not digest:
         counted, digest = _count(data, source, index)
     tokenizer = _tokenizer(data, source, digest, root)
@@ -66,7 +55,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     folder = root / "tokens" / fingerprint[:24]
     if (found := _load(folder, tokenizer, fingerprint)) is not None:
         return found
-    with _lock(folder):
+    with lock(folder):
         if (found := _load(folder, tokenizer, fingerprint)) is not None:
             return found
         if counted is None:
@@ -86,7 +75,7 @@ def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, str]:
     if not counted.num_bytes:
         raise DataError(f"data.path={data.path} holds no text: every document is empty")
     index.parent.mkdir(parents=True, exist_ok=True)
-    _write_json(index, {"content": counted.digest})
+    write_json(index, {"content": counted.digest})
     return counted, counted.digest
 
 
@@ -107,7 +96,7 @@ def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer
     with contextlib.suppress(DataError):
         return Tokenizer.load(folder)
     made = choose(data.tokenizer, None, _sample(source))
-    with _new_folder(folder) as new:
+    with new_folder(folder) as new:
         made.save(new)
     return made
 
@@ -137,14 +126,14 @@ class _Build:
 
     def into(self, folder: Path, fingerprint: str) -> None:
         """Make the folder whole, or leave nothing."""
-        with _new_folder(folder) as new, contextlib.ExitStack() as open_files:
+        with new_folder(folder) as new, contextlib.ExitStack() as open_files:
             streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in _STREAMS]
             self._encode(streams)
             meta = {name: stream.counts() for name, stream in zip(_STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
-            _write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta, **origin})
+            write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta, **origin})
 
     def _encode(self, streams: list["_Writer"]) -> None:
         reading, done, total = split.Reading(), 0, self.counted.num_bytes
@@ -203,7 +192,7 @@ class _Writer:
         for file in (self._tokens, self._starts):
             try:
                 if error[0] is None:
-                    _sync(file)
+                    sync(file)
             finally:
                 file.close()
 
@@ -225,7 +214,7 @@ class _Writer:
 
 def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None:
     """The corpus in a folder, or None where it is missing or not as its meta.json says."""
-    meta = _read_json(folder / "meta.json")
+    meta = read_json(folder / "meta.json")
     try:
         whole = meta["fingerprint"] == fingerprint and all(
             (folder / name).stat().st_size == size for name, size in meta["files"].items()
@@ -240,76 +229,13 @@ def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None
 
 def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
     file = path.with_suffix(".tokens")
-    tokens = _mapped(file, tokenizer.dtype, counts["num_tokens"])
-    starts = _mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
+    tokens = mapped(file, tokenizer.dtype, counts["num_tokens"])
+    starts = mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
     return TokenStream(
-        tokens=tokens, starts=starts, file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None, **counts
+        tokens=tokens,
+        starts=starts,
+        num_tokens=counts["num_tokens"],
+        num_bytes=counts["num_bytes"],
+        num_documents=counts["num_documents"],
+        file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None,
     )
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    if not count:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name that takes its place when the block ends well and is gone when it does not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    old = new.with_name(new.name + ".old")
-    try:
-        yield new
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(old)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time make this folder. Where the system has no file locks, both make it and one is kept."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-            _sweep(folder)
-        yield
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of this folder; only who holds the lock may."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, {} where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("wb") as file:
-        file.write(json.dumps(content, indent=1).encode())
-        _sync(file)
-    new.replace(path)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data import pieces, word_encoder
+from meshwright.data import pieces, template_files, word_encoder
 from meshwright.spec.errors import DataError
 
 SEPARATOR: Final = "<|endoftext|>"
@@ -41,10 +41,19 @@ _PAIRS: Final = (
 class Tokenizer:
     """One tokenizer. Documents are `[bos] text [eos]`, or `[separator] text` where one token plays both."""
 
-    def __init__(self, text: str, *, bos: str | None = None, eos: str | None = None, config: str | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        bos: str | None = None,
+        eos: str | None = None,
+        config: str | None = None,
+        template: str | None = None,
+    ) -> None:
         """From the text of a tokenizer.json and the spelling of its marks.
 
-        With only one of the two it plays both. `config` is the text of a tokenizer_config.json to keep beside it.
+        With only one of the two it plays both. `config` is the text of a tokenizer_config.json to keep beside it,
+        `template` that of a chat_template.jinja.
         """
         self._library = word_encoder.library(text)
         ids = self._library.get_vocab(with_added_tokens=True)
@@ -60,6 +69,7 @@ class Tokenizer:
         self.eos: Final = None if last is None else ids[last]
         self._marks = (first, last)
         self._config = config
+        self._template = template
         self._encoder = word_encoder.encoder(self._library, self.vocab)
 
     @classmethod
@@ -76,7 +86,8 @@ class Tokenizer:
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
         config = file.with_name("tokenizer_config.json")
         bos, eos = _marks_beside(file) or _marks_by_name(library)
-        return cls(text, bos=bos, eos=eos, config=config.read_text(encoding="utf-8") if config.is_file() else None)
+        beside = (path.read_text(encoding="utf-8") if path.is_file() else None for path in (config, _template_of(file)))
+        return cls(text, bos=bos, eos=eos, **dict(zip(("config", "template"), beside, strict=True)))
 
     @classmethod
     def shipped(cls) -> "Tokenizer":
@@ -131,6 +142,33 @@ class Tokenizer:
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of conversations that came with it."""
+        return template_files.from_files(self._named, self._template)
+
+    def with_template(self, template: str) -> "Tokenizer":
+        """The same with another chat template, which is saved with it."""
+        first, last = self._marks
+        return Tokenizer(self.json, bos=first, eos=last, config=self._config, template=template)
+
+    @property
+    def spelled(self) -> dict[str, str]:
+        """Special tokens by the names that templates have for them: bos_token and its like."""
+        marks = dict(zip(("bos_token", "eos_token"), (mark or "" for mark in self._marks), strict=True))
+        named = template_files.special_tokens(self._named)
+        return named if "eos_token" in named else {**marks, **named}  # what a config does not name, a template lacks
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        found = json.loads(self._config) if self._config else {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of its special tokens."""
+        return frozenset(id for id, token in self._library.get_added_tokens_decoder().items() if token.special)
+
+    @property
     def json(self) -> str:
         """The content of its tokenizer.json."""
         return str(self._library.to_str(pretty=False))
@@ -166,6 +204,8 @@ class Tokenizer:
         library = tokenizers.Tokenizer.from_str(self.json)
         (folder / "tokenizer.json").write_text(library.to_str(pretty=True) + "\n", encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(self._config or self._minimal_config(), encoding="utf-8")
+        if self._template is not None:
+            _template_of(folder / "tokenizer.json").write_text(self._template, encoding="utf-8")
 
     def _minimal_config(self) -> str:
         bos, eos = self._marks
@@ -194,6 +234,11 @@ def choose(setting: str, folder: Path | None, texts: Iterator[str]) -> Tokenizer
     if setting.startswith("bpe:"):
         return Tokenizer.train(texts, trained_vocab(setting))
     return Tokenizer.load(Path(setting).expanduser())
+
+
+def _template_of(file: Path) -> Path:
+    """Where a chat template lies beside a tokenizer.json."""
+    return file.with_name("chat_template.jinja")
 
 
 def trained_vocab(setting: str) -> int:

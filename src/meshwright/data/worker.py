@@ -4,6 +4,7 @@ It imports neither numpy nor the caller's main module, so it starts in a tenth o
 count, that many lengths, and the parts themselves.
 """
 
+import contextlib
 import os
 import signal
 import struct
@@ -12,6 +13,9 @@ from collections.abc import Sequence
 from typing import IO
 
 from meshwright.data import word_encoder
+from meshwright.spec.errors import DataError
+
+_MOST_BYTES = 2**32
 
 
 def write_frame(stream: IO[bytes], parts: Sequence[bytes]) -> None:
@@ -37,22 +41,38 @@ def read_frame(stream: IO[bytes]) -> list[bytes] | None:
 def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> None:
     """Answer until the source ends.
 
-    The first frame is (tokenizer.json, vocab). A request is (flags, text, text, ...); its answer is (error, ids,
-    ids, ...), where an empty error means success. Ctrl-C is the parent's to handle.
+    The first frame is (tokenizer.json, vocab, settings of samples or nothing). A request is (flags, text, text, ...);
+    its answer is (error, ids, ids, ...), where an empty error means success. Ctrl-C is the parent's to handle.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
     setup = read_frame(source)
     if setup is None:
         return
-    encode = word_encoder.encoder(word_encoder.library(setup[0].decode()), int(setup[1]))
+    encode = _encoder(*(part.decode() for part in setup))
     while (request := read_frame(source)) is not None:
         flags, *texts = request
         try:
             answer = [b"", *encode([text.decode() for text in texts], flags)]
+        except DataError as error:
+            answer = [str(error).encode()]
         except Exception as error:
             answer = [f"{type(error).__name__}: {error}".encode()]
         try:
             write_frame(sink, answer)
         except BrokenPipeError:  # the parent is gone; an ordinary exit would complain about the unwritten rest
             os._exit(1)
+
+
+def _encoder(tokenizer: str, vocab: str, samples: str) -> word_encoder.Encode:
+    """Of text, or of rows of a fine-tuning file, whose templates run here: they get so much memory and no more."""
+    library = word_encoder.library(tokenizer)
+    if not samples:
+        return word_encoder.encoder(library, int(vocab))
+    from meshwright.data import sample_encoder
+
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    return sample_encoder.from_json(samples)(library, int(vocab))

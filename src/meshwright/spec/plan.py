@@ -1,7 +1,7 @@
 """Plan: the four nouns together with the data and the run folder. It is what is run."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -11,6 +11,8 @@ from meshwright.spec.places import layers_of_stages
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
+ROLES = ("system", "user", "assistant", "tool")
+"""Who speaks in a conversation."""
 RANDOM = "random"
 """`Plan.init` of a run whose weights are drawn."""
 
@@ -29,12 +31,30 @@ class Data:
     """Share of the text held out for evaluation."""
     limit_bytes: int = 0
     """Read at most so much text; 0 = all."""
+    form: Literal["text", "samples"] = "text"
+    """`text`: trained on whole, in windows; `samples`: rows with messages or prompts, of which answers are trained."""
+    template: str = "auto"
+    """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; or a Jinja file."""
+    train_on: str = "auto"
+    """Fine-tuning: `auto` = answers; `last` = the last of a conversation; `all`; or roles, as `assistant,tool`."""
+    thinking: Literal["keep", "drop"] = "keep"
+    """Fine-tuning: `keep` what answers think before they speak as the template has it, or `drop` it before."""
+    packing: Literal["best-fit", "off"] = "best-fit"
+    """Fine-tuning: several samples share a row and do not see one another; `off` = a row for each sample."""
+    overlong: Literal["truncate", "drop", "refuse"] = "truncate"
+    """Fine-tuning: of a sample longer than recipe.sequence: cut its end off, leave it out, or stop."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise PlanError(f"data.validation={self.validation} is a share: it must lie in [0, 1)")
         if not self.path:
             raise PlanError("data.path is empty: give a file, a folder, a glob, or stdlib")
+        roles = self.train_on.split(",")
+        if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
+            raise PlanError(
+                f"data.train_on={self.train_on}: {unknown[0]!r} is no role; take auto, last, all, or roles of "
+                f"{', '.join(ROLES)}, as assistant,tool"
+            )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
 
@@ -67,6 +87,11 @@ class Plan:
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
         found = [*layout_violations(self.model, self.recipe, self.layout), *self._batches(), *self._noise_scale()]
+        if self.data.form == "samples" and self.data.packing != "off" and not self.recipe.document_mask:
+            found.append(
+                "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "
+                "or data.packing=off"
+            )
         if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
             found.append(
                 f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "

@@ -33,6 +33,8 @@ class Recipe:
 
     steps: int = 500
     """Optimizer steps of the whole run."""
+    epochs: float = 0.0
+    """So many times over the data in place of `steps`; 0 = `steps`."""
     sequence: int = 256
     """Tokens of one sequence."""
     global_batch: int = 32
@@ -126,6 +128,8 @@ class Recipe:
             raise PlanError(
                 f"recipe.skip_spikes={self.skip_spikes} must be above 1 (times the mean norm), or 0 for none"
             )
+        if not 0 <= self.epochs < math.inf:
+            raise PlanError(f"recipe.epochs={self.epochs} must be a number of 0 (recipe.steps) or more")
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
         for field in ("momentum", "beta1", "beta2", "dropout"):
@@ -149,6 +153,13 @@ class Recipe:
     def storage(self) -> StateStorage:
         """How optimizer states are stored."""
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
+
+    def over(self, rows: int) -> "Recipe":
+        """The same with the steps that `epochs` mean for so many rows of data; itself without any."""
+        if not self.epochs:
+            return self
+        steps = max(1, math.ceil(self.epochs * rows / self.global_batch))
+        return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 10))
 
     @property
     def global_batches(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meshwright.data import Sampler, Sequences
+    from meshwright.data import Sequences
+    from meshwright.data.numbered_rows import NumberedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +174,10 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedText:
-    """Windows of a text, each one sample."""
+class PackedRows:
+    """Rows of a corpus, each one sample of the run."""
 
-    sampler: "Sampler"
+    sampler: "NumberedRows"
     document_mask: bool
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
@@ -215,7 +216,7 @@ class Feed:
 
 
 def held_out(
-    sampler: "Sampler",
+    sampler: "NumberedRows",
     device: torch.device,
     *,
     rows: int,

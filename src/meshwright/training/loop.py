@@ -12,6 +12,7 @@ from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
+from meshwright.data.numbered_rows import numbered_rows
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -30,7 +31,7 @@ from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import STATE_KEYS, Progress, TrainState, seed_everything
-from meshwright.training.trainer import Trainer, sampler_of
+from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
 ECHO_S = 1.0
@@ -79,7 +80,9 @@ def run(
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
-    sampler_of(plan, corpus, corpus.train, shuffle=True)  # refuses a short text before a run folder is made
+    # Refuses a short text before a run folder is made.
+    rows = len(numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True))
+    plan = replace(plan, recipe=plan.recipe.over(rows))
     named = plan.run
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (

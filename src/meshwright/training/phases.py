@@ -1,7 +1,7 @@
 """What a rank does while it is in one of these functions, in the words of a watchdog's sentence."""
 
 PHASES = {
-    "meshwright.data.token_cache:prepare": "prepare the text",
+    "meshwright.data.preparation:prepare": "prepare the text",
     "meshwright.training.loop:_checkpoint_of": "verify the checkpoint",
     "meshwright.training.loop:new_state": "build the model",
     "meshwright.training.loop:_resume": "load",

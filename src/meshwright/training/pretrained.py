@@ -66,7 +66,7 @@ def keep_beside(plan: Plan, run: Path) -> None:
 
 def keep_extras(found: HubFolder, run: Path) -> None:
     """Chat template and generation config of a Hugging Face folder into a run folder."""
-    if found.chat_template is not None:
+    if found.chat_template is not None and not (run / TEMPLATE).is_file():
         replace_file(run / TEMPLATE, found.chat_template.encode())
     if (found.path / GENERATION).is_file():
         replace_file(run / GENERATION, (found.path / GENERATION).read_bytes())

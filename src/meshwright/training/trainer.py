@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from meshwright.data import Corpus, Sampler
+from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
+from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
@@ -22,7 +23,7 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedText, Share, held_out, split
+from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
 from meshwright.training.evaluate import evaluate
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
@@ -39,17 +40,6 @@ def reads_late(device: torch.device) -> bool:
     """Whether a step's numbers are read while the next one runs: a GPU then always has work. On a CPU a step is over
     when it has been begun."""
     return device.type == "cuda"
-
-
-def sampler_of(plan: Plan, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> Sampler:
-    """Of a stream of the corpus; DataError where it is shorter than a sequence."""
-    return Sampler(
-        stream,
-        sequence=plan.recipe.sequence,
-        tokenizer_separator=corpus.tokenizer.separator,
-        seed=plan.recipe.seed,
-        shuffle=shuffle,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,8 +87,8 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
-        sampler = sampler_of(self.plan, self.corpus, self.corpus.train, shuffle=True)
-        feed = Feed(PackedText(sampler, recipe.document_mask), self.device, share=self.share)
+        sampler = self._rows(self.corpus.train, shuffle=True)
+        feed = Feed(PackedRows(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
             keep(self.folder.dry_run, self.foreseen.dry_run)
@@ -130,6 +120,9 @@ class Trainer:
     def is_first(self) -> bool:
         """Whether this rank writes and speaks for all."""
         return self.state.engine.mesh.rank == 0
+
+    def _rows(self, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
+        return numbered_rows(self.plan.data, self.plan.recipe, self.corpus, stream, shuffle=shuffle)
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
@@ -237,7 +230,7 @@ class Trainer:
         if stream.num_tokens < 2:
             return None
         batches = held_out(
-            sampler_of(self.plan, self.corpus, stream, shuffle=False),
+            self._rows(stream, shuffle=False),
             self.device,
             rows=self.plan.layout.micro_batch_of(recipe.global_batch),
             limit=recipe.eval_sequences,

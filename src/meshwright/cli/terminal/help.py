@@ -10,6 +10,7 @@ GROUPS = {
         "quickstart": "Train a first model, here and now.",
         "init": "Print a commented plan.",
         "train": "Train a plan.",
+        "tune": "Fine-tune a model on conversations.",
         "generate": "Continue a prompt.",
     },
     "Plan": {

@@ -11,7 +11,7 @@ from meshwright import planfile
 from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
-from meshwright.data.show import DataView, StreamFigures, Token, view
+from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, view
 from meshwright.spec import Data
 from meshwright.spec.units import MIB, count
 
@@ -46,7 +46,8 @@ def encode(data: Data, console: Console) -> Corpus:
 def _figures(found: DataView) -> Table:
     table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
-    for heading in ("documents", "text", "tokens", f"windows of {found.sequence}", "share"):
+    names = ("documents", "text", "tokens", f"windows of {found.sequence}", "share")
+    for heading in names if found.samples is None else ("samples", "answers", "trained", names[3], "share"):
         table.add_column(heading, justify="right")
     whole = found.train.bytes + found.validation.bytes
     for name, side in (("trained on", found.train), ("held out", found.validation)):
@@ -65,10 +66,25 @@ def _legend(found: DataView) -> Text:
         names = ", ".join(Path(path).name for path in found.passed_over[:_NAMES_SHOWN])
         more = ", ..." if len(found.passed_over) > _NAMES_SHOWN else ""
         lines.append(f"passed over as binary: {len(found.passed_over)} ({names}{more})")
+    if found.samples is not None:
+        lines += _sample_lines(found, found.samples)
+        return Text("\n".join([*lines, ""]))
     ignored = sum(token.target is None for token in found.tokens)
     counts = f"{ignored} tokens whose target is ignored are struck through" if ignored else "every target counts"
     lines.append(f"sample {found.sample}, one colour per document, a shade per token; {counts}:")
     return Text("\n".join([*lines, ""]))
+
+
+def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
+    """How long they are, what becomes of long ones, and what the colours mean."""
+    low, quarter, half, most, long, high = (f"{length:,}" for length in samples.lengths)
+    cut = f"{samples.cut_tokens:,} tokens cut off"
+    return [
+        f"{samples.trained_share:.1%} of the tokens of samples are trained; rows are {1 - samples.waste:.1%} full",
+        f"tokens of a sample: {low} to {high}, half of them {half} or fewer ({quarter} to {most}; nine tenths {long})",
+        f"longer than {found.sequence}: {samples.overlong:,}; left out: {samples.left_out:,}; {cut}",
+        f"row {found.sample}: what is trained is green, what is masked grey, padding shown as dots:",
+    ]
 
 
 def _marks(found: DataView) -> str:
@@ -84,11 +100,14 @@ def _sequence(found: DataView) -> Text:
     for place, token in enumerate(found.tokens):
         if place and token.document != found.tokens[place - 1].document:
             text.append(f"\n--- document {token.document} ---\n", style="bold reverse")
-        text.append(token.text, style=_style(token, place))
+        shown = "." if token.mark == "padding" else token.text
+        text.append(shown, style=_style(token, place))
     return text
 
 
 def _style(token: Token, place: int) -> str:
-    """Bright and dim in turn, so that the borders of tokens show."""
+    """Bright and dim in turn, so that the borders of tokens show; of samples, whether a token is trained."""
+    if token.mark:
+        return {"trained": "bold green", "masked": "bright_black", "padding": "dim"}[token.mark]
     shade = " dim" if place % 2 else ""
     return _COLOURS[token.document % len(_COLOURS)] + shade + (" strike" if token.target is None else "")

@@ -19,6 +19,9 @@ def generate(
     model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Or token ids to continue.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says to the model: its chat template asks.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     temperature: Annotated[float | None, typer.Option(help="Above 1 bolder, below 1 safer.  [default: 0.8]")] = None,
@@ -33,6 +36,8 @@ def generate(
     """Continue a prompt with a trained model; on a terminal the text appears while it is made."""
     given = _ids(prompt_ids) if prompt_ids is not None else None
     _check(prompt, given, greedy, temperature, max_new_tokens)
+    if chat and given is not None:
+        raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
 
     from meshwright.api.trained_model import load
     from meshwright.cli.terminal.output import print_json
@@ -41,7 +46,8 @@ def generate(
     chosen = DEFAULT_TEMPERATURE if temperature is None else temperature
     Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
     opened = load(model, dtype)
-    ids = given if given is not None else opened.encode(prompt or "")
+    encode = opened.encode_chat if chat else opened.encode
+    ids = given if given is not None else encode(prompt or "")
     answer = partial(
         opened.generate, ids, max_new_tokens=max_new_tokens, temperature=0.0 if greedy else chosen, top_k=top_k,
         top_p=top_p, seed=seed,

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,33 +16,40 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.worlds import world_violation
 
 if TYPE_CHECKING:
+    from meshwright.spec import Plan
     from meshwright.training.watch import Watcher
+
+
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (extra).")]
+WandB = Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (extra).")]
+HangAfter = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="On several processes: how long one may stand still in a step. 0 = no limit. "
+        "[default: 300, or 10 times the longest step]",
+        show_default=False,
+    ),
+]
+Anyway = Annotated[bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")]
+Foresight = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run/--no-dry-run",
+        help="Plan and dry run before the first step, and beside the measured after the last.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
 
 
 def train(
     words: Words = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (extra).")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (extra).")] = False,
-    hang_after: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="On several processes: how long one may stand still in a step. 0 = no limit. "
-            "[default: 300, or 10 times the longest step]",
-            show_default=False,
-        ),
-    ] = None,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")
-    ] = False,
-    foresight: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run/--no-dry-run",
-            help="Plan and dry run before the first step, and beside the measured after the last.",
-        ),
-    ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
+    tensorboard: TensorBoard = False,
+    wandb: WandB = False,
+    hang_after: HangAfter = None,
+    anyway: Anyway = False,
+    foresight: Foresight = True,
+    json: AsJson = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
 
@@ -50,11 +58,31 @@ def train(
     run= the folder is a new one, runs/DATE-MODEL, and with resume=auto that of the newest run of this plan.
     model=HF_DIR takes the weights too, model.init=random draws new ones.
     """
-    from meshwright.api import training_run
     from meshwright.api.plan_reading import read_plan
 
     notes: list[str] = []
     plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
+    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    start("train", words or (), plan, resume, notes, options)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of a verb that trains."""
+
+    tensorboard: bool
+    wandb: bool
+    hang_after: float | None
+    anyway: bool
+    foresight: bool
+    json: bool
+
+
+def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
+    """Train a plan that was read from `words`, watched; `notes` are said before."""
+    from meshwright.api import training_run
+
+    hang_after, json, foresight = options.hang_after, options.json, options.foresight
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
@@ -69,12 +97,12 @@ def train(
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.terminal.output import console, print_json
 
-    run = partial(training_run.run, plan, resume=resume, dry_run=foresight, anyway=anyway, machines=nodes())
+    run = partial(training_run.run, plan, resume=resume, dry_run=foresight, anyway=options.anyway, machines=nodes())
     with joined(hang_after) as pulse:
         if rank():
             answer = run(pulse=pulse)
         else:
-            services = _services(tensorboard, wandb)
+            services = _services(options.tensorboard, options.wandb)
             with choose(console(json=json)) as display:
                 answer = run(watchers=[display, *services], progress=display.encoding, pulse=pulse)
             # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
@@ -82,17 +110,17 @@ def train(
                 print_json(answer.to_dict())
             elif not answer.done:
                 where = f"step {answer.summary.step} of {answer.summary.steps}"
-                print(f"Saved after {where}; to continue: {again(words or (), str(answer.run))}", flush=True)
+                print(f"Saved after {where}; to continue: {again(verb, words, str(answer.run))}", flush=True)
             elif foresight and (said := hindsight(answer.run, answer.summary)):
                 print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
-def again(words: Sequence[str], run: str) -> str:
+def again(verb: str, words: Sequence[str], run: str) -> str:
     """The same command on as many processes, going on from the newest checkpoint of the run in this folder."""
     given = [word for word in words if not word.startswith(("resume=", "run="))]
-    words = ["train", *given, f"run={run}", "resume=auto"]
+    words = [verb, *given, f"run={run}", "resume=auto"]
     if processes() == 1:
         return command(words)
     return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))

@@ -1,0 +1,80 @@
+"""`tune`: `train` with the defaults of fine-tuning, which are said."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.plan_reading import plan_of, read_plan, words_of
+from meshwright.api.training_run import Lines, TrainAnswer, run
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.plan import RANDOM
+from meshwright.spec.worlds import world_violation
+from meshwright.training.watch import Watcher
+
+SAMPLES = "data.form=samples"
+DEFAULTS: Mapping[str, str] = {
+    "recipe.epochs": "3",
+    "recipe.sequence": "1024",
+    "recipe.global_batch": "16",
+    "recipe.learning_rate": "2e-5",
+    "recipe.weight_decay": "0",
+}
+"""Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
+INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.max_steps")}
+"""A default that is not taken where one of these keys is given."""
+
+
+@checked
+def tune(
+    *plan: str | Path | Plan | HasPlan,
+    resume: str = "no",
+    dry_run: bool = True,
+    anyway: bool = False,
+    watchers: Sequence[Watcher] | None = None,
+    **keys: Any,
+) -> TrainAnswer:
+    """Fine-tune a model on conversations in this process: model="hf_folder", data="chat.jsonl".
+
+    Arguments are those of train. Without a plan file `DEFAULTS` stand where nothing else is said, and weights come
+    from a Hugging Face folder. PlanError, DataError, RunError, DoesNotFit.
+    """
+    asked, also = tuning_plan([*plan, *(word for key, value in keys.items() for word in words_of(key, value))])
+    violation = world_violation(asked, 1)
+    if violation:
+        raise IllegalLayout(violation)
+    seen = (Lines(),) if watchers is None else watchers
+    return run(asked, resume=resume if also == "no" else also, dry_run=dry_run, anyway=anyway, watchers=seen)
+
+
+def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
+    """(plan, resume), as read_plan, with the defaults of fine-tuning; those that were taken are said in `notes`."""
+    given = [str(word) for word in words if plan_of(word) is None]
+    whole = len(given) < len(words) or any("=" not in word for word in given)
+    added = {} if whole else _defaults({word.partition("=")[0] for word in given})
+    plan, resume = _read(words, added, processes, notes)
+    limit = plan.model.max_positions
+    if "recipe.sequence" in added and limit < plan.recipe.sequence:
+        added["recipe.sequence"] = str(limit)
+        plan, resume = _read(words, added, processes, None)
+    if plan.init == RANDOM and "model.init=random" not in given and not whole:
+        raise PlanError(
+            "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
+            "writes one of a run), or model.init=random to train on samples from nothing"
+        )
+    if notes is not None and added:
+        notes.append("tuning defaults: " + " ".join(f"{key}={value}" for key, value in added.items()))
+    return plan, resume
+
+
+def _read(
+    words: Sequence[Any], added: Mapping[str, str], processes: int | None, notes: list[str] | None
+) -> tuple[Plan, str]:
+    more = [SAMPLES, *(f"{key}={value}" for key, value in added.items())]
+    return read_plan([*words, *more], {}, processes=processes, notes=notes)
+
+
+def _defaults(said: set[str]) -> dict[str, str]:
+    taken = {key: value for key, value in DEFAULTS.items() if key not in said}
+    return {key: value for key, value in taken.items() if not said & set(INSTEAD.get(key, ()))}

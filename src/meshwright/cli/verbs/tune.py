@@ -1,0 +1,37 @@
+"""`meshwright tune model=DIR data=FILE [KEY=VALUE ...]`: train with the defaults of fine-tuning."""
+
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.cli.process.launch import processes
+from meshwright.cli.verbs.train import (
+    Anyway,
+    AsJson,
+    Foresight,
+    HangAfter,
+    Options,
+    TensorBoard,
+    WandB,
+    start,
+)
+
+
+def tune(
+    words: Words = None,
+    tensorboard: TensorBoard = False,
+    wandb: WandB = False,
+    hang_after: HangAfter = None,
+    anyway: Anyway = False,
+    foresight: Foresight = True,
+    json: AsJson = False,
+) -> None:
+    """Fine-tune a model on conversations: model=HF_DIR data=chat.jsonl.
+
+    Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
+    and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
+    the same words prints which. All else is as for train, with other defaults, which are said before the start.
+    """
+    from meshwright.api.tuning import tuning_plan
+
+    notes: list[str] = []
+    plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
+    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    start("tune", words or (), plan, resume, notes, options)

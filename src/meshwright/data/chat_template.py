@@ -1,0 +1,174 @@
+"""Chat templates: a model's own Jinja template, run in a sandbox, with the spans that it marks as generated.
+
+Names and filters are those that templates of Hugging Face models expect (transformers, `utils/chat_template_utils.py`).
+A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and it is only run in
+an encoding process whose time and memory are bounded (data/worker.py).
+"""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from functools import cached_property
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from meshwright.spec.errors import DataError
+
+_BEGIN, _END = (f"\ufdd0{secrets.randbits(64)}{side}\ufdd0" for side in "<>")
+"""Stand around what is generated until they are taken out: no row can spell them."""
+
+_MOST_CHARACTERS: Final = 2**24
+"""Of one rendered conversation."""
+
+Span = tuple[int, int]
+"""Characters [begin, end)."""
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` around what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        """The block, whose text goes through `mark`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = nodes.CallBlock(self.call_method("mark"), [], [], body)
+        block.set_lineno(line)
+        return block
+
+    def mark(self, caller: Any) -> str:
+        """The text between marks, which `render` takes out again."""
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text, and what of it the template marks as generated."""
+
+    text: str
+    generated: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One template and the spelling of the special tokens that it may name (`bos_token` and its like)."""
+
+    source: str
+    special: Mapping[str, str]
+    today: date
+    """What `strftime_now` says."""
+
+    @property
+    def marks(self) -> bool:
+        """Whether it says itself what is generated."""
+        return "generation" in self.source and "endgeneration" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> Rendered:
+        """The conversation as text; `prompt`: with the words after which the model answers. DataError with the
+        template's line where it fails."""
+        given = {**self.special, "messages": list(messages), "tools": tools and list(tools), "documents": None}
+        try:
+            text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
+        except DataError:
+            raise
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template fails{_line(error)}: {error.message}") from error
+        except MemoryError as error:
+            raise DataError(f"the chat template fails{_line(error)}: it needs too much memory") from error
+        except Exception as error:  # a template fails with whatever Python's own operations fail with
+            raise DataError(f"the chat template fails{_line(error)}: {type(error).__name__}: {error}") from error
+        return _unmarked(text)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = datetime.combine(self.today, time()).strftime
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template is no Jinja template: line {error.lineno}: {error.message}") from error
+
+
+DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else '' }}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '### assistant\\n' }}
+{%- generation -%}
+{{ (message.content or '') + eos_token }}
+{%- endgeneration -%}
+{{ '\\n' }}
+{%- else -%}
+{{ '### ' + message.role + '\\n' + (message.content or '') + '\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '### assistant\\n' }}
+{%- endif -%}
+"""
+"""For a model without one: a heading a turn, the answers ended by the end-of-text token. It needs no token that the
+vocabulary does not have."""
+
+
+def _bounded(pieces: Iterator[str]) -> str:
+    """The whole text; DataError as soon as it is too long."""
+    found, size = [], 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > _MOST_CHARACTERS:
+            raise DataError(f"the chat template writes more than {_MOST_CHARACTERS:,} characters for one conversation")
+    return "".join(found)
+
+
+def _unmarked(text: str) -> Rendered:
+    """The text without marks, and the places they stood at."""
+    parts, spans, size, begin = [], [], 0, 0
+    for piece in text.replace(_END, _END + _BEGIN).split(_BEGIN):
+        plain = piece.removesuffix(_END)
+        parts.append(plain)
+        begin, size = size, size + len(plain)
+        if piece.endswith(_END):
+            spans.append((begin, size))
+    return Rendered("".join(parts), tuple(span for span in spans if span[0] < span[1]))
+
+
+def _line(error: BaseException) -> str:
+    """The template's line that an error comes from."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            found = trace.tb_lineno
+        trace = trace.tb_next
+    return f" in line {found}" if found else ""
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,16 @@
+"""The tokens of a plan's data: of text, or of samples, encoded now or found in the cache."""
+
+from pathlib import Path
+
+from meshwright.data import sample_cache, token_cache
+from meshwright.data.cache_folder import Progress
+from meshwright.data.corpus import Corpus
+from meshwright.spec import Data
+
+
+def prepare(
+    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
+) -> Corpus:
+    """As token_cache.prepare, or sample_cache.prepare where data.form is samples."""
+    chosen = sample_cache if data.form == "samples" else token_cache
+    return chosen.prepare(data, cache_root=cache_root, processes=processes, progress=progress)

@@ -1,0 +1,267 @@
+"""Samples of a fine-tuning file as tokens on disk, made once and kept by their content."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, BinaryIO, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data import rows
+from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.chat_template import DEFAULT
+from meshwright.data.corpus import Corpus, TokenFile, TokenStream
+from meshwright.data.pool import Batch, Pool
+from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
+from meshwright.data.sources import Source
+from meshwright.data.tokenizer import Tokenizer, choose
+from meshwright.spec import Data
+from meshwright.spec.errors import DataError
+
+FORMAT: Final = 1
+"""Raised whenever the same rows would be stored as other tokens or in another way."""
+_STREAMS: Final = ("train", "validation")
+_BATCH_CHARACTERS: Final = 2**17
+_LIMIT_S: Final = 60.0
+"""For the rows of a batch; a template needs less than a millisecond for one."""
+
+
+def prepare(
+    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
+) -> Corpus:
+    """The samples of `data`, encoded now or found in the cache; DataError for whatever keeps rows from being samples,
+    with file and line."""
+    source, root = Source(data), cache_root or default_root()
+    try:
+        return _prepare(data, source, root, processes, progress)
+    except OSError as error:
+        where = error.filename or root
+        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
+
+
+def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
+    """What decides the tokens beside the tokenizer: its template, or the one that is named."""
+    return SampleSettings(
+        template=_named_template(data) or tokenizer.chat_template or DEFAULT,
+        special=tokenizer.spelled,
+        bos=tokenizer.bos,
+        eos=tokenizer.eos,
+        today=date.today().isoformat(),
+        train_on=data.train_on,
+        thinking=data.thinking,
+    )
+
+
+def _named_template(data: Data) -> str | None:
+    if data.template == "auto":
+        return None
+    try:
+        return Path(data.template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"data.template={data.template} cannot be read: {error.strerror}") from error
+
+
+def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    tokenizer = choose(data.tokenizer, source.folder, iter(()))
+    chosen = settings(data, tokenizer)
+    if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
+        tokenizer = tokenizer.with_template(chosen.template)
+    index = root / "index" / f"samples-{source.signature()}.json"
+    known = read_json(index)
+    if not known.get("content"):
+        known = _count(source)
+        index.parent.mkdir(parents=True, exist_ok=True)
+        write_json(index, known)
+    decides = {name: value for name, value in asdict(chosen).items() if name != "today"}
+    content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides))
+    fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
+    folder = root / "samples" / fingerprint[:24]
+    with lock(folder):
+        if (found := _load(folder, tokenizer, fingerprint)) is None:
+            build = _SampleBuild(data, source, tokenizer, chosen, known["rows"], processes, progress)
+            build.into(folder, fingerprint)
+            found = _load(folder, tokenizer, fingerprint)
+    if found is None:
+        raise DataError(f"token cache: {folder} was damaged while it was made: run again")
+    return found
+
+
+def _count(source: Source) -> dict[str, Any]:
+    """Read all rows once: their number, and a hash of what they hold."""
+    seen, number = hashlib.blake2b(digest_size=20), 0
+    for _, row in source.rows():
+        seen.update(_as_json(row))
+        number += 1
+    if not number:
+        raise DataError(f"data.path={source.title} holds no rows")
+    return {"content": seen.hexdigest(), "rows": number}
+
+
+def _as_json(row: Any) -> bytes:
+    return json.dumps(row, default=str).encode()
+
+
+def held_out(number: int, share: float) -> frozenset[int]:
+    """Rows that are held out, spread evenly: at least one where there are two and a share is asked for."""
+    wanted = min(number - 1, max(1, round(number * share))) if share else 0
+    return frozenset(int((place + 0.5) * number / wanted) for place in range(wanted))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _SampleBuild:
+    """One encoding of all rows into a new cache folder."""
+
+    data: Data
+    source: Source
+    tokenizer: Tokenizer
+    settings: SampleSettings
+    rows: int
+    processes: int | None
+    progress: Progress | None
+
+    def into(self, folder: Path, fingerprint: str) -> None:
+        """Make the folder whole, or leave nothing."""
+        with new_folder(folder) as new, contextlib.ExitStack() as open_files:
+            streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in _STREAMS]
+            self._encode(streams)
+            self._check(streams)
+            meta = {name: stream.counts for name, stream in zip(_STREAMS, streams, strict=True)}
+            open_files.close()
+            files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+            write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
+
+    def _encode(self, streams: list["_SampleWriter"]) -> None:
+        aside, number = held_out(self.rows, self.data.validation), 0
+        with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
+            for found in pool.map(_batches(self.source.rows())):
+                for row in found:
+                    for group in unpack(row):
+                        streams[number in aside].write(group)
+                    number += 1
+                if self.progress is not None:
+                    self.progress(number, self.rows)
+        if number != self.rows:
+            raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
+
+    def _check(self, streams: list["_SampleWriter"]) -> None:
+        """What a wrong mask looks like: nothing is trained, everything is, or no answer ever ends."""
+        tokens, trained, ends = (
+            sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends")
+        )
+        about = f"{self.source.title}, data.train_on={self.data.train_on}"
+        if not trained:
+            raise DataError(f"no token of {about} is trained: every one is masked; see `meshwright data show`")
+        if trained == tokens and any(stream.roles for stream in streams) and self.data.train_on != "all":
+            raise DataError(f"every token of {about} is trained, prompts too: say data.train_on=all if that is meant")
+        if not ends and any(stream.roles for stream in streams):
+            raise DataError(
+                f"no answer of {about} ends with a special token, so that the model would never learn to stop: put "
+                "eos_token behind an answer in the chat template, inside of what is generated"
+            )
+
+
+def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:
+    batch: list[str] = []
+    size = 0
+    for place, row in found:
+        batch.append(json.dumps([place, row], default=str))
+        size += len(batch[-1])
+        if size >= _BATCH_CHARACTERS:
+            yield bytes(len(batch)), batch
+            batch, size = [], 0
+    if batch:
+        yield bytes(len(batch)), batch
+
+
+@final
+class _SampleWriter:
+    """Writes one stream: ids to NAME.tokens, marks to NAME.marks, where samples begin to NAME.starts."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self._path, self._dtype = path, tokenizer.dtype
+        ends = tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set())
+        self._special = np.array(sorted(ends), dtype=self._dtype)
+        self.tokens = self.trained = self.ends = self.samples = self.bytes = 0
+        self.roles = self.pairs = False
+        self._decode = tokenizer.decode
+
+    def __enter__(self) -> "_SampleWriter":
+        self._files: dict[str, BinaryIO] = {
+            name: self._path.with_suffix(f".{name}").open("wb", buffering=2**20)
+            for name in ("tokens", "marks", "starts")
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            try:
+                if error[0] is None:
+                    sync(file)
+            finally:
+                file.close()
+
+    def write(self, group: list[EncodedSample]) -> None:
+        """Append the samples of a group, one behind the other."""
+        self.pairs |= len(group) == 2
+        for one in group:
+            ids, marks = np.frombuffer(one.ids, self._dtype), np.frombuffer(one.marks, np.uint8)
+            self._files["starts"].write(np.int64(self.tokens).tobytes())
+            self._files["tokens"].write(one.ids)
+            self._files["marks"].write(one.marks)
+            chosen = ids[(marks & TRAINED) > 0]
+            self.tokens += len(ids)
+            self.samples += 1
+            self.trained += len(chosen)
+            self.bytes += len(self._decode(chosen).encode())
+            self.ends += self._ended(chosen)
+            self.roles |= bool((marks & ~np.uint8(TRAINED)).any())
+
+    def _ended(self, chosen: NDArray[Any]) -> bool:
+        """Whether a special token is the last that is trained, blanks behind it aside."""
+        for place in np.flatnonzero(np.isin(chosen, self._special))[-1:].tolist():
+            return not self._decode(chosen[place + 1 :]).strip()
+        return False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For meta.json."""
+        return {
+            "tokens": self.tokens, "trained": self.trained, "samples": self.samples, "bytes": self.bytes,
+            "pairs": int(self.pairs),
+        }  # fmt: skip
+
+
+def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None:
+    """The corpus in a folder, or None where it is missing or not as its meta.json says."""
+    meta = read_json(folder / "meta.json")
+    try:
+        whole = meta["fingerprint"] == fingerprint and all(
+            (folder / name).stat().st_size == size for name, size in meta["files"].items()
+        )
+        if not whole:
+            return None
+        train, validation = (_stream(folder / name, meta["streams"][name], tokenizer) for name in _STREAMS)
+    except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
+        return None
+    return Corpus(train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name)
+
+
+def _stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> TokenStream:
+    file = path.with_suffix(".tokens")
+    return TokenStream(
+        tokens=mapped(file, tokenizer.dtype, counts["tokens"]),
+        starts=mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["samples"]),
+        marks=mapped(path.with_suffix(".marks"), np.dtype(np.uint8), counts["tokens"]),
+        num_tokens=counts["trained"],
+        num_bytes=counts["bytes"],
+        num_documents=counts["samples"],
+        file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None,
+        pairs=bool(counts["pairs"]),
+    )

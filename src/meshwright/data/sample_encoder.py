@@ -1,0 +1,224 @@
+"""Rows of a fine-tuning file -> token ids with their marks, in an encoding process (data/worker.py).
+
+A mark is a byte a token: who says it (rendering.ROLES), and whether it is trained.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import tokenizers
+
+from meshwright.data import rendering, samples, word_encoder
+from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.rendering import ROLES, Marked, Policy
+from meshwright.data.rows import spoken
+from meshwright.data.samples import Continuation, Conversation, Preference, TokenIds
+from meshwright.spec.errors import DataError
+
+TRAINED = 0x80
+"""Bit of a mark."""
+
+_MOST_TOKENS = 2**26
+"""Of the rows of one request: a template that writes without end may fill this process and not its parent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSettings:
+    """What decides the tokens of a row beside the tokenizer; goes to encoding processes as JSON."""
+
+    template: str
+    special: Mapping[str, str]
+    bos: int | None
+    eos: int | None
+    today: str
+    train_on: str = "auto"
+    thinking: str = "keep"
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return Policy(train_on=self.train_on, thinking=self.thinking)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """Ids as the bytes of the tokenizer's dtype, and a mark a token."""
+
+    ids: bytes
+    marks: bytes
+
+
+def row_encoder(tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSettings) -> word_encoder.Encode:
+    """(JSON of [place, row] each, flags that are not read) -> each row's samples, packed."""
+    encoder = _RowEncoder(tokenizer, vocab, settings)
+
+    def encode(texts: Sequence[str], flags: bytes) -> list[bytes]:
+        found, tokens = [], 0
+        for text in texts:
+            groups = encoder(*json.loads(text))
+            tokens += sum(len(one.marks) for group in groups for one in group)
+            if tokens > _MOST_TOKENS:
+                raise DataError(
+                    f"{len(texts)} rows become more than {_MOST_TOKENS:,} tokens, most of them by the chat template"
+                )
+            found.append(pack(groups))
+        return found
+
+    return encode
+
+
+def pack(groups: Sequence[Sequence[EncodedSample]]) -> bytes:
+    """Samples of a row as bytes: a preference is a group of two."""
+    parts = [struct.pack("<I", len(groups))]
+    for group in groups:
+        parts.append(struct.pack("<I", len(group)))
+        for one in group:
+            parts += [struct.pack("<II", len(one.ids), len(one.marks)), one.ids, one.marks]
+    return b"".join(parts)
+
+
+def unpack(data: bytes) -> list[list[EncodedSample]]:
+    """What `pack` made."""
+    place, groups = 4, []
+    for _ in range(struct.unpack_from("<I", data)[0]):
+        (count,) = struct.unpack_from("<I", data, place)
+        place += 4
+        group = []
+        for _ in range(count):
+            ids, marks = struct.unpack_from("<II", data, place)
+            begin, place = place + 8, place + 8 + ids + marks
+            group.append(EncodedSample(data[begin : begin + ids], data[begin + ids : place]))
+        groups.append(group)
+    return groups
+
+
+class _RowEncoder:
+    """Encodes one row after the other."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSettings) -> None:
+        tokenizer.encode_special_tokens = False  # what a template writes is read as tokens
+        self._tokenizer, self._settings = tokenizer, settings
+        self._vocab = vocab
+        self._bytes = "H" if word_encoder.id_bytes(vocab) == 2 else "I"
+        self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today))
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._blank = {self._encode(blank)[0][0] for blank in ("\n", "\n\n", " ") if len(self._encode(blank)[0]) == 1}
+        whole, *parts = (self._encode(text)[0] for text in ("a\nb", "a\n", "b"))
+        self._cuts = whole == [*parts[0], *parts[1]]
+        """Whether a text may be encoded in parts: a tokenizer may put a space before each."""
+
+    def __call__(self, where: str, row: Mapping[str, Any]) -> list[list[EncodedSample]]:
+        """DataError names the place."""
+        sample = samples.sample((where, row))
+        try:
+            if isinstance(sample, Preference):
+                return [[self._answer(part) for part in (sample.chosen, sample.rejected)]]
+            return [[one] for one in self._one(sample)]
+        except DataError as error:
+            raise DataError(f"{spoken(where)}: {error}") from error
+
+    def _answer(self, sample: Conversation | Continuation) -> EncodedSample:
+        """One answer of a preference."""
+        found = self._one(sample)
+        if len(found) != 1:
+            raise DataError(
+                "the chat template shows earlier answers in another form once others follow, so that the turns of a "
+                "preference cannot be trained together: give one answer each, with what was said before as 'prompt'"
+            )
+        return found[0]
+
+    def _one(self, sample: Conversation | Continuation | TokenIds) -> list[EncodedSample]:
+        if isinstance(sample, TokenIds):
+            return [self._given(sample)]
+        if isinstance(sample, Continuation):
+            return [self._marked(rendering.continuation(sample, self._settings.policy))]
+        return [self._marked(one) for one in rendering.conversation(sample, self._template, self._settings.policy)]
+
+    def _given(self, sample: TokenIds) -> EncodedSample:
+        outside = [token for token in sample.ids if not 0 <= token < self._vocab]
+        if outside:
+            raise DataError(f"token {outside[0]} is outside the tokenizer's vocabulary of {self._vocab:,}")
+        labels = sample.labels or sample.ids
+        return self._made(sample.ids, bytes(TRAINED if label >= 0 else 0 for label in labels))
+
+    def _marked(self, marked: Marked) -> EncodedSample:
+        ids: list[int] = []
+        marks = bytearray()
+        for begin, end, trained in _parts(marked, cut=self._cuts):
+            found, places = self._encode(marked.text[begin:end])
+            ids += found
+            flags = (TRAINED if trained or _within(begin + place, marked) else 0 for place in places)
+            roles = (_role(begin + place, marked) for place in places)
+            marks += bytes(flag | role for flag, role in zip(flags, roles, strict=True))
+        if not marked.ends:
+            self._put_marks(ids, marks)
+        self._check_ends(ids, marks)
+        return self._made(ids, bytes(marks))
+
+    def _put_marks(self, ids: list[int], marks: bytearray) -> None:
+        """The tokens that begin and end a text, unless they stand there already."""
+        bos, eos = self._settings.bos, self._settings.eos
+        if bos is not None and bos != eos and ids[:1] != [bos]:
+            ids.insert(0, bos)
+            marks.insert(0, 0)
+        if eos is not None and ids[-1:] != [eos]:
+            ids.append(eos)
+            marks.append(TRAINED)
+
+    def _check_ends(self, ids: Sequence[int], marks: bytes | bytearray) -> None:
+        """A special token that is trained twice in a row, or with blanks between: a file spells what the template
+        adds."""
+        said = (pair for pair in zip(ids, marks, strict=True) if pair[0] not in self._blank)
+        for (one, mark), (other, next_mark) in pairwise(said):
+            if one == other and one in self._special and mark & next_mark & TRAINED:
+                token = self._tokenizer.id_to_token(one)
+                raise DataError(
+                    f"{token} ends a turn twice: the file spells it and the template adds it; remove it from the file"
+                )
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids, and the character that each begins at."""
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # which one depends on the version of tokenizers
+            raise DataError("the text holds half a surrogate pair, which is no Unicode text") from None
+        return found.ids, [begin for begin, _ in found.offsets]
+
+    def _made(self, ids: Sequence[int], marks: bytes) -> EncodedSample:
+        from array import array
+
+        return EncodedSample(array(self._bytes, ids).tobytes(), marks)
+
+
+def _parts(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int, bool]]:
+    """(begin, end, trained) of the text in parts, cut where training begins: a model is asked with the words before,
+    so that no token may reach across. A tokenizer that cannot be given parts gets the whole."""
+    if not cut:
+        yield 0, len(marked.text), False
+        return
+    borders = sorted({0, len(marked.text), *(place for span in marked.trained for place in span)})
+    for begin, end in pairwise(borders):
+        yield begin, end, any(first <= begin < last for first, last in marked.trained)
+
+
+def _within(place: int, marked: Marked) -> bool:
+    return any(begin <= place < end for begin, end in marked.trained)
+
+
+def _role(place: int, marked: Marked) -> int:
+    said = (role for (begin, end), role in marked.said if begin <= place < end)
+    return ROLES.index(next(said, "other"))
+
+
+Make = Callable[[tokenizers.Tokenizer, int], word_encoder.Encode]
+
+
+def from_json(text: str) -> Make:
+    """The encoder of settings that came as JSON."""
+    return partial(row_encoder, settings=SampleSettings(**json.loads(text)))

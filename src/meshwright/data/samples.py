@@ -1,0 +1,279 @@
+"""Samples: what a row of a fine-tuning file is, found from its columns.
+
+text                          a document
+prompt + completion           strings, or lists of messages
+messages [+ tools]            a conversation
+prompt + chosen + rejected    a preference; strings or lists of messages, the prompt may be inside of both
+input_ids [+ labels]          token ids
+instruction [+ input] + output [+ system]     the alpaca columns
+conversations [+ system, tools]               the sharegpt columns
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from meshwright.data.rows import Row, spoken
+from meshwright.spec.errors import DataError
+
+Message = Mapping[str, Any]
+"""A turn: `role`, `content` and what else the template reads (`tool_calls`, `name`, `reasoning_content`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Turns of a template."""
+
+    messages: tuple[Message, ...]
+    prompt: int = 0
+    """So many turns at the beginning are a prompt, which is never trained; 0 = the file does not say."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """Text behind a text."""
+
+    prompt: str
+    """Empty = the whole text is trained."""
+    completion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIds:
+    """Tokens that somebody made already."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...] | None
+    """As transformers has them: the token itself, or -100 where it is not trained; None = all are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Two answers to one prompt, of which the first is better."""
+
+    chosen: Conversation | Continuation
+    rejected: Conversation | Continuation
+
+
+Sample = Conversation | Continuation | TokenIds | Preference
+
+_ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+_ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+"""Of sharegpt files."""
+
+
+def sample(row: Row) -> Sample:
+    """What a row is; DataError names the place and what is wrong there."""
+    where, fields = row
+    present = {name: value for name, value in fields.items() if value is not None}
+    for needed, make in _FORMS:
+        if needed <= present.keys():
+            return make(present, spoken(where))
+    has = ", ".join(str(name) if name in present else f"{name} (null)" for name in fields) or "no fields"
+    known = "; ".join(" + ".join(sorted(needed)) for needed, _ in _FORMS)
+    raise DataError(f"{spoken(where)}: the columns ({has}) are none of: {known}")
+
+
+def looks_like_samples(names: Collection[str]) -> bool:
+    """Whether these columns are more than text."""
+    return any(needed <= set(names) for needed, _ in _FORMS if needed != {"text"})
+
+
+def _preference(row: Mapping[str, Any], where: str) -> Preference:
+    """The prompt is a column, or what both answers begin with."""
+    chosen, rejected = (_part(row[name], name, where) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{where}: 'chosen' and 'rejected' must both be strings or both be lists of messages")
+    if "prompt" in row:
+        prompt = _part(row["prompt"], "prompt", where)
+        return Preference(
+            chosen=_answer(prompt, chosen, row, where, "chosen"),
+            rejected=_answer(prompt, rejected, row, where, "rejected"),
+        )
+    common = _common(chosen, rejected)
+    if not common:
+        raise DataError(f"{where}: 'chosen' and 'rejected' begin differently: give the prompt as a column 'prompt'")
+    return Preference(
+        chosen=_answer(chosen[:common], chosen[common:], row, where, "chosen"),
+        rejected=_answer(chosen[:common], rejected[common:], row, where, "rejected"),
+    )
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many turns, or characters up to a word's border, both begin with."""
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    if isinstance(one, str) and size > 0 and one[size - 1] == " ":
+        return size - 1
+    return size
+
+
+def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Continuation:
+    prompt, completion = (_part(row[name], name, where) for name in ("prompt", "completion"))
+    return _answer(prompt, completion, row, where, "completion")
+
+
+def _answer(
+    prompt: str | tuple[Message, ...],
+    answer: str | tuple[Message, ...],
+    row: Mapping[str, Any],
+    where: str,
+    name: str,
+) -> Conversation | Continuation:
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer:
+            raise DataError(f"{where}: {name!r} is empty, so that nothing of the row can be trained")
+        return Continuation(prompt=prompt, completion=answer)
+    if isinstance(prompt, str) or isinstance(answer, str):
+        raise DataError(f"{where}: 'prompt' and {name!r} must both be strings or both be lists of messages")
+    if not answer:
+        raise DataError(f"{where}: {name!r} has no message, so that nothing of the row can be trained")
+    return Conversation(messages=prompt + answer, prompt=len(prompt), tools=_tools(row, where))
+
+
+def _part(value: Any, name: str, where: str) -> str | tuple[Message, ...]:
+    return value if isinstance(value, str) else _turns(value, name, where)
+
+
+def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    return Conversation(messages=_some(_turns(row["messages"], "messages", where), where), tools=_tools(row, where))
+
+
+def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
+    turns = row["conversations"]
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise DataError(f"{where}: 'conversations' is not a list of turns")
+    named = [_renamed(turn, where, number) for number, turn in enumerate(turns, start=1)]
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    messages = _turns(system + named, "conversations", where)
+    return Conversation(messages=_some(messages, where), tools=_tools(row, where))
+
+
+def _renamed(turn: Any, where: str, number: int) -> Message:
+    """A turn of sharegpt (`from`, `value`) as others have it; those that are already so stay."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where}: turn {number} of 'conversations' is {type(turn).__name__}, not an object")
+    if "from" not in turn:
+        return turn
+    role = turn["from"]
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
+
+
+def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
+    """The input stands behind its instruction, with an empty line between."""
+    asked = "\n\n".join(_text(row, name, where) for name in ("instruction", "input") if row.get(name))
+    system = ({"role": "system", "content": _text(row, "system", where)},) if row.get("system") else ()
+    messages = (
+        *system,
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": _text(row, "output", where)},
+    )
+    return Conversation(messages=messages, prompt=len(messages) - 1)
+
+
+def _token_ids(row: Mapping[str, Any], where: str) -> TokenIds:
+    ids, labels = (
+        None if row.get(name) is None else _integers(row[name], name, where) for name in ("input_ids", "labels")
+    )
+    assert ids is not None, "this form is chosen by its column"
+    if labels is not None and len(labels) != len(ids):
+        raise DataError(f"{where}: {len(ids)} input_ids and {len(labels)} labels: there must be one label a token")
+    for place, (token, label) in enumerate(zip(ids, labels or (), strict=False)):
+        if label not in (token, -100):
+            raise DataError(
+                f"{where}: label {place} is {label} and its token {token}: a label is its own token or -100, "
+                "not the next one"
+            )
+    return TokenIds(ids=ids, labels=labels)
+
+
+def _integers(value: Any, name: str, where: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(one) is int for one in value):
+        raise DataError(f"{where}: {name!r} is not a list of integers")
+    if not value:
+        raise DataError(f"{where}: {name!r} is empty")
+    return tuple(value)
+
+
+def _plain_text(row: Mapping[str, Any], where: str) -> Continuation:
+    return Continuation(prompt="", completion=_text(row, "text", where))
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(row[name], str):
+        raise DataError(f"{where}: {name!r} is {type(row[name]).__name__}, not text")
+    return str(row[name])
+
+
+def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] | None:
+    """Tools as a list or as the JSON text of one."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise DataError(f"{where}: 'tools' is broken JSON, {error}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: 'tools' is not a list of objects")
+    return tuple(tools)
+
+
+def _some(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+    if not messages:
+        raise DataError(f"{where}: the conversation has no message")
+    return messages
+
+
+def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, Mapping):
+        raise DataError(f"{where}: {name!r} is {type(value).__name__}, not text and not a list of messages")
+    return tuple(_turn(turn, f"{where}: message {number} of {name!r}") for number, turn in enumerate(value, start=1))
+
+
+def _turn(turn: Any, what: str) -> Message:
+    """A message without columns that are null (parquet has every column in every row), its content as text."""
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{what} is {type(turn).__name__}, not an object")
+    found = {name: _without_null(value) for name, value in turn.items() if value is not None}
+    if not isinstance(found.get("role"), str) or not found["role"]:
+        raise DataError(f"{what} has no role, it has: {', '.join(map(str, turn)) or 'nothing'}")
+    content = found.get("content")
+    if isinstance(content, list):
+        content = found["content"] = "".join(_text_part(part, what) for part in content)
+    if content is None and not found.get("tool_calls"):
+        raise DataError(f"{what} ({found['role']}) has neither content nor tool_calls")
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"{what}: the content is {type(content).__name__}, not text")
+    return found
+
+
+def _text_part(part: Any, what: str) -> str:
+    """One part of a content that is a list; only text can be trained."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(f"{what} has a part of type {kind}: only text can be trained")
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_null(one) for name, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
+
+
+_FORMS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any], str], Sample]], ...] = (
+    (frozenset({"chosen", "rejected"}), _preference),
+    (frozenset({"messages"}), _conversation),
+    (frozenset({"conversations"}), _sharegpt),
+    (frozenset({"prompt", "completion"}), _prompt_completion),
+    (frozenset({"instruction", "output"}), _alpaca),
+    (frozenset({"input_ids"}), _token_ids),
+    (frozenset({"text"}), _plain_text),
+)
+"""Columns that a row must have, and what it then is; the first that fits."""

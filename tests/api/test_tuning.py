@@ -1,0 +1,71 @@
+"""`tune`: which defaults stand, and what is refused at the start."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.api.tuning import DEFAULTS, tuning_plan
+from meshwright.cli.main import main
+from meshwright.spec.errors import PlanError
+from tests.train.test_tuning import files as files  # a folder with a model and conversations
+
+
+def words(files: Path, *more: str) -> list[str]:
+    return [f"model={files / 'hf'}", f"data={files / 'chat.jsonl'}", f"run={files / 'run'}", *more]
+
+
+def test_defaults_are_said_and_give_way(files: Path) -> None:
+    notes: list[str] = []
+    plan, _ = tuning_plan(words(files, "recipe.learning_rate=1e-3"), notes=notes)
+    assert plan.data.form == "samples" and plan.recipe.epochs == 3 and plan.recipe.learning_rate == 1e-3
+    assert plan.recipe.sequence == plan.model.max_positions == 64, "a model of 64 positions is given no 1024"
+    [said] = [note for note in notes if note.startswith("tuning defaults: ")]
+    assert "recipe.sequence=64" in said and "learning_rate" not in said
+    assert set(DEFAULTS) - {"recipe.learning_rate"} <= {word.partition("=")[0] for word in said.split()}
+
+
+def test_steps_stand_in_place_of_epochs(files: Path) -> None:
+    plan, _ = tuning_plan(words(files, "recipe.steps=7"))
+    assert (plan.recipe.steps, plan.recipe.epochs) == (7, 0)
+
+
+def test_a_plan_file_says_all_but_that_samples_are_read(files: Path) -> None:
+    path = files / "plan.yaml"
+    path.write_text(f"model: {files / 'hf'}\ndata: {files / 'chat.jsonl'}\nrecipe: {{steps: 9, sequence: 32}}\n")
+    plan, _ = tuning_plan([str(path)])
+    assert plan.data.form == "samples" and (plan.recipe.steps, plan.recipe.epochs, plan.recipe.sequence) == (9, 0, 32)
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"tune begins with the weights of a model: give its Hugging Face folder"):
+        tuning_plan(["model=llama-tiny"])
+    tuning_plan(["model=llama-tiny", "model.init=random"])
+
+
+def test_from_a_folder_to_an_answer(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["recipe.epochs=1", "recipe.global_batch=4", "--no-dry-run", "--json"]
+    assert main(["tune", *words(files, *changes)]) == 0
+    assert main(["export", str(files / "run"), str(files / "out")]) == 0
+    assert (files / "out" / "chat_template.jinja").is_file()
+    capsys.readouterr()
+    asked = ["--chat", "--prompt", "say 3", "--max-new-tokens", "4", "--greedy"]
+    assert main(["generate", str(files / "out"), *asked]) == 0
+    assert capsys.readouterr().out.startswith("<user>say 3\n<assistant>")
+
+
+def test_data_show_says_what_is_trained(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ["data", "show", *words(files, "data.form=samples", "recipe.sequence=64")]
+    assert main(shown) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "what is trained is green, what is masked grey" in out and "left out: 0" in out
+    assert main([*shown, "--json"]) == 0
+    import json
+
+    found = json.loads(capsys.readouterr().out)
+    trained = "".join(token["text"] for token in found["tokens"] if token["mark"] == "trained")
+    assert trained.count("<|endoftext|>") == sum("say" in part for part in text_of(found).split("<user>"))
+    assert "say" not in trained and found["samples"]["overlong"] == 0
+
+
+def text_of(found: dict[str, list[dict[str, str]]]) -> str:
+    return "".join(token["text"] for token in found["tokens"] if token["mark"] != "padding")

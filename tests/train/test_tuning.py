@@ -1,0 +1,138 @@
+"""Fine-tuning as a run: the loss that transformers finds for the same conversations, steps from epochs, samples held
+out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import planfile
+from meshwright.api.plan_reading import shape_from_folder
+from meshwright.data import prepare
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sample_rows import SampleRows
+from meshwright.spec import Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.training import loop
+from tests.train.running import Notes
+from tests.train.test_weights import SHAPES, directory
+
+CHATML = (
+    "{% for message in messages %}{{ '<' + message.role + '>' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def conversations(number: int) -> list[dict[str, object]]:
+    """Of one or two questions, so that their lengths differ."""
+    found: list[dict[str, object]] = []
+    for one in range(number):
+        turns = [("user", f"say {one}"), ("assistant", f"{one} é")] * (1 + one % 2)
+        found.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory(tmp_path / "hf", SHAPES["llama"])
+    (tmp_path / "hf" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    rows = map(json.dumps, conversations(24))
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return tmp_path
+
+
+def plan(files: Path, *words: str) -> Plan:
+    given = [f"model={files / 'hf'}", f"data={files / 'chat.jsonl'}", "data.form=samples", f"run={files / 'run'}"]
+    given += ["recipe.sequence=64", "recipe.global_batch=4", "recipe.steps=4", "recipe.warmup_steps=0"]
+    given += ["recipe.learning_rate=1e-2", "recipe.learning_rate_schedule=constant", "recipe.weight_decay=0"]
+    return planfile.read(None, [*given, *words], shape_from_folder=shape_from_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["best-fit", "off"])
+def test_losses_are_those_of_transformers(files: Path, packing: str) -> None:
+    """Each conversation by itself, its text, ids and mask by transformers' own template code."""
+    transformers = pytest.importorskip("transformers")
+    asked, watcher = plan(files, f"data.packing={packing}", "recipe.epsilon=1e-8", "recipe.clip=1.0"), Notes()
+    loop.run(asked, watchers=[watcher])
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(files / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(files / "hf", dtype=torch.float32).train()
+    recipe = asked.recipe
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon, weight_decay=0.0
+    )
+    corpus = prepare(asked.data)
+    rows = numbered_rows(asked.data, recipe, corpus, corpus.train, shuffle=True)
+    assert isinstance(rows, SampleRows)
+    given = {text(tokenizer, row): row["messages"] for row in conversations(24)}
+    for step, seen in enumerate(watcher.steps):
+        batch = rows.take(4 * step, 4)
+        losses, tokens = [], 0
+        for ids, documents, targets in zip(batch.tokens, batch.documents, batch.targets, strict=True):
+            for document in range(documents[-1] + 1):
+                here = documents == document
+                if not (targets[here] >= 0).any():
+                    continue  # padding
+                found = tokenizer.apply_chat_template(
+                    given[tokenizer.decode(ids[here])],
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                    return_tensors="pt",
+                )
+                labels = torch.where(found["assistant_masks"].bool(), found["input_ids"], -100)
+                logits = model(input_ids=found["input_ids"]).logits[0, :-1]
+                losses.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum"))
+                tokens += int((labels[0, 1:] >= 0).sum())
+        loss = torch.stack(losses).sum() / tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert seen.loss == pytest.approx(loss.item(), abs=1e-4)
+        assert seen.grad_norm == pytest.approx(norm.item(), rel=1e-3)
+
+
+def text(tokenizer: object, row: dict[str, object]) -> str:
+    found: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)  # type: ignore[attr-defined]  # transformers'
+    return found
+
+
+def test_epochs_are_steps_over_the_rows_there_are(files: Path) -> None:
+    asked, watcher = plan(files, "recipe.epochs=3", "recipe.learning_rate=0"), Notes()
+    corpus = prepare(asked.data)
+    rows = len(numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True))
+    loop.run(asked, watchers=[watcher])
+    assert watcher.info is not None and watcher.summary is not None
+    assert watcher.info.steps == watcher.summary.steps == -(-3 * rows // 4)
+    kept = planfile.read(files / "run" / "plan.yaml")
+    assert kept.recipe.steps == watcher.info.steps and kept.recipe.epochs == 3
+    assert loop.run(kept, resume="auto").step == watcher.info.steps
+
+
+def test_what_is_held_out_is_scored_by_its_answers_alone(files: Path) -> None:
+    asked, watcher = plan(files, "recipe.learning_rate=0", "data.validation=0.25"), Notes()
+    loop.run(asked, watchers=[watcher])
+    corpus = prepare(asked.data)
+    [found] = watcher.evaluations
+    assert corpus.validation.num_documents == 6
+    assert found.tokens == corpus.validation.num_tokens < len(corpus.validation.tokens)
+
+
+def test_samples_that_see_one_another_are_refused(files: Path) -> None:
+    with pytest.raises(IllegalLayout, match=r"samples of a row see one another: take recipe.document_mask=true"):
+        plan(files, "recipe.document_mask=false").check()
+    plan(files, "recipe.document_mask=false", "data.packing=off").check()
+
+
+def test_the_template_that_was_trained_by_goes_with_the_run(files: Path) -> None:
+    other = files / "other.jinja"
+    other.write_text(CHATML.replace("<assistant>", "<bot>"), encoding="utf-8")
+    asked = plan(files, "recipe.steps=1", f"data.template={other}")
+    loop.run(replace(asked, run=str(files / "second")))
+    assert (files / "second" / "chat_template.jinja").read_text(encoding="utf-8") == other.read_text(encoding="utf-8")
