@@ -12,5 +12,5 @@ def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
     """As token_cache.prepare, or sample_cache.prepare where data.form is samples."""
-    chosen = sample_cache if data.form == "samples" else token_cache
-    return chosen.prepare(data, cache_root=cache_root, processes=processes, progress=progress)
+    make = sample_cache.prepare if data.form == "samples" else token_cache.prepare
+    return make(data, cache_root=cache_root, processes=processes, progress=progress)
