@@ -7,7 +7,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import Costs, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
-from meshwright.planner.time.collectives import Sharing
+from meshwright.planner.time.collectives import Sharing, StageContents
 from meshwright.planner.time.timeline import Edges
 
 
@@ -18,6 +18,8 @@ class Memo:
     parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
+    contents: dict[tuple[object, ...], tuple[StageContents, int]] = field(default_factory=dict)
+    """Of a pipeline rank, and how many of its layers are routed."""
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[int, int], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)

@@ -44,16 +44,25 @@ class Estimator(SharedCosts):
 
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
         """Seconds of data parallelism of a pipeline rank."""
-        held = StageContents.of(own_stages(layout, rank), self.split(layout))
+        held, routed = self._contents(layout, rank)
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
-        routed = sum(map(self.shape.is_moe_layer, held.layers)) if self.shape.moe else 0
         key = *degrees, len(held.layers), routed, held.first, held.last, summed
         if key not in self._known.sums:
             self._known.sums[key] = sharing(
                 self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
             )
         return self._known.sums[key]
+
+    def _contents(self, layout: Layout, rank: int) -> tuple[StageContents, int]:
+        """What a pipeline rank holds, and how many of its layers are routed."""
+        own = own_stages(layout, rank)
+        key = layout.pp, layout.vp, layout.stages, own
+        if key not in self._known.contents:
+            found = StageContents.of(own, self.split(layout))
+            routed = sum(map(self.shape.is_moe_layer, found.layers)) if self.shape.moe else 0
+            self._known.contents[key] = found, routed
+        return self._known.contents[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
