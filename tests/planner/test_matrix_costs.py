@@ -43,7 +43,8 @@ def test_pieces_and_copies_are_those_that_are_dealt(seed: int) -> None:
     [
         ("llama-3.1-8b", Layout(dp_shard=8, zero=3)), ("llama-3.1-8b", Layout(dp_replicate=4, dp_shard=4, zero=2)),
         ("llama-3.1-8b", Layout(dp_replicate=8)), ("llama-3.1-8b", Layout(dp_shard=2, tp=16, zero=1)),
-        ("qwen3-30b-a3b", Layout(dp_shard=16, ep=8, zero=1)), ("qwen3-30b-a3b", Layout(dp_shard=16, tp=2, sp=True, ep=4)),
+        ("qwen3-30b-a3b", Layout(dp_shard=16, ep=8, zero=1)),
+        ("qwen3-30b-a3b", Layout(dp_shard=16, tp=2, sp=True, ep=4)),
     ],
     ids=str,
 )  # fmt: skip
