@@ -12,20 +12,23 @@ function movedOf({moved}, layout, dense, routed) {
 function matrixSeconds({muon}, layout, dense, routed) {
   if (!muon) return 0;
   const ranks = degreeOfData(layout) * layout.cp * layout.tp, w = muon.width, [a, b, longest] = muon.products;
-  const [owned, gathered, scattered, updated] = movedOf(muon, layout, dense, routed);
+  const [owned, gathered, scattered, updated, copies] = movedOf(muon, layout, dense, routed);
+  const times = Math.max(1, owned / mostOf(muon, copies));
   const sent = [gathered, scattered].map((size) =>
-    ranks > 1 && size ? muon.links[ranks][0] + muon.links[ranks][1] * size * w : 0);
+    ranks > 1 && size ? times * muon.links[ranks][0] + muon.links[ranks][1] * size * w : 0);
   return Math.max((dense * a + routed * b) / ranks, longest) + sent[0] + sent[1] +
     muon.copied_s * (4 * w * owned + updated * (8 + 3 * w));
 }
 
+// Elements of matrices that a rank has in a round, at most.
+const mostOf = ({largest, round}, copies) => Math.max(largest, Math.floor(round / evenRound(copies)));
+
 // Bytes of the most of a round.
 function matrixBytes({muon}, layout, dense, routed) {
   if (!muon) return 0;
-  const [owned, , , updated, copies] = movedOf(muon, layout, dense, routed), {largest, round} = muon;
+  const [owned, , , updated, copies] = movedOf(muon, layout, dense, routed), {largest} = muon;
   if (!owned) return 0;
-  const most = Math.max(largest, Math.floor(round / evenRound(copies)));
-  const whole = Math.min(most, Math.max(largest, owned));
+  const whole = Math.min(mostOf(muon, copies), Math.max(largest, owned));
   const ranks = degreeOfData(layout) * layout.cp * layout.tp;
   const inside = Math.max(...muon.sizes.map(([numel, a, b, share]) =>
     Math.min(whole, Math.max(numel, (dense * a + routed * b) / ranks)) * (1 + 2 * share)));

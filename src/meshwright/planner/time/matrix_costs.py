@@ -167,15 +167,20 @@ class MatrixCosts:
         return products_s + self.exchange_s(layout, self.moved(layout, dense, routed))
 
     def exchange_s(self, layout: Layout, one: Moved) -> float:
-        """Both ways, and the copies on both ends: pieces, whole matrices and pieces again."""
-        ranks, w = layout.dp * layout.cp * layout.tp, self.width
-        sent_s = sum(
-            self.links.seconds("all-to-all", size * w * ranks / (ranks - 1), ranks)
-            for size in (one.gathered, one.scattered)
-            if ranks > 1
-        )
+        """Both ways, in as many calls as there are rounds; and the copies on both ends: pieces, whole matrices and
+        pieces again."""
+        ranks, w, sent_s = layout.dp * layout.cp * layout.tp, self.width, 0.0
+        times = max(1.0, one.owned / self._whole(one)) if one.owned else 0.0
+        for size in (one.gathered, one.scattered):
+            if ranks > 1 and times:
+                each = size / times * w * ranks / (ranks - 1)
+                sent_s += times * self.links.seconds("all-to-all", each, ranks)
         copied = 4 * w * one.owned + one.updated * (DIRECTION_BYTES + 3 * w)
         return sent_s + self.speeds.update_seconds(copied)
+
+    def _whole(self, one: Moved) -> int:
+        """Elements of matrices that a rank has in a round, at most."""
+        return round_elements(self.layers.largest, round(one.copies))
 
     def buffer_bytes(self, layout: Layout, dense: int, routed: int) -> float:
         """The most of a round: its matrices, and those of one size in the next iteration with two products of each
@@ -184,7 +189,7 @@ class MatrixCosts:
         if not one.owned:
             return 0.0
         ranks = layout.dp * layout.cp * layout.tp
-        whole = min(round_elements(layers.largest, round(one.copies)), max(layers.largest, one.owned))
+        whole = min(self._whole(one), max(layers.largest, one.owned))
         inside = max(
             min(whole, max(size.numel, (dense * size.dense + routed * size.routed) / ranks)) * (1 + 2 * size.share)
             for size in layers.sizes
