@@ -38,8 +38,9 @@ def made(layout: dict[str, Any], states: dict[str, Any], groups: Made | None = N
 
 
 def drawn(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The whole tensor of a name, the same everywhere."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    """The whole tensor of a name, the same everywhere; a weight and its master are the same numbers."""
+    own = name.removeprefix("model.").removeprefix("optimizer.master.")
+    generator = torch.Generator().manual_seed(zlib.crc32(own.encode()))
     return torch.randint(0, 250, size, generator=generator).to(dtype)
 
 

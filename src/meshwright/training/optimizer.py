@@ -46,15 +46,16 @@ class AdamW:
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None,
-        prefer: str = "auto",
+        prefer: str = "auto", gathered: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """`held`: of each parameter, where the recipe's states are not fp32 (`of` knows it). `prefer`: one of
-        chooser.PREFERENCES, for their kernel."""
+        chooser.PREFERENCES, for their kernel. `gathered`: Engine.gathered_dtype."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe, storage = recipe, recipe.storage
         assert held is not None or storage == FP32_STATES, "narrow states go by a parameter's place: AdamW.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
+        self.gathered = gathered
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
         self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
@@ -69,7 +70,7 @@ class AdamW:
         """Over all parameters of a laid-out model."""
         known = {one.name: one for one in inventory(engine.model.shape)}
         held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
-        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer)
+        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer, engine.gathered_dtype)
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
@@ -185,7 +186,7 @@ class AdamW:
         also `moment1_scale.NAME` and `moment2_scale.NAME`."""
         found: dict[str, Tensor] = {}
         for name in self.parameters:
-            if self.widened and name in self.masters:
+            if (self.widened or self.gathered) and name in self.masters:
                 found["master." + name] = self.masters[name]
             if self._narrow is not None and name in self._narrow.moments:
                 found |= self._narrow.tensors(name)
