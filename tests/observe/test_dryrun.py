@@ -121,8 +121,10 @@ def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
     one = plan(TINY, 2048, precision="bf16", micro_batch=1, **layout)
     seen = dry_run(one, ranks=[3], device="cpu").ranks[0]
     counted = memory(TINY, one.layout, "bf16", 3, micro_batches=one.micro_batches, reduce_dtype="fp32")
-    for kind in ("masters", "moments", "counters"):
+    for kind in ("moments", "counters"):
         assert seen.kinds[kind] == counted["update"][kind], kind
+    own = "parameters" if one.layout.zero == 3 else "shards"
+    assert seen.kinds[own] == counted["update"]["parameters"] and "masters" not in {**seen.kinds, **counted["update"]}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])

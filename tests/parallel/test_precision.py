@@ -58,6 +58,7 @@ def _sums(options: Sequence[dict[str, Any]], reduce_dtype: torch.dtype, small: i
             dtype=torch.bfloat16,
             reduce_dtype=reduce_dtype,
             micro_batches=small + 1,
+            masters=reduce_dtype == torch.float32,
         )
         first = 1.0 if mesh["data"].index == 0 else 0.0
         engine.forward_backward([_Constructed(first), *(_Constructed(SMALL) for _ in range(small))])

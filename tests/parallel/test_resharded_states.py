@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
+from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.shape import MoEShape
@@ -39,8 +40,9 @@ def made(layout: dict[str, Any], states: dict[str, Any], groups: Made | None = N
 
 
 def drawn(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The whole tensor of a name, the same everywhere."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    """The whole tensor of a name, the same everywhere; a weight and its master are the same numbers."""
+    own = name.removeprefix("model.").removeprefix("optimizer.master.")
+    generator = torch.Generator().manual_seed(zlib.crc32(own.encode()))
     return torch.randint(0, 250, size, generator=generator).to(dtype)
 
 
@@ -87,3 +89,25 @@ def test_states_written_under_one_layout_are_read_under_another(tmp_path: Path, 
         path = checkpoint.latest(tmp_path / f"{number}")
         assert path is not None
         check(path, made({}, states))
+
+
+def weights_alone() -> None:
+    """A state that is given weights only, as of an import."""
+    state = made({"dp_shard": 2, "zero": 3}, {})
+    weights = {name: x for name, x in state.model_tensors().items() if isinstance(x, Piece)}
+    for name, x in weights.items():
+        x.held.copy_(drawn(name, tuple(x.shape), x.dtype)[x.box.slices])
+    state.take_weights(state.model_tensors() | weights)
+    for name, parameter in state.engine.parameters.items():
+        own, given = local(parameter.detach()), weights[f"model.{name}"].held
+        assert own.dtype == torch.float32 and given.dtype == torch.bfloat16 and torch.equal(own, given.float())
+        assert state.optimizer.masters[name].data_ptr() == own.data_ptr(), "the shard is the master"
+        own *= 1 + 1e-5  # what a 16-bit weight has no room for
+    again = state.model_tensors()
+    for name, x in weights.items():
+        there = again[name]
+        assert isinstance(there, Piece) and torch.equal(there.held, x.held)
+
+
+def test_a_shard_is_its_master_and_a_checkpoint_has_it_rounded() -> None:
+    on_ranks(2, weights_alone)

@@ -12,7 +12,7 @@ from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
-from meshwright.spec.held import Phase, held, memory
+from meshwright.spec.held import Phase, held, memory, shards_are_masters
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.batches import Share, select, split
 from meshwright.training.kept_bytes import memory as measured
@@ -67,7 +67,7 @@ Held = dict[Phase, dict[str, int]]
 
 def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: dict[str, Any]) -> Held:
     """What this rank holds at the two moments of a step."""
-    case = Case(shape=shape)
+    case, recipe = Case(shape=shape), replace(RECIPE, precision=precision, **states)  # type: ignore[arg-type]
     mesh = make_mesh(layout, made=made)
     engine = build_engine(
         shape,
@@ -76,9 +76,10 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: 
         dtype=DTYPES[precision],
         reduce_dtype=torch.float32,
         micro_batches=layout.micro_batches(case.global_batch),
+        masters=shards_are_masters(precision, layout, recipe.storage),
     )
     engine.train()
-    optimizer = AdamW.of(engine, replace(RECIPE, precision=precision, **states))  # type: ignore[arg-type]
+    optimizer = AdamW.of(engine, recipe)
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
     share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
@@ -181,13 +182,17 @@ def test_the_lectures_table_of_zero_in_fp32(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("gradient", [2, 4])
 def test_the_lectures_table_of_zero_in_mixed_precision(n: int, gradient: int) -> None:
-    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n. Gradients summed in fp32: two bytes more."""
+    """2 + 2 + 4 + 4 + 4: 16 N; 4 N + 12 N / n; 2 N + 14 N / n; 16 N / n. Gradients summed in fp32: two bytes more, and
+    shards that are their masters: under ZeRO-3 two less. Else a 16-bit shard lies beside whole parameters."""
     g, reduce_dtype = gradient, {2: "model", 4: "fp32"}[gradient]
     table = {0: (14 + g) * N, 1: (2 + g) * N + 12 * N // n, 2: 2 * N + (12 + g) * N // n, 3: (14 + g) * N // n}
     for zero, right in table.items():
         found = counted(SHAPE, "bf16", reduce_dtype=reduce_dtype, dp_shard=n, zero=zero)
-        assert found["step"].pop("shards", 0) == (2 * N // n if zero in (1, 2) else 0)
-        assert sum(found["step"].values()) == right
+        beside = 2 * N // n if zero in (1, 2) and reduce_dtype == "model" else 0
+        saved = 2 * N // n if zero == 3 and reduce_dtype == "fp32" else 0
+        assert sum(found["step"].values()) == right + beside - saved
+        if zero and reduce_dtype == "fp32":
+            assert found["update"] == {"parameters": 4 * N // n, "gradients": 4 * N // n, "moments": 8 * N // n}
 
 
 def test_one_process_and_one_micro_batch_keep_the_lectures_sixteen_bytes() -> None:

@@ -50,13 +50,15 @@ def build_engine(
     dropout: float = 0.0,
     products: str = SAME,
     initialize: bool = True,
+    masters: bool = False,
 ) -> Engine:
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
 
     Only what stays on this rank ever has memory: the model is cut and sharded before it gets any. Gradients are summed
     in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
     in `dtype`. `products` as recipe.products. IllegalLayout where one rank has both ends of a tied head and
-    data-parallel ranks beside it.
+    data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
+    (spec.held.shards_are_masters).
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
@@ -66,14 +68,16 @@ def build_engine(
     mesh = replace(mesh, layout=layout)
     held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}
+    gathered = dtype if masters and layout.zero and dtype != torch.float32 else None
     stages = []
     with compat.real_tensors():  # a dry run's begin where memory does
         for number in own_stages(layout, mesh["pp"].index):
             whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
             stage = cut(whole, layout, number)
-            shrink(stage, dtype, sizes)
+            shrink(stage, torch.float32 if gathered else dtype, sizes)
             stages.append(stage)
-    engine = parallelize(stages, mesh, held, device, None if reduce_dtype == dtype else reduce_dtype, micro_batches)
+    summed = None if reduce_dtype == dtype else reduce_dtype
+    engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
     if initialize:
         initialize_boxes(engine, seed)
     return engine
@@ -92,7 +96,10 @@ def initialize_boxes(engine: Engine, seed: int) -> None:
     with torch.no_grad():
         for name, box in engine.local_boxes().items():
             parameter = parameters[name]
-            fill_initial(data.local(parameter), name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
+            own = data.local(parameter)
+            fill_initial(own, name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
+            if engine.gathered_dtype is not None:
+                own.copy_(own.to(engine.gathered_dtype))  # as on one device, where masters begin as the weights do
 
 
 def parallelize(
@@ -102,12 +109,13 @@ def parallelize(
     device: torch.device,
     reduce_dtype: torch.dtype | None = None,
     micro_batches: int = 1,
+    gathered: torch.dtype | None = None,
 ) -> Engine:
     """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh. Skeletons are
     given memory, for what stays here."""
     for stage in stages:
         with compat.real_tensors():
-            apply(stage, mesh, device, reduce_dtype)
+            apply(stage, mesh, device, reduce_dtype, gathered)
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
         if reduce_dtype and adds_gradients(mesh.layout, micro_batches):
@@ -121,13 +129,17 @@ def parallelize(
         mesh=mesh,
         boxes=held,
         reduce_dtype=reduce_dtype,
+        gathered_dtype=gathered,
         replicas=replicas,
-        pipeline=make_pipeline(stages, mesh, replicas, warms_up=loads_code) if mesh["pp"].size > 1 else None,
+        pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )
 
 
-def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+def apply(
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None,
+    gathered: torch.dtype | None,
+) -> None:  # fmt: skip
     """Every axis but the pipeline's, in the order that decision 4 gives."""
     layout, kind = mesh.layout, acts() or device.type
     if layout.tp > 1:
@@ -142,7 +154,7 @@ def apply(model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: to
     apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
     if layout.zero and data.is_needed(mesh):
-        data.apply_data_parallel(model, mesh, device, reduce_dtype)
+        data.apply_data_parallel(model, mesh, device, reduce_dtype, gathered)
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:

@@ -43,17 +43,18 @@ def is_needed(mesh: Mesh) -> bool:
 
 
 def apply_data_parallel(
-    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None
-) -> None:
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None,
+    gathered: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Shard embedding, blocks, and norm with head, each as a unit. Under a pipeline parameters stay whole from a
     stage's first pass of a step to its last: freed, they would be gathered for every micro-batch. So does a head from
-    its forward pass to its backward pass, which is the next."""
+    its forward pass to its backward pass, which is the next. Shards are rounded to `gathered` as they are gathered."""
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
     assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     frees = zero == 3 and mesh["pp"].size == 1
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     routed = any(block.routed for block in model.layers.values())
     dense, expert = _meshes(mesh, device, experts=routed)
     first, last = _ends(model)

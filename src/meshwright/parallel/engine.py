@@ -39,6 +39,8 @@ class Engine:
     """What this rank holds in common with others along each axis, with their group."""
     reduce_dtype: torch.dtype | None = None
     """In what gradients are summed; None = in their own."""
+    gathered_dtype: torch.dtype | None = None
+    """In what weights are computed with, where parameters are shards of their fp32 masters; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
     pipeline: Pipeline | None = None

@@ -34,9 +34,11 @@ class Pass(Protocol):
 
 
 def make_pipeline(
-    stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = (), *, warms_up: bool = False
-) -> Pipeline:
-    """The executor of this rank's stages. `warms_up`: their code is compiled, or loaded when it is first launched."""
+    stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = (), dtype: torch.dtype | None = None, *,
+    warms_up: bool = False,
+) -> Pipeline:  # fmt: skip
+    """The executor of this rank's stages, which give each other tensors of `dtype` (None = the parameters').
+    `warms_up`: their code is compiled, or loaded when it is first launched."""
     layout = mesh.layout
     parameter = next(stages[0].parameters())
     slices = layout.tp if layout.sp else 1
@@ -44,7 +46,7 @@ def make_pipeline(
     def receive_like(one: Pass) -> Tensor:
         rows, positions = one.size
         size = (rows, positions // slices, stages[0].shape.hidden)
-        return torch.empty(size, dtype=parameter.dtype, device=parameter.device)
+        return torch.empty(size, dtype=dtype or parameter.dtype, device=parameter.device)
 
     reduction = Reduction(stages, replicas)
     pipeline = Pipeline(

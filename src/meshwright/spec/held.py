@@ -10,8 +10,9 @@ gradients are reduced), "update" is when the optimizer runs, after all reduction
     3      1 / n                 1 / n       1 / n                           1 / n
 
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
-rank's shard beside the whole copy ("shards"), and gives all ranks equally many rows: the last ones are padding. Experts
-fewer than n are cut inside instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
+rank's shard beside the whole copy ("shards"), which of 16-bit weights is their fp32 masters (`shards_are_masters`). It
+gives all ranks equally many rows: the last ones are padding. Experts fewer than n are cut inside instead
+(`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
 (docs/parallel.md).
 
 Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
@@ -41,6 +42,8 @@ class ElementWidths:
     parameter: int
     gradient: int
     master: int
+    shard: int = 0
+    """Of a shard; 0 = a parameter's."""
 
 
 WIDTHS = {
@@ -60,6 +63,11 @@ LATE = ("pp", "tp")
 def master_bytes(precision: str, storage: StateStorage) -> int:
     """Bytes of an element of a master weight."""
     return WIDTHS[precision].master if storage.masters else 0
+
+
+def shards_are_masters(precision: str, layout: Layout, storage: StateStorage, reduce_dtype: str = "fp32") -> bool:
+    """Whether the shards of 16-bit weights are their fp32 masters, which are rounded as they are gathered."""
+    return layout.zero > 0 and reduce_dtype == "fp32" and master_bytes(precision, storage) > 0
 
 
 def adds_gradients(layout: Layout, micro_batches: int) -> bool:
@@ -209,6 +217,8 @@ def memory(
     """
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
+    if shards_are_masters(precision, layout, storage, reduce_dtype):
+        width = replace(width, master=0, shard=width.master)
     found = held(shape, layout, rank)
     moments = sum(moment_bytes(one, storage) for one in found)
     return {
@@ -247,8 +257,8 @@ def _sizes(
     shards = sum(one.padded for one in found)
     gathered = sum(one.padded * one.ranks for one in found)
     return {
-        "parameters": (gathered if whole else shards) * width.parameter,
-        "shards": shards * width.parameter if whole else 0,
+        "parameters": gathered * width.parameter if whole else shards * (width.shard or width.parameter),
+        "shards": shards * (width.shard or width.parameter) if whole else 0,
         "gradients": (sum(one.box.numel for one in found) if whole_gradients else shards) * width.gradient,
         "masters": own * width.master,
         "moments": moments,

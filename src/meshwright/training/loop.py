@@ -19,6 +19,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
+from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import RANDOM
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.run_folder import MetricsLog, RunFolder
@@ -219,6 +220,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         dropout=recipe.dropout,
         products=recipe.products,
         initialize=initialize,
+        masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
     return TrainState(engine, AdamW.of(engine, recipe), scaler, Progress(), StepSkipper(target))
@@ -237,8 +239,9 @@ def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Hear
 def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, found: Path) -> None:
     """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
     if not any(name.startswith("optimizer.") for name in checkpoint.names(found)):
-        checkpoint.load(found, state.model_tensors(), verified=True)
-        state.optimizer.read_masters()
+        weights = state.model_tensors()
+        checkpoint.load(found, weights, verified=True)
+        state.take_weights(weights)
         return
     values = checkpoint.values(found)
     for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):

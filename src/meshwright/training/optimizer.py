@@ -48,15 +48,17 @@ class AdamW:
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None,
-        prefer: str = "auto", muon: Muon | None = None,
+        prefer: str = "auto", muon: Muon | None = None, gathered: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """`held`: of each parameter, where the recipe's states are not all AdamW's in fp32 (`of` knows it). `prefer`:
-        one of chooser.PREFERENCES, for their kernel. `muon`: what updates the matrices that have one moment."""
+        one of chooser.PREFERENCES, for their kernel. `muon`: what updates the matrices that have one moment.
+        `gathered`: Engine.gathered_dtype."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe, storage = recipe, recipe.storage
         assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: AdamW.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
+        self.gathered = gathered
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
         self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
@@ -73,7 +75,8 @@ class AdamW:
         known = {one.name: one for one in inventory(engine.model.shape)}
         held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
         muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
-        return cls(engine.parameters.items(), recipe, held, engine.model.kernels.prefer, muon)
+        prefer = engine.model.kernels.prefer
+        return cls(engine.parameters.items(), recipe, held, prefer, muon, engine.gathered_dtype)
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
         """One update. Gradients are divided by `divide_by` () fp32 inside the fused pass (clipping and loss scale in
@@ -216,7 +219,7 @@ class AdamW:
         moments also `moment1_scale.NAME` and `moment2_scale.NAME`."""
         found: dict[str, Tensor] = {}
         for name in self.parameters:
-            if self.widened and name in self.masters:
+            if (self.widened or self.gathered) and name in self.masters:
                 found["master." + name] = self.masters[name]
             if self._narrow is not None and name in self._narrow.moments:
                 found |= self._narrow.tensors(name)

@@ -10,6 +10,7 @@ from meshwright.data import Tokenizer
 from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.parallel.data import local
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
@@ -40,6 +41,8 @@ def take_weights(state: TrainState, plan: Plan) -> None:
     """Fill the model, and the optimizer's fp32 copy of it, from the folder of `model.init`: in a 16-bit run the copy
     keeps what the weights have no room for. HubError where a file is damaged."""
     places, masters = state.model_tensors(), state.optimizer.masters
+    if state.engine.gathered_dtype is not None:  # the parameters are what is to be filled
+        masters = {name: local(parameter.detach()) for name, parameter in state.engine.parameters.items()}
 
     def put(name: str, tensor: Tensor) -> None:
         place = places.get(f"model.{name}")

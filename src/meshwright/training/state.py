@@ -10,7 +10,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
-from meshwright.store.tensor_piece import piece
+from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.noise_scale import NoiseScale
 from meshwright.training.optimizer import AdamW
 from meshwright.training.precision import LossScaler
@@ -55,8 +55,21 @@ class TrainState:
         engine = self.engine
         engine.reshard()
         boxes = engine.local_boxes()
-        found = {f"model.{name}": piece(local(p.detach()), boxes[name]) for name, p in engine.parameters.items()}
+        own = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
+        if engine.gathered_dtype is not None:  # a checkpoint has both, whatever the layout
+            own = {name: tensor.to(engine.gathered_dtype) for name, tensor in own.items()}
+        found = {f"model.{name}": piece(tensor, boxes[name]) for name, tensor in own.items()}
         return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """Have the parameters, and the optimizer's masters, be what `model_tensors` gave and was then loaded."""
+        if self.engine.gathered_dtype is None:
+            self.optimizer.read_masters()
+            return
+        with torch.no_grad():
+            for name, parameter in self.engine.parameters.items():
+                given = weights[f"model.{name}"]
+                local(parameter.detach()).copy_(given.held if isinstance(given, Piece) else given)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""

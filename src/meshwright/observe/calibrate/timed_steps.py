@@ -13,6 +13,7 @@ from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
+from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import Plan
 from meshwright.training import device as train_device
 from meshwright.training.batches import Batch, Share, select, split
@@ -68,6 +69,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         plan.model, layout, mesh=mesh, device=device, dtype=DTYPES[recipe.precision],
         reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),
         products=recipe.products,
+        masters=shards_are_masters(recipe.precision, layout, recipe.storage, recipe.reduce_dtype),
     )  # fmt: skip
     engine.train()
     optimizer = AdamW.of(engine, recipe)

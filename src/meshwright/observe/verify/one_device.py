@@ -20,6 +20,7 @@ from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
+from meshwright.spec.held import shards_are_masters
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
@@ -182,6 +183,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         micro_batches=max(layout.micro_batches(case.sequences(step)) for step in range(1, case.steps + 1)),
         seed=case.seed,
         products=case.products,
+        masters=shards_are_masters(case.precision, layout, case.recipe.storage),
     )
     engine.train()
     margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
@@ -220,7 +222,8 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
             for name, gradient in optimizer.gradients[-1].items():
                 tensors[f"step {step} gradient of {name}"] = (boxes[name], gradient.float().cpu() / scale)
         for name, parameter in engine.parameters.items():
-            tensors[f"step {step} weight {name}"] = (boxes[name], local(parameter.detach()).float().clone().cpu())
+            weight = local(parameter.detach()).to(DTYPES[case.precision])
+            tensors[f"step {step} weight {name}"] = (boxes[name], weight.float().clone().cpu())
     loss, norms, scales, balances = (tuple(found) for found in numbers.values())
     overflow = case.overflow if scaler else 0
     return RankOutcome(loss, norms, tensors, scales, balances, margins.smallest, tuple(skipped), overflow)

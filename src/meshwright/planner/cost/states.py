@@ -9,7 +9,7 @@ from math import prod
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.boxes import boxes, sharded_dim
-from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes
+from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
@@ -136,6 +136,8 @@ def states(
     zero, late = layout.zero, layout.pp > 1
     beside = stack.sharding == "fully_shard"
     shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
+    if stack.own and shards_are_masters(precision, layout, storage, reduce_dtype):
+        shard = width.master
     master = 0 if shard > width.parameter else master_bytes(precision, storage)
     kinds = {}
     for inside in (True, False):
