@@ -45,7 +45,7 @@ LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
     "planner": set(),
     "planfile": {"pydantic", "yaml"},
-    "data": {"jinja2", "numpy", "tokenizers", "jinja2", "pyarrow", "datasets"},
+    "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets"},
     "kernels": {"torch", "triton"},
 }
 """Third-party imports of the lower layers; the others are free."""
