@@ -201,3 +201,48 @@ def test_a_template_without_measure_is_ended_in_its_own_process(folder: Path, at
         f"{path}, line 1: the chat template fails in line 1: it needs too much memory",
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17, "KiB"
+
+
+def test_containers_do_not_matter(folder: Path) -> None:
+    """A parquet file has every field in every message, null where a row has none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    found = [*chats(3), {"messages": [{"role": "system", "content": "S"}, *turns("u", "a")]}]
+    found[0]["messages"][1]["tool_calls"] = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
+    expected = trained_texts(prepared(folder, path=write(folder, found)))
+    (folder / "chat.json").write_text(json.dumps(found), encoding="utf-8")
+    write_table(pyarrow.Table.from_pylist(found), folder / "chat.parquet")
+    for name in ("chat.json", "chat.parquet"):
+        assert trained_texts(prepared(folder, path=folder / name)) == expected
+    assert "look" in expected[0]
+
+
+def test_a_folder_is_its_rows_and_not_the_files_of_its_tokenizer(folder: Path) -> None:
+    write(folder, chats(3))
+    root = folder.with_name(f"{folder.name}-cache")
+    assert len(trained_texts(prepared(folder, path=folder, root=root))) == 3
+    (folder / "notes.txt").write_text("hello")
+    assert refused(folder, path=folder, root=root) == (
+        f"{folder}/notes.txt holds no rows: fine-tuning reads .jsonl, .json, .parquet files and hub datasets"
+    )
+
+
+def test_the_first_bad_row_is_named_however_many_processes_read(folder: Path) -> None:
+    found = [{"messages": turns(f"question {one} " * 80, f"answer {one}")} for one in range(400)]
+    for bad in (150, 250, 390):
+        found[bad] = {"messages": [{"role": "user"}]}
+    path = write(folder, found)
+    for processes in (1, 3):
+        assert refused(folder, processes=processes) == (
+            f"{path}, line 151: message 1 of 'messages' (user) has neither content nor tool_calls"
+        )
+
+
+def test_a_damaged_cache_is_made_anew(folder: Path) -> None:
+    write(folder, chats(4))
+    first = prepared(folder)
+    texts = trained_texts(first)
+    for name in ("train.tokens", "train.marks", "meta.json"):
+        (folder / "cache" / "samples" / first.key / name).write_bytes(b"")
+        assert trained_texts(prepared(folder)) == texts
