@@ -24,6 +24,7 @@ from meshwright.spec.errors import DataError
 TRAINED = 0x80
 """Bit of a mark."""
 
+_AS_TRAINED = bytes(mark | TRAINED for mark in range(256))
 _MOST_TOKENS = 2**26
 """Of the rows of one request: a template that writes without end may fill this process and not its parent."""
 
@@ -150,12 +151,11 @@ class _RowEncoder:
     def _marked(self, marked: Marked) -> EncodedSample:
         ids: list[int] = []
         marks = bytearray()
-        for begin, end, trained in _parts(marked, cut=self._cuts):
+        by_character = _painted(marked)
+        for begin, end in _parts(marked, cut=self._cuts):
             found, places = self._encode(marked.text[begin:end])
             ids += found
-            flags = (TRAINED if trained or _within(begin + place, marked) else 0 for place in places)
-            roles = (_role(begin + place, marked) for place in places)
-            marks += bytes(flag | role for flag, role in zip(flags, roles, strict=True))
+            marks += bytes(by_character[begin + place] for place in places)
         if not marked.ends:
             self._put_marks(ids, marks)
         self._check_ends(ids, marks)
@@ -174,13 +174,18 @@ class _RowEncoder:
     def _check_ends(self, ids: Sequence[int], marks: bytes | bytearray) -> None:
         """A special token that is trained twice in a row, or with blanks between: a file spells what the template
         adds."""
-        said = (pair for pair in zip(ids, marks, strict=True) if pair[0] not in self._blank)
-        for (one, mark), (other, next_mark) in pairwise(said):
-            if one == other and one in self._special and mark & next_mark & TRAINED:
-                token = self._tokenizer.id_to_token(one)
-                raise DataError(
-                    f"{token} ends a turn twice: the file spells it and the template adds it; remove it from the file"
-                )
+        before = None
+        for token, mark in zip(ids, marks, strict=True):
+            if token in self._special and mark & TRAINED:
+                if token == before:
+                    spelled = self._tokenizer.id_to_token(token)
+                    raise DataError(
+                        f"{spelled} ends a turn twice: the file spells it and the template adds it; remove it from the "
+                        "file"
+                    )
+                before = token
+            elif token not in self._blank:
+                before = None
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
         """Ids, and the character that each begins at."""
@@ -196,24 +201,21 @@ class _RowEncoder:
         return EncodedSample(array(self._bytes, ids).tobytes(), marks)
 
 
-def _parts(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int, bool]]:
-    """(begin, end, trained) of the text in parts, cut where training begins: a model is asked with the words before,
-    so that no token may reach across. A tokenizer that cannot be given parts gets the whole."""
-    if not cut:
-        yield 0, len(marked.text), False
-        return
-    borders = sorted({0, len(marked.text), *(place for span in marked.trained for place in span)})
-    for begin, end in pairwise(borders):
-        yield begin, end, any(first <= begin < last for first, last in marked.trained)
+def _parts(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the text in parts, cut where training begins: a model is asked with the words before, so that no
+    token may reach across. A tokenizer that cannot be given parts gets the whole."""
+    inside = (place for span in marked.trained for place in span) if cut else ()
+    return pairwise(sorted({0, len(marked.text), *inside}))
 
 
-def _within(place: int, marked: Marked) -> bool:
-    return any(begin <= place < end for begin, end in marked.trained)
-
-
-def _role(place: int, marked: Marked) -> int:
-    said = (role for (begin, end), role in marked.said if begin <= place < end)
-    return ROLES.index(next(said, "other"))
+def _painted(marked: Marked) -> bytearray:
+    """The mark of every character, and of what comes behind the last."""
+    marks = bytearray(len(marked.text) + 1)
+    for (begin, end), role in marked.said:
+        marks[begin:end] = bytes([ROLES.index(role)]) * (end - begin)
+    for begin, end in marked.trained:
+        marks[begin:end] = marks[begin:end].translate(_AS_TRAINED)
+    return marks
 
 
 Make = Callable[[tokenizers.Tokenizer, int], word_encoder.Encode]

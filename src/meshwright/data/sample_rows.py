@@ -111,12 +111,11 @@ class SampleRows:
     def _whole_characters(self, sample: int, tokenizer: Tokenizer) -> int:
         """The length of a sample that is cut, so that its last token does not end in the middle of a character."""
         begin = int(self._stream.starts[sample])
-        for length in range(self._sequence, max(0, self._sequence - 4 * _CHARACTER), -1):
-            first = max(0, length - _CHARACTER)
-            near = self._stream.read(begin + first, begin + length + _CHARACTER - 1)
-            if _ends_whole(near, length - first, tokenizer):
+        for length in range(self._sequence, 0, -1):
+            near = self._stream.read(begin + max(0, length - _CHARACTER), begin + length)
+            if _ends_whole(near, tokenizer):
                 return length
-        return self._sequence
+        return 0
 
     def _trains(self, sample: int) -> bool:
         """Whether any token but the first, which nothing predicts, is trained."""
@@ -152,16 +151,8 @@ class SampleRows:
         documents[place:], positions[place:] = number, np.arange(len(tokens) - place)
 
 
-def _ends_whole(tokens: NDArray[Any], size: int, tokenizer: Tokenizer) -> bool:
-    """Whether the first `size` of these tokens end with a whole character. Bytes that are none decode to U+FFFD, and
-    some tokenizers show a whole run of bytes so when one of them is missing: hence ends of every length. A U+FFFD that
-    the text itself holds stays when more follows."""
-    ends = [slice(size - back, size) for back in range(1, size + 1)]
-    if any(not tokenizer.decode(tokens[end]).endswith("\ufffd") for end in ends):
-        return True
-    more = range(size + 1, len(tokens) + 1)
-    return all(
-        tokenizer.decode(tokens[end.start : until]).startswith(tokenizer.decode(tokens[end]))
-        for end in ends[: _CHARACTER - 1]
-        for until in more
-    )
+def _ends_whole(tokens: NDArray[Any], tokenizer: Tokenizer) -> bool:
+    """Whether these tokens end with a whole character. Bytes that are none decode to U+FFFD, by some tokenizers a whole
+    run of bytes where one is missing: hence ends of every length. A U+FFFD of the text itself counts as half."""
+    ends = (tokens[first:] for first in range(len(tokens)))
+    return any(not tokenizer.decode(end).endswith("\ufffd") for end in ends)

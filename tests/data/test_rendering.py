@@ -1,0 +1,203 @@
+"""Rendering: what is trained is what transformers marks in the same template, with `{% generation %}` or without."""
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from meshwright.data import rendering
+from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.rendering import Marked, Policy
+from meshwright.data.samples import Conversation, sample
+from meshwright.spec.errors import DataError
+from tests.data.chats_for_tests import (
+    CHATML,
+    DEEPSEEK,
+    MISTRAL,
+    QWEN3,
+    SPELLED,
+    TEMPLATES,
+    TOOLS,
+    conversations,
+    unmarked,
+)
+from tests.data.test_chat_template import theirs
+
+DAY = datetime.date(2026, 11, 23)
+AUTO = Policy()
+
+
+def rendered(source: str, fields: Any, policy: Policy = AUTO) -> list[Marked]:
+    fields = {"messages": fields} if isinstance(fields, list) else fields
+    one = sample(("chat.jsonl:1", fields))
+    assert isinstance(one, Conversation)
+    return rendering.conversation(one, ChatTemplate(source, SPELLED, DAY), policy)
+
+
+def trained(source: str, fields: Any, policy: Policy = AUTO) -> list[str]:
+    """The trained texts, of all samples."""
+    return [one.text[begin:end] for one in rendered(source, fields, policy) for begin, end in one.trained]
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_what_is_trained_is_what_transformers_marks(name: str, marks: bool, data: st.DataObject) -> None:
+    """Of a template without marks: what it is asked to mark where the same one has them."""
+    messages = data.draw(conversations(system=name != "gemma"))
+    source = TEMPLATES[name]
+    text, spans = theirs(source, messages)
+    (found,) = rendered(source if marks else unmarked(source), messages)
+    assert found.text == text
+    assert list(found.trained) == spans
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations(answered=True), thoughts=st.lists(st.sampled_from(["", "a", "b\n\nc"]), min_size=3))
+def test_a_template_that_drops_thoughts_gives_a_sample_for_each_answer(messages: Any, thoughts: list[str]) -> None:
+    """Each as the model sees it: thoughts of its own, none of earlier answers."""
+    messages = [dict(message) for message in messages]
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place, thought in zip(answers, thoughts, strict=False):
+        messages[place]["content"] = f"<think>\n{thought}\n</think>\n\n{messages[place]['content']}"
+    found = rendered(unmarked(QWEN3), messages)
+    texts = [theirs(QWEN3, messages[: place + 1]) for place in answers]
+    assert [one.text for one in found] == [text for text, _ in texts]
+    assert [list(one.trained) for one in found] == [spans[-1:] for _, spans in texts]
+
+
+def test_words_that_ask_may_show_more_than_an_answer_has() -> None:
+    """DeepSeek asks with `<think>`, and drops thoughts of every answer: also one that begins with a tag."""
+    plain = unmarked(DEEPSEEK)
+    for answer in ("four", "<tool_call>x", "<b>", "<", "<think", ""):
+        assert trained(plain, turns("2+2", f"<think>sum</think>{answer}")) == [answer + "</s>"]
+
+
+def test_an_answer_that_opens_a_conversation_is_trained_without_its_heading() -> None:
+    messages = [{"role": "assistant", "content": "How can I help?"}, *turns("hi", "ho")]
+    source = unmarked(CHATML)
+    assert trained(source, messages) == ["How can I help?<|im_end|>", "ho<|im_end|>"] == trained(CHATML, messages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations(answered=True), cut=st.integers(1, 6))
+def test_a_prompt_is_never_trained(messages: Any, cut: int) -> None:
+    assume(cut < len(messages) and messages[cut]["role"] == "assistant")
+    row = {"prompt": messages[:cut], "completion": messages[cut:]}
+    asked, _ = theirs(unmarked(CHATML), messages[:cut], add_generation_prompt=True)
+    for source in (CHATML, unmarked(CHATML)):
+        (found,) = rendered(source, row)
+        assert found.trained == ((len(asked), len(found.text)),)
+        (found,) = rendered(source, row, Policy(train_on="assistant"))
+        answers = [message["content"] + "<|im_end|>" for message in messages[cut:] if message["role"] == "assistant"]
+        assert [found.text[begin:end] for begin, end in found.trained] == answers
+        assert all(begin >= len(asked) for begin, _ in found.trained)
+
+
+@pytest.mark.parametrize("source", [CHATML, unmarked(CHATML)], ids=["marked", "plain"])
+def test_roles_choose(source: str) -> None:
+    messages = [{"role": "system", "content": "S"}, *turns("u", "a", "v", "b")]
+    assert trained(source, messages, Policy(train_on="last")) == ["b<|im_end|>"]
+    assert trained(source, messages, Policy(train_on="assistant")) == ["a<|im_end|>", "b<|im_end|>"]
+    user = ["<|im_start|>user\nu<|im_end|>\n", "<|im_start|>user\nv<|im_end|>\n"]
+    assert trained(source, messages, Policy(train_on="user")) == user
+    (whole,) = rendered(source, messages, Policy(train_on="all"))
+    assert whole.trained == ((0, len(whole.text)),)
+    messages[2]["train"] = False
+    messages[4]["weight"] = 0
+    assert trained(source, messages) == []
+
+
+def test_thoughts_are_dropped_by_choice() -> None:
+    drop = Policy(thinking="drop")
+    said = turns("2+2", "<think>sum</think>\n\nfour", "3+3", "the prompt thinks\n</think>\n\nsix")
+    said[1]["reasoning_content"] = "sum"
+    assert trained(CHATML, said, drop) == ["four<|im_end|>", "six<|im_end|>"]
+    assert trained(CHATML, said)[0] == "<think>sum</think>\n\nfour<|im_end|>"
+
+
+def test_tools_and_calls_are_shown() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": '{"c": -3}'},
+        {"role": "assistant", "content": "cold"},
+    ]
+    row = {"messages": messages, "tools": json.dumps(TOOLS)}
+    shown = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    for source in (CHATML, unmarked(CHATML)):
+        assert trained(source, row) == [shown, "cold<|im_end|>"]
+    (found,) = rendered(CHATML, row)
+    assert {role for _, role in found.said} == {"user", "tool", "assistant"}
+
+
+DROPS = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }}</s>{% endif %}{% endfor %}"
+UPPER = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "sentence"),
+    [
+        (
+            DROPS,
+            [{"role": "system", "content": "Be brief."}, *turns("u", "a")],
+            "the chat template drops what message 1 (system) says: 'Be brief.' is not in the rendered text; take "
+            "another data.template or another role",
+        ),
+        (
+            CHATML,
+            [*turns("u", "a"), {"role": "critic", "content": "wrong!"}],
+            "the chat template drops what message 3 (critic) says: 'wrong!' is not in the rendered text; take "
+            "another data.template or another role",
+        ),
+        (
+            UPPER,
+            turns("question", "answer"),
+            "the chat template drops what message 1 (user) says: 'question' is not in the rendered text; take "
+            "another data.template or another role",
+        ),
+        (
+            DEFAULT,
+            [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [{"function": {"name": "find"}}]}],
+            "the chat template drops a tool call of message 2: 'find' is not in the rendered text; take a "
+            "data.template that writes tool_calls",
+        ),
+        (
+            DEFAULT,
+            {"messages": turns("u", "a"), "tools": TOOLS},
+            "the chat template drops the tool 'weather': it is not in the rendered text; take a data.template that "
+            "writes tools, or remove the column 'tools'",
+        ),
+        (
+            MISTRAL,
+            [*turns("u"), *turns("v")],
+            "the chat template fails in line 9: roles must alternate: user, assistant",
+        ),
+    ],
+)
+def test_what_a_template_drops_or_refuses_is_said(source: str, fields: Any, sentence: str) -> None:
+    with pytest.raises(DataError) as error:
+        rendered(source, fields)
+    assert str(error.value) == sentence
+
+
+def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    source = "{{ 'answered ' if messages[-1].role == 'assistant' else 'open ' }}" + source
+    with pytest.raises(DataError) as error:
+        rendered(source, turns("u", "a"))
+    assert str(error.value) == (
+        "the chat template shows turn 2 in another form than it asks for it, so that what is trained is not known: put "
+        "{% generation %} around the answers in the template, or take data.train_on=all"
+    )
+    (whole,) = rendered(source, turns("u", "a"), Policy(train_on="all"))
+    assert whole.trained == ((0, len(whole.text)),)

@@ -1,0 +1,165 @@
+"""Samples: a form by its columns, and one sentence for every row that has none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.data import rows
+from meshwright.data.samples import Continuation, Conversation, Preference, Sample, TokenIds, looks_like_samples, sample
+from meshwright.spec.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+
+
+def made(fields: Any) -> Sample:
+    return sample(("chat.jsonl:7", fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"text": "t", "id": 4}, Continuation(prompt="", completion="t")),
+        ({"prompt": "p", "completion": "c"}, Continuation(prompt="p", completion="c")),
+        ({"messages": [USER, ANSWER]}, Conversation(messages=(USER, ANSWER))),
+        ({"prompt": [USER], "completion": [ANSWER]}, Conversation(messages=(USER, ANSWER), prompt=1)),
+        ({"messages": [USER], "tools": None}, Conversation(messages=(USER,))),
+        ({"messages": [USER], "tools": '[{"name": "f"}]'}, Conversation(messages=(USER,), tools=({"name": "f"},))),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, TokenIds(ids=(1, 2), labels=(-100, 2))),
+        ({"input_ids": [1, 2]}, TokenIds(ids=(1, 2), labels=None)),
+        (
+            {"instruction": "do", "input": "it", "output": "done", "system": "S"},
+            Conversation(
+                messages=(
+                    {"role": "system", "content": "S"},
+                    {"role": "user", "content": "do\n\nit"},
+                    {"role": "assistant", "content": "done"},
+                ),
+                prompt=2,
+            ),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}], "system": ""},
+            Conversation(messages=(USER, ANSWER)),
+        ),
+        ({"conversations": [USER, ANSWER]}, Conversation(messages=(USER, ANSWER))),
+        (
+            {"prompt": "p", "chosen": " good", "rejected": " bad"},
+            Preference(
+                chosen=Continuation(prompt="p", completion=" good"),
+                rejected=Continuation(prompt="p", completion=" bad"),
+            ),
+        ),
+        (
+            {"chosen": "say good", "rejected": "say bad"},
+            Preference(
+                chosen=Continuation(prompt="say", completion=" good"),
+                rejected=Continuation(prompt="say", completion=" bad"),
+            ),
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},
+            Preference(
+                chosen=Conversation(messages=(USER, ANSWER), prompt=1),
+                rejected=Conversation(messages=(USER, {**ANSWER, "content": "b"}), prompt=1),
+            ),
+        ),
+        (
+            {"messages": [{**USER, "name": None, "content": [{"type": "text", "text": "u"}]}, ANSWER]},
+            Conversation(messages=(USER, ANSWER)),
+        ),
+    ],
+)
+def test_columns_say_what_a_row_is(fields: Any, found: Sample) -> None:
+    assert made(fields) == found
+    assert looks_like_samples(fields) == ("text" not in fields)
+
+
+COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; instruction + output; input_ids; text"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"question": "q", "answer": "a"}, f"the columns (question, answer) are none of: {COLUMNS}"),
+        ({"messages": None}, f"the columns (messages (null)) are none of: {COLUMNS}"),
+        ({}, f"the columns (no fields) are none of: {COLUMNS}"),
+        ({"messages": []}, "the conversation has no message"),
+        ({"messages": 5}, "'messages' is int, not text and not a list of messages"),
+        ({"messages": ["hi"]}, "message 1 of 'messages' is str, not an object"),
+        ({"messages": [USER, {"content": "a"}]}, "message 2 of 'messages' has no role, it has: content"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 2 of 'messages' (assistant) has neither content nor "
+                                                      "tool_calls"),
+        ({"messages": [{"role": "user", "content": 5}]}, "message 1 of 'messages': the content is int, not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         "message 1 of 'messages' has a part of type image: only text can be trained"),
+        ({"messages": [USER], "tools": "[{"}, "'tools' is broken JSON, Expecting property name enclosed in double "
+                                              "quotes: line 1 column 3 (char 2)"),
+        ({"messages": [USER], "tools": ["f"]}, "'tools' is not a list of objects"),
+        ({"conversations": "hi"}, "'conversations' is not a list of turns"),
+        ({"conversations": [{"from": ["x"], "value": "u"}]}, "message 1 of 'conversations' has no role, it has: role, "
+                                                             "content"),
+        ({"prompt": "p", "completion": ""}, "'completion' is empty, so that nothing of the row can be trained"),
+        ({"prompt": [USER], "completion": []}, "'completion' has no message, so that nothing of the row can be "
+                                               "trained"),
+        ({"prompt": "p", "completion": [ANSWER]}, "'prompt' and 'completion' must both be strings or both be lists of "
+                                                  "messages"),
+        ({"chosen": "a", "rejected": [ANSWER]}, "'chosen' and 'rejected' must both be strings or both be lists of "
+                                                "messages"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' begin differently: give the prompt as a column "
+                                           "'prompt'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels: there must be one label a token"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "label 0 is 2 and its token 1: a label is its own token or -100, "
+                                                     "not the next one"),
+        ({"input_ids": []}, "'input_ids' is empty"),
+        ({"input_ids": [1.0]}, "'input_ids' is not a list of integers"),
+        ({"instruction": "i", "output": 5}, "'output' is int, not text"),
+        ({"text": 5}, "'text' is int, not text"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_no_sample_is_named(fields: Any, sentence: str) -> None:
+    with pytest.raises(DataError) as error:
+        made(fields)
+    assert str(error.value) == f"chat.jsonl, line 7: {sentence}"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["role", "content", "from", "value", "tool_calls", "text", "type", "function", "name"]), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+COLUMN = st.sampled_from(
+    ["messages", "conversations", "prompt", "completion", "chosen", "rejected", "input_ids", "labels", "text", "tools",
+     "instruction", "input", "output", "system"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=st.dictionaries(COLUMN, JSON, max_size=4))
+def test_any_json_is_a_sample_or_a_sentence_with_its_place(fields: Any) -> None:
+    try:
+        made(fields)
+    except DataError as error:
+        assert str(error).startswith("chat.jsonl, line 7: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"text": "a"', "line 2, column 13: broken JSON, Expecting ',' delimiter"),
+        ('{"text": \'a\'}', "line 2, column 10: broken JSON, Expecting value"),
+        ('  {"text": "a"} x', "line 2, column 17: broken JSON, Extra data"),
+        ('{"text": "na\u00efve \U0001f600"; }', "line 2, column 19: broken JSON, Expecting ',' delimiter"),
+        ("[1]", "line 2: each line must be an object with fields, not list"),
+    ],
+)  # fmt: skip
+def test_broken_json_is_named_by_line_and_column(line: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\r\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        list(rows.jsonl(path))
+    assert str(error.value) == f"{path}, {sentence}"
