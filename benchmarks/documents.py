@@ -20,7 +20,7 @@ from meshwright.spec import Layout, Recipe
 from meshwright.spec.presets import model as preset
 from meshwright.training import device
 from meshwright.training.batches import Batch
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import train_step
 
@@ -53,7 +53,7 @@ def measure(shape_name: str, precision: str, compiled: bool, rounds: int) -> dic
     layout = Layout(compile="on" if compiled else "off")
     engine = build_engine(preset(f"llama-{shape_name}"), layout, dtype=DTYPES[precision])
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), Recipe())
+    optimizer = Optimizer(engine.parameters.items(), Recipe())
     seconds: dict[str, list[float]] = {"packed": [], "plain": []}
     for number in range(WARM_UP + rounds):
         packed = batch_of(shape_name, number)

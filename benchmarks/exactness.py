@@ -17,7 +17,7 @@ from meshwright.model import build
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
 from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step
 
 ROWS, SEQUENCE = 8, 64
@@ -44,7 +44,7 @@ def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tenso
     """Loss and every gradient of one step."""
     model = build(shape, seed=1)
     engine = on_one_device(model, Layout(recompute=recompute))  # type: ignore[arg-type]
-    optimizer = AdamW(model.train().named_parameters(), Recipe())
+    optimizer = Optimizer(model.train().named_parameters(), Recipe())
     whole = batch()
     micro_batches = [replace(part, valid=int((part.targets >= 0).sum())) for part in split(whole, micro_batch)]
     result = train_step(engine, optimizer, micro_batches, rate=0.0, clip=0.0, balance_loss=0.01)

@@ -19,7 +19,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.schedule import Action
 from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step
 
 RATE, CLIP = 1e-4, 1.0
@@ -87,7 +87,7 @@ class Ours:
         self.mesh = make_mesh(self.layout, rank=0 if self.layout.world == 1 else None, made=made)
         self.engine = build_engine(work.shape, self.layout, mesh=self.mesh)
         self.engine.train()
-        self.optimizer = AdamW(self.engine.parameters.items(), Recipe())
+        self.optimizer = Optimizer(self.engine.parameters.items(), Recipe())
         self.share = Share(
             index=self.mesh.reader,
             parts=self.layout.dp,

@@ -27,7 +27,7 @@ from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
 from meshwright.store.saver import Saver
 from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.state import Progress, TrainState
 from meshwright.training.step import train_step
 
@@ -49,7 +49,7 @@ def new_state(model: str, ranks: int) -> TrainState:
     """A fresh model and optimizer."""
     layout = Layout(compile="off", dp_shard=ranks, zero=1 if ranks > 1 else 0)
     engine = build_engine(presets.model(model), layout, mesh=make_mesh(layout), device=torch.device("cpu"), seed=0)
-    return TrainState(engine, AdamW(engine.parameters.items(), Recipe()), None, Progress())
+    return TrainState(engine, Optimizer(engine.parameters.items(), Recipe()), None, Progress())
 
 
 def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Times:

@@ -56,7 +56,7 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     from meshwright.spec import Layout, Recipe
     from meshwright.training import device
     from meshwright.training.batches import Batch
-    from meshwright.training.optimizer import AdamW
+    from meshwright.training.optimizer import Optimizer
     from meshwright.training.precision import DTYPES
     from meshwright.training.step import train_step
 
@@ -65,7 +65,7 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     shape = shape_of(shape_name)
     engine = build_engine(shape, Layout(compile="on" if compiled else "off"), dtype=DTYPES[precision])
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), Recipe())
+    optimizer = Optimizer(engine.parameters.items(), Recipe())
     generator = torch.Generator().manual_seed(0)
 
     def step() -> float:

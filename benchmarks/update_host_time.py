@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.spec import Recipe, parameters, presets
-from meshwright.training.optimizer import BUCKET_BYTES, AdamW
+from meshwright.training.optimizer import BUCKET_BYTES, Optimizer
 
 MODEL = "llama-2-7b"
 RECIPE = Recipe(precision="bf16")
@@ -81,7 +81,7 @@ def new_buckets(named: dict[str, nn.Parameter], sizes: dict[str, int], dtype: to
         for name, parameter in real.items():
             parameter.grad_dtype = dtype
             parameter.grad = torch.empty(sizes[name], dtype=dtype)
-        return list(AdamW(real.items(), RECIPE).buckets())
+        return list(Optimizer(real.items(), RECIPE).buckets())
 
 
 def measured(dtype: torch.dtype, rounds: int) -> dict[str, float]:
@@ -95,7 +95,7 @@ def measured(dtype: torch.dtype, rounds: int) -> dict[str, float]:
         return {name: nn.Parameter(torch.randn(size).to(torch.bfloat16)) for name, size in shapes.items()}
 
     ours, theirs = tiny(), tiny()
-    after, before = AdamW(ours.items(), RECIPE), Before(theirs, old_buckets(sizes))
+    after, before = Optimizer(ours.items(), RECIPE), Before(theirs, old_buckets(sizes))
     buckets = new_buckets(ours, sizes, dtype)
     after.buckets = lambda: iter(buckets)  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = {"before": [], "after": []}

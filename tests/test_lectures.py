@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.model import build
 from meshwright.spec import BatchStage, Layout, MLAShape, ModelShape, MoEShape, Recipe, num_parameters, parameters
 from meshwright.spec.flop import token_flop
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 
 TINY = ModelShape(vocab=512, layers=2, hidden=64, heads=4, kv_heads=2, ffn=160, max_positions=64)
@@ -46,7 +46,7 @@ def test_states_take_sixteen_bytes_a_parameter(
 ) -> None:
     """4 + 4 + 8 in fp32, 2 + 2 + 4 + 4 + 4 in mixed precision: counted on the tensors that training holds."""
     model = build(TINY, dtype=DTYPES[precision])
-    optimizer = AdamW(model.named_parameters(), Recipe())
+    optimizer = Optimizer(model.named_parameters(), Recipe())
     tokens = torch.arange(32).view(2, 16)
     model.loss(tokens, tokens).cross_entropy.backward()
     states = optimizer.tensors()

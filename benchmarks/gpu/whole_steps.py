@@ -26,7 +26,7 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.shape import ModelShape
 from meshwright.training import device as machine
 from meshwright.training.batches import Batch
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import train_step
 
@@ -106,7 +106,7 @@ def ours(plan: Plan, entry: StepEntry, device: torch.device) -> Step:
     machine.prepare(device, plan.recipe.precision)  # also takes back what `theirs` set
     engine = build_engine(plan.model, plan.layout, device=device, dtype=DTYPES[plan.recipe.precision])
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), plan.recipe)
+    optimizer = Optimizer(engine.parameters.items(), plan.recipe)
     tokens = _tokens(plan.model, entry, device)
     given = Batch(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=entry.rows * entry.sequence

@@ -18,7 +18,7 @@ from meshwright.store import checkpoint, checkpoint_reader
 from meshwright.store import commit as commits
 from meshwright.store.model_weights import MASTER, weights
 from meshwright.store.tensor_piece import Piece
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.state import Progress, TrainState
 from tests.store import saving
@@ -40,7 +40,7 @@ def save(folder: Path, shape: ModelShape, precision: str, layout: Layout, made: 
     """The state of a training under a layout, every tensor filled by its name alone."""
     mesh = make_mesh(layout, made=made)
     engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision], device=torch.device("cpu"), seed=0)
-    state = TrainState(engine, AdamW(engine.parameters.items(), Recipe()), None, Progress())
+    state = TrainState(engine, Optimizer(engine.parameters.items(), Recipe()), None, Progress())
     tensors = {name: tensor for name, tensor in state.tensors().items() if not name.startswith("rng.")}
     with torch.no_grad():
         for name, tensor in tensors.items():

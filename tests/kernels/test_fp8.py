@@ -17,7 +17,7 @@ from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.training import device
 from meshwright.training.batches import Batch
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step
 from tests.kernels.exactness import tensors
 
@@ -102,7 +102,7 @@ def losses(products: str, precision: torch.dtype = BF16, kernels: str = "auto", 
     layout = Layout(compile=compiled, kernels=kernels)  # type: ignore[arg-type]
     engine = build_engine(SMALL, layout, dtype=precision, products=products)
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), Recipe())
+    optimizer = Optimizer(engine.parameters.items(), Recipe())
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(40):
         start = torch.randint(256, (4, 1), generator=generator)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.model.linear import Head, Linear
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from tests.model.shrunk import model, tokens
 from tests.train.tiny import RECIPE, batch, relative, trained, weights
 
@@ -101,6 +101,6 @@ def test_a_frozen_weight_costs_its_bytes_and_stays() -> None:
 def test_nothing_to_train_is_legal() -> None:
     """A pipeline's rank may hold frozen layers only."""
     found = model("llama-3.1-8b").requires_grad_(False)
-    optimizer = AdamW(found.named_parameters(), RECIPE)
+    optimizer = Optimizer(found.named_parameters(), RECIPE)
     optimizer.step(1e-2, divide_by=torch.ones(()), skip=torch.zeros(()))
     assert optimizer.tensors() == {}

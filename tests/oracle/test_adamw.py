@@ -15,7 +15,7 @@ from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.rate import learning_rate
 from meshwright.training.step import train_step
 from tests.oracle import adamw
@@ -77,7 +77,7 @@ def train(of: Expected, layout: Layout, made: Made) -> dict[str, Any]:
         epsilon=adamw.EPSILON, weight_decay=adamw.DECAYS, clip=adamw.CLIP,
     )  # type: ignore[arg-type]  # fmt: skip
     engine.train()
-    optimizer = AdamW(engine.parameters.items(), recipe)
+    optimizer = Optimizer(engine.parameters.items(), recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(adamw.SEQUENCE))
     for step in range(1, adamw.STEPS + 1):
         tokens, targets = adamw.batch(step)

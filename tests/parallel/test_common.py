@@ -22,7 +22,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, parameters
 from meshwright.spec.inventory import tp_parts
 from meshwright.training.batches import split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import MicroPass, Weights, train_step
 from tests.model.shrunk import KINDS
 
@@ -93,7 +93,7 @@ def test_any_number_of_key_heads_trains_the_same_model() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-class _Unsummed(AdamW):
+class _Unsummed(Optimizer):
     """Keeps the gradients as a step gives them and changes nothing."""
 
     def step(self, rate: float, **options: Any) -> None:

@@ -13,7 +13,7 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Recipe
 from meshwright.training import muon
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 
 TWO: list[dict[str, Any]] = [
     {"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}, {"tp": 2, "sp": True},
@@ -84,7 +84,7 @@ def empty_rank() -> list[int]:
         engine = build_engine(DENSE.shape, mesh.layout, mesh=mesh)
         for name, parameter in engine.parameters.items():
             parameter.requires_grad_(not frozen or "norm" in name)
-        optimizer = AdamW.of(engine, Recipe(optimizer="muon"))
+        optimizer = Optimizer.of(engine, Recipe(optimizer="muon"))
         for parameter in optimizer.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step(1e-3, divide_by=torch.ones(()), skip=torch.zeros(()))

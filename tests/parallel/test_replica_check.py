@@ -17,7 +17,7 @@ from meshwright.parallel.replica_check import CHUNK, check_replicas, checksum
 from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
 from meshwright.training.batches import Share, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step
 from meshwright.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def _trained(layout: Layout, made: Made) -> Engine:
     engine.train()
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))
-    optimizer = AdamW(engine.parameters.items(), RECIPE)
+    optimizer = Optimizer(engine.parameters.items(), RECIPE)
     for _ in range(2):
         train_step(engine, optimizer, batches, rate=1e-2, clip=1.0, balance_loss=0.0)
     return engine

@@ -17,7 +17,7 @@ from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
 from meshwright.training.batches import Batch, Share, select, split
 from meshwright.training.evaluate import summed_loss
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import train_step
 from tests.parallel.witness import Seen, Witness
@@ -73,7 +73,7 @@ class Run:
             micro_batches=layout.micro_batches(case.global_batch),
         )
         self.engine.train()
-        self.optimizer = AdamW.of(self.engine, case.recipe)
+        self.optimizer = Optimizer.of(self.engine, case.recipe)
 
     def step(self) -> Sent:
         """What one training step sends."""

@@ -16,7 +16,7 @@ from meshwright.spec.held import Phase, held, memory, shards_are_masters
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.batches import Share, select, split
 from meshwright.training.kept_bytes import memory as measured
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import MicroPass, Weights
 from tests.planner.test_states import planned
@@ -79,7 +79,7 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: 
         masters=shards_are_masters(precision, layout, recipe.storage),
     )
     engine.train()
-    optimizer = AdamW.of(engine, recipe)
+    optimizer = Optimizer.of(engine, recipe)
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
     share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))

@@ -14,7 +14,7 @@ from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.spec import Layout, ModelShape, MoEShape, Recipe
 from meshwright.spec.inventory import parameters
 from meshwright.spec.matrix_exchange import ITERATIONS
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -38,9 +38,9 @@ def recipe_of(precision: str, states: str = "fp32", masters: str = "fp32", **cha
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def made(recipe: Recipe, shape: ModelShape = SHAPE) -> tuple[Engine, AdamW]:
+def made(recipe: Recipe, shape: ModelShape = SHAPE) -> tuple[Engine, Optimizer]:
     engine = build_engine(shape, Layout(), mesh=make_mesh(Layout()), dtype=DTYPES[recipe.precision])
-    return engine, AdamW.of(engine, recipe)
+    return engine, Optimizer.of(engine, recipe)
 
 
 def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
     return found
 
 
-def run(mine: AdamW, steps: range, divide_by: float = 1.0) -> None:
+def run(mine: Optimizer, steps: range, divide_by: float = 1.0) -> None:
     for step in steps:
         for name, gradient in gradients(mine.parameters, step).items():
             mine.parameters[name].grad = gradient
@@ -61,7 +61,7 @@ def run(mine: AdamW, steps: range, divide_by: float = 1.0) -> None:
         mine.zero_grad()
 
 
-def weights(mine: AdamW) -> dict[str, Tensor]:
+def weights(mine: Optimizer) -> dict[str, Tensor]:
     return {name: mine.masters.get(name, p).detach().clone() for name, p in mine.parameters.items()}
 
 
@@ -69,7 +69,7 @@ def matrices(shape: ModelShape) -> set[str]:
     return {one.name for one in parameters(shape) if one.matrices}
 
 
-def by_torch(start: dict[str, Tensor], mine: AdamW, recipe: Recipe, steps: range) -> dict[str, Tensor]:
+def by_torch(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: range) -> dict[str, Tensor]:
     """torch.optim.Muon over each matrix, torch.optim.AdamW over the rest."""
     hidden = matrices(SHAPE)
     each = {
@@ -113,7 +113,7 @@ def test_every_step_is_that_of_torchs_muon_and_adamw() -> None:
             torch.testing.assert_close(found, right[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def exact(start: dict[str, Tensor], mine: AdamW, recipe: Recipe, steps: range) -> dict[str, Tensor]:
+def exact(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: range) -> dict[str, Tensor]:
     """Of matrices in fp64: the polynomial is applied to the singular values."""
     found, means = {}, {}
     for name in matrices(SHAPE):
@@ -232,7 +232,7 @@ def test_what_is_frozen_stays() -> None:
     engine = build_engine(SHAPE, Layout(), mesh=make_mesh(Layout()))
     frozen = "layers.1.mlp.experts.up"
     engine.parameters[frozen].requires_grad_(False)
-    mine = AdamW.of(engine, recipe_of("fp32"))
+    mine = Optimizer.of(engine, recipe_of("fp32"))
     start = engine.parameters[frozen].detach().clone()
     run(mine, range(1))
     assert torch.equal(engine.parameters[frozen].detach(), start)

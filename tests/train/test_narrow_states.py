@@ -15,7 +15,7 @@ from meshwright.spec.optimizer_states import SMALL, MomentFormat
 from meshwright.spec.recipe import Recipe
 from meshwright.training import optimizer as module
 from meshwright.training.narrow_moments import Held
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from tests.train.tiny import RECIPE
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -50,9 +50,9 @@ def weights_of(recipe: Recipe, seed: int = 0) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for name, s in SIZES.items()}
 
 
-def made(named: dict[str, nn.Parameter], recipe: Recipe, boxes: dict[str, Box] | None = None) -> AdamW:
+def made(named: dict[str, nn.Parameter], recipe: Recipe, boxes: dict[str, Box] | None = None) -> Optimizer:
     found = boxes or {name: box_of(tuple(p.shape)) for name, p in named.items()}
-    return AdamW(named.items(), recipe, {name: Held(box, stored(recipe, box.whole)) for name, box in found.items()})
+    return Optimizer(named.items(), recipe, {name: Held(box, stored(recipe, box.whole)) for name, box in found.items()})
 
 
 def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def give(named: dict[str, nn.Parameter], step: int) -> None:
         named[name].grad = gradient
 
 
-def run(mine: AdamW, named: dict[str, nn.Parameter], steps: range, rate: float = 1e-2) -> None:
+def run(mine: Optimizer, named: dict[str, nn.Parameter], steps: range, rate: float = 1e-2) -> None:
     for step in steps:
         give(named, step)
         mine.step(rate, divide_by=torch.tensor(2.0), skip=ZERO)
@@ -127,7 +127,7 @@ def test_bf16_steps_below_the_last_place_add_up_on_average() -> None:
     """Without masters: a weight of 1 and steps of 1e-4, 1/39 of its last place. Nearest rounding would never move."""
     recipe = recipe_of("bf16", "fp32", "none", weight_decay=0.0)
     named = {"matrix": nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))}
-    mine = AdamW(named.items(), recipe, {"matrix": Held(box_of((100, 100)), FORMATS["fp32"])})
+    mine = Optimizer(named.items(), recipe, {"matrix": Held(box_of((100, 100)), FORMATS["fp32"])})
     for _ in range(40):
         named["matrix"].grad = torch.ones(100, 100, dtype=torch.bfloat16)
         mine.step(1e-4, divide_by=ONE, skip=ZERO)

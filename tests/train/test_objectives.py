@@ -17,7 +17,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.batches import Batch, Feed, Share, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
 from tests.train.tiny import RECIPE, batch, relative, small, trained
 
@@ -143,7 +143,7 @@ def _steps(name: str, layouts: list[dict[str, Any]]) -> list[tuple[str, float, f
                 index=mesh["data"].index if layout.cp == 1 else 0, parts=layout.dp, columns=engine.columns(LENGTH)
             )
             batches = split(select(whole, share), 2)
-            optimizer = AdamW(engine.parameters.items(), RECIPE)
+            optimizer = Optimizer(engine.parameters.items(), RECIPE)
             step = partial(train_step, engine, optimizer, batches, rate=0.0, clip=0.0, balance_loss=0.0)
             if kind == "pairs" and layout.cp > 1:
                 with pytest.raises(IllegalLayout, match="cp=2 splits the sequences"):

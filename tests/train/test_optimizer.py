@@ -12,7 +12,7 @@ from meshwright.model import Transformer
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import num_parameters
 from meshwright.training import optimizer as module
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from tests.train.tiny import RECIPE, relative, small, weights
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -43,7 +43,7 @@ def groups(named: dict[str, nn.Parameter], decay: float) -> list[dict[str, objec
 @pytest.mark.parametrize("clip", [1e9, 1.0])
 def test_fp32_equals_torchs_adamw_after_clip_grad_norm(recipe: object, clip: float) -> None:
     ours, theirs = small("gpt2-124m"), small("gpt2-124m")
-    mine = AdamW(ours.named_parameters(), recipe)  # type: ignore[arg-type]
+    mine = Optimizer(ours.named_parameters(), recipe)  # type: ignore[arg-type]
     usual = torch.optim.AdamW(
         groups(dict(theirs.named_parameters()), recipe.weight_decay),  # type: ignore[attr-defined]
         betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon,  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def test_fp32_equals_torchs_adamw_after_clip_grad_norm(recipe: object, clip: flo
 def test_master_weights_equal_an_explicit_fp32_copy(dtype: torch.dtype) -> None:
     """Gradients of the narrow weights move the fp32 ones; the narrow ones are those rounded, bit for bit."""
     found = small(dtype=dtype)
-    mine = AdamW(found.named_parameters(), RECIPE)
+    mine = Optimizer(found.named_parameters(), RECIPE)
     copies = {name: nn.Parameter(p.detach().float()) for name, p in found.named_parameters()}
     usual = torch.optim.AdamW(groups(copies, 0.1), betas=(0.9, 0.9), eps=RECIPE.epsilon, lr=1e-3, fused=True)
     for step in range(6):
@@ -84,7 +84,7 @@ def test_master_weights_equal_an_explicit_fp32_copy(dtype: torch.dtype) -> None:
 def test_steps_smaller_than_the_weights_rounding_add_up() -> None:
     """What master weights are for: without them such a step would be lost every time."""
     found = small(dtype=torch.bfloat16)
-    mine = AdamW(found.named_parameters(), replace(RECIPE, weight_decay=0.0))
+    mine = Optimizer(found.named_parameters(), replace(RECIPE, weight_decay=0.0))
     before = weights(found)["norm.weight"].clone()
     for step in range(100):
         give(found, {name: torch.ones_like(p) for name, p in found.named_parameters()})
@@ -102,7 +102,7 @@ BYTES = {torch.float32: (4, 4, 0, 4, 4), torch.bfloat16: (2, 2, 4, 4, 4), torch.
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_bytes_a_parameter_over_the_tensors_that_are_there(dtype: torch.dtype) -> None:
     found = small(dtype=dtype)
-    mine = AdamW(found.named_parameters(), RECIPE)
+    mine = Optimizer(found.named_parameters(), RECIPE)
     give(found, noise(found, 0))
     gradients = [p.grad for p in found.parameters() if p.grad is not None]
     mine.step(1e-3, divide_by=ONE, skip=ZERO)
@@ -127,7 +127,7 @@ def test_bytes_a_parameter_over_the_tensors_that_are_there(dtype: torch.dtype) -
 def test_only_matrices_decay(name: str, dtype: torch.dtype) -> None:
     """With gradients of zero a step is the decay alone."""
     found = small(name, dtype=dtype)
-    mine = AdamW(found.named_parameters(), RECIPE)
+    mine = Optimizer(found.named_parameters(), RECIPE)
     before = {key: value.clone() for key, value in mine.masters.items()}
     give(found, {key: torch.zeros_like(p) for key, p in found.named_parameters()})
     mine.step(0.5, divide_by=ONE, skip=ZERO)
@@ -144,7 +144,7 @@ def test_only_matrices_decay(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_skipped_step_leaves_every_bit_and_counts_as_none(dtype: torch.dtype) -> None:
     found = small(dtype=dtype)
-    mine = AdamW(found.named_parameters(), RECIPE)
+    mine = Optimizer(found.named_parameters(), RECIPE)
     give(found, noise(found, 0))
     mine.step(1e-3, divide_by=ONE, skip=ZERO)
     before = {name: tensor.clone() for name, tensor in {**mine.tensors(), **weights(found)}.items()}
@@ -163,7 +163,7 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 6000, 2**26):
         monkeypatch.setattr(module, "BUCKET_BYTES", size)
         found = small(dtype=torch.bfloat16)
-        mine = AdamW(found.named_parameters(), RECIPE)
+        mine = Optimizer(found.named_parameters(), RECIPE)
         for step in range(3):
             give(found, noise(found, step))
             buckets = list(mine.buckets())
@@ -183,7 +183,7 @@ def linears(sizes: list[int], dtype: torch.dtype = torch.bfloat16) -> nn.Paramet
 
 def test_gradients_in_fp32_are_one_bucket_however_many_they_are() -> None:
     found = linears([2**20] * 40 + [8] * 40)
-    mine = AdamW(found.items(), RECIPE)
+    mine = Optimizer(found.items(), RECIPE)
     for parameter in found.values():
         parameter.grad_dtype = torch.float32
         parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
@@ -197,7 +197,7 @@ def test_widening_takes_one_bucket_at_most(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
     sizes = [8, 100, 100, 300, 1000, 1000, 1500, 2000, 5000, 5000, 5000, 20_000]
     found = linears(sizes)
-    mine = AdamW(found.items(), RECIPE)
+    mine = Optimizer(found.items(), RECIPE)
     buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16).split(sizes)
     for parameter, piece in zip(found.values(), buffer, strict=True):
         parameter.grad = piece if shared else piece.clone()
@@ -213,18 +213,18 @@ def test_widening_takes_one_bucket_at_most(monkeypatch: pytest.MonkeyPatch, shar
 def test_each_bucket_is_dropped_before_the_next_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET_BYTES", 1)
     found = linears([64, 128, 256])
-    mine = AdamW(found.items(), RECIPE)
+    mine = Optimizer(found.items(), RECIPE)
     alive: list[int] = []
     widened: list[weakref.ref[Tensor]] = []
-    real = AdamW._widened_gradients
+    real = Optimizer._widened_gradients
 
-    def watched(self: AdamW, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def watched(self: Optimizer, names: tuple[str, ...]) -> dict[str, Tensor]:
         alive.append(sum(one() is not None for one in widened))
         made = real(self, names)
         widened.extend(weakref.ref(value) for value in made.values())
         return made
 
-    monkeypatch.setattr(AdamW, "_widened_gradients", watched)
+    monkeypatch.setattr(Optimizer, "_widened_gradients", watched)
     for parameter in found.values():
         parameter.grad = torch.ones_like(parameter)
     mine.step(1e-3, divide_by=ONE, skip=ZERO)
@@ -235,7 +235,7 @@ def test_each_bucket_is_dropped_before_the_next_is_widened(monkeypatch: pytest.M
 def test_the_state_goes_on_from_where_it_was_copied(dtype: torch.dtype) -> None:
     """Written in place into a fresh optimizer, as a checkpoint is."""
     ours, later = small(dtype=dtype), small(dtype=dtype, seed=1)
-    mine, other = AdamW(ours.named_parameters(), RECIPE), AdamW(later.named_parameters(), RECIPE)
+    mine, other = Optimizer(ours.named_parameters(), RECIPE), Optimizer(later.named_parameters(), RECIPE)
     for step in range(5):
         give(ours, noise(ours, step))
         mine.step(1e-3, divide_by=ONE, skip=ZERO)
@@ -256,7 +256,7 @@ def test_the_names_of_the_state() -> None:
     kinds = ("moment1.", "moment2.", "step.")
     for dtype, expected in ((torch.float32, kinds), (torch.bfloat16, ("master.", *kinds))):
         found = small(dtype=dtype)
-        state = AdamW(found.named_parameters(), RECIPE).tensors()
+        state = Optimizer(found.named_parameters(), RECIPE).tensors()
         assert set(state) == {kind + name for kind in expected for name in dict(found.named_parameters())}
         assert all(tensor.dtype == torch.float32 for tensor in state.values())
         assert not any(tensor.any() for name, tensor in state.items() if not name.startswith("master."))
@@ -264,7 +264,7 @@ def test_the_names_of_the_state() -> None:
 
 def test_masters_are_read_anew_after_weights_were_loaded() -> None:
     found = small(dtype=torch.bfloat16)
-    mine = AdamW(found.named_parameters(), RECIPE)
+    mine = Optimizer(found.named_parameters(), RECIPE)
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(1.0)
@@ -272,7 +272,7 @@ def test_masters_are_read_anew_after_weights_were_loaded() -> None:
     for name, parameter in found.named_parameters():
         assert torch.equal(mine.masters[name], parameter.detach().float())
     fp32 = small()
-    same = AdamW(fp32.named_parameters(), RECIPE)
+    same = Optimizer(fp32.named_parameters(), RECIPE)
     same.read_masters()
     assert all(same.masters[name].data_ptr() == p.data_ptr() for name, p in fp32.named_parameters())
 
@@ -280,7 +280,7 @@ def test_masters_are_read_anew_after_weights_were_loaded() -> None:
 def test_a_parameter_without_gradient_stays() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = small(dtype=dtype)
-        mine = AdamW(found.named_parameters(), RECIPE)
+        mine = Optimizer(found.named_parameters(), RECIPE)
         give(found, noise(found, 0))
         found.head.weight.grad = None
         before = weights(found)
@@ -296,7 +296,7 @@ def test_an_update_needs_no_values(dtype: torch.dtype) -> None:
     """The dry run makes it on tensors that have none; what reads one there waits for the device on a GPU."""
     with fake_tensors():
         named = {str(at): nn.Parameter(torch.zeros((4, at)[:at], dtype=dtype)) for at in (1, 2)}
-        mine = AdamW(named.items(), RECIPE)
+        mine = Optimizer(named.items(), RECIPE)
         for parameter in named.values():
             parameter.grad = torch.ones_like(parameter)
         norm = euclidean_norm([p.grad for p in named.values() if p.grad is not None])

@@ -10,7 +10,7 @@ import torch
 from meshwright.parallel import on_one_device
 from meshwright.spec import parameters
 from meshwright.training.noise_scale import NoiseScale
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.state import Progress, TrainState, seed_everything
 from meshwright.training.step import train_step
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def state(name: str = "deepseek-v3", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> TrainState:
     found = small(name, dtype=dtype, seed=seed)
     scaler = LossScaler(CPU, initial=1024.0) if dtype == torch.float16 else None
-    return TrainState(on_one_device(found), AdamW(found.named_parameters(), RECIPE), scaler, Progress())
+    return TrainState(on_one_device(found), Optimizer(found.named_parameters(), RECIPE), scaler, Progress())
 
 
 def step(found: TrainState, seed: int) -> None:

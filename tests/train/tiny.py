@@ -11,7 +11,7 @@ from meshwright.model import Transformer
 from meshwright.parallel import on_one_device
 from meshwright.spec import Recipe
 from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import StepResult, train_step
 from tests.model.shrunk import VOCAB, model
 
@@ -36,7 +36,7 @@ def batch(rows: int, length: int, *, valid: Sequence[int] | None = None, seed: i
     )
 
 
-class Watched(AdamW):
+class Watched(Optimizer):
     """Remembers the gradients it was given, divided as asked."""
 
     def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec.schedule import Action
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import MicroPass
 
 
@@ -91,7 +91,7 @@ def told(tell: Told) -> Iterator[None]:
             (Passes, "do", action),
             (MicroPass, "__call__", forward),
             (torch.Tensor, "backward", backward),
-            (AdamW, "step", optimizer),
+            (Optimizer, "step", optimizer),
             *((Engine, name, engine) for name in PARTS),
         ):
             stack.enter_context(replaced(owner, name, instead))

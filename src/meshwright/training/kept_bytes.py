@@ -9,10 +9,10 @@ from torch import Tensor
 
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 
 
-def memory(engine: Engine, optimizer: AdamW) -> dict[str, int]:
+def memory(engine: Engine, optimizer: Optimizer) -> dict[str, int]:
     """Bytes by kind (spec.ledger.STATES) at this moment, without those that have nothing. Tensors that share memory
     count once."""
     seen: set[int] = set()
@@ -20,7 +20,7 @@ def memory(engine: Engine, optimizer: AdamW) -> dict[str, int]:
     return {kind: size for kind, size in sizes.items() if size}
 
 
-def kept(engine: Engine, optimizer: AdamW) -> dict[str, list[Tensor]]:
+def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """The tensors of each kind (spec.ledger.STATES) as they are now."""
     now, own = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()

@@ -28,7 +28,7 @@ from meshwright.training.batches import Share
 from meshwright.training.disk import check_space
 from meshwright.training.fits import check_fits
 from meshwright.training.interrupt import Interrupt
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import STATE_KEYS, Progress, TrainState, seed_everything
@@ -223,7 +223,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
-    return TrainState(engine, AdamW.of(engine, recipe), scaler, Progress(), StepSkipper(target))
+    return TrainState(engine, Optimizer.of(engine, recipe), scaler, Progress(), StepSkipper(target))
 
 
 def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Heartbeat) -> Path | None:

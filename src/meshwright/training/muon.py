@@ -39,7 +39,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Of one update, as tensors () fp32. `divide_by` and `skip`: as AdamW.step."""
+    """Of one update, as tensors () fp32. `divide_by` and `skip`: as Optimizer.step."""
 
     divide_by: Tensor
     skip: Tensor

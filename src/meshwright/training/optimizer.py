@@ -42,7 +42,7 @@ class _ParameterGroup:
     steps: list[Tensor]
 
 
-class AdamW:
+class Optimizer:
     """Updates named parameters from their gradients, hidden matrices by Muon where the recipe says so. Matrices decay;
     norms and biases do not. What does not require a gradient is passed over and has no state."""
 
@@ -55,7 +55,7 @@ class AdamW:
         `gathered`: Engine.gathered_dtype."""
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self.recipe, storage = recipe, recipe.storage
-        assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: AdamW.of"
+        assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: Optimizer.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
         self.gathered = gathered

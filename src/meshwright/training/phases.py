@@ -13,7 +13,7 @@ PHASES = {
     "torch._tensor:Tensor.backward": "backward",
     "meshwright.parallel.engine:Engine.finish_gradients": "gradients",
     "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
-    "meshwright.training.optimizer:AdamW.step": "optimizer",
+    "meshwright.training.optimizer:Optimizer.step": "optimizer",
     "meshwright.training.trainer:Trainer._check": "loss",
     "meshwright.training.trainer:Trainer._evaluate": "evaluate",
     "meshwright.training.trainer:Trainer._save": "save",

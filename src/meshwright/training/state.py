@@ -12,7 +12,7 @@ from meshwright.spec.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.noise_scale import NoiseScale
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.skipping import StepSkipper
 
@@ -45,7 +45,7 @@ class TrainState:
     """The laid-out model, optimizer, scaler, progress, and what is known of skipped steps."""
 
     engine: Engine
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler | None
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)

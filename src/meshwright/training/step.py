@@ -13,7 +13,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.batches import Batch, forms
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.skipping import StepSkipper
 
@@ -73,7 +73,7 @@ class StepResult:
 
 def train_step(
     engine: Engine,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     micro_batches: Sequence[Batch],
     *,
     rate: float,
@@ -216,7 +216,7 @@ class MicroPass:
 class _Gradients:
     """Plain accumulation in `.grad`; or, to measure noise, each micro-batch alone and then summed (one more copy)."""
 
-    def __init__(self, optimizer: AdamW, apart: bool) -> None:
+    def __init__(self, optimizer: Optimizer, apart: bool) -> None:
         self.parameters = optimizer.parameters
         self.apart = apart
         self.sums: dict[str, Tensor] = {}

@@ -52,7 +52,7 @@ class NarrowPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateNumbers:
-    """Of one update. `divide_by` and `skip` () fp32: as AdamW.step."""
+    """Of one update. `divide_by` and `skip` () fp32: as Optimizer.step."""
 
     rate: float
     beta1: float

@@ -17,7 +17,7 @@ from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import Plan
 from meshwright.training import device as train_device
 from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, reduce_dtype
 from meshwright.training.step import train_step
 
@@ -72,7 +72,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         masters=shards_are_masters(recipe.precision, layout, recipe.storage, recipe.reduce_dtype),
     )  # fmt: skip
     engine.train()
-    optimizer = AdamW.of(engine, recipe)
+    optimizer = Optimizer.of(engine, recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
     size = layout.micro_batch_of(recipe.global_batch)
     generator = torch.Generator().manual_seed(0)

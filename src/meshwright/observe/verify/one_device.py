@@ -25,7 +25,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch, Share, moved, select, split
-from meshwright.training.optimizer import AdamW
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
 from meshwright.training.step import train_step
 
@@ -158,7 +158,7 @@ def case_batch(case: Case, step: int) -> Batch:
     return select(Batch(tokens=tokens, targets=targets, documents=documents, positions=positions))
 
 
-class _Recording(AdamW):
+class _Recording(Optimizer):
     """Keeps a copy of every gradient before it is used."""
 
     gradients: list[dict[str, Tensor]]
