@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -140,6 +141,8 @@ MISSING = "{% for m in messages %}\n{{ m.content + m.nothing.more }}{% endfor %}
          "no token of {path}, data.train_on=tool is trained: every one is masked; see `meshwright data show`"),
         (EVERYTHING, chats(2), {},
          "every token of {path}, data.train_on=auto is trained, prompts too: say data.train_on=all if that is meant"),
+        ("<|im_start|>" + EVERYTHING, chats(2), {},
+         "every token of {path}, data.train_on=auto is trained, prompts too: say data.train_on=all if that is meant"),
         (ENDLESS, chats(2), {},
          "no answer of {path}, data.train_on=auto ends with a special token, so that the model would never learn to "
          "stop: put eos_token behind an answer in the chat template, inside of what is generated"),
@@ -191,7 +194,10 @@ HUGE = {
 
 @pytest.mark.parametrize("attack", HUGE)
 def test_a_template_without_measure_is_ended_in_its_own_process(folder: Path, attack: str) -> None:
-    resource = pytest.importorskip("resource")
+    if sys.platform != "linux":
+        pytest.skip("needs Linux to tell resident memory")
+    import resource
+
     path = write(folder, chats(1))
     (folder / "chat_template.jinja").write_text(HUGE[attack] + CHATML, encoding="utf-8")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

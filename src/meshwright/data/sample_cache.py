@@ -152,13 +152,14 @@ class _SampleBuild:
 
     def _check(self, streams: list["_SampleWriter"]) -> None:
         """What a wrong mask looks like: nothing is trained, everything is, or no answer ever ends."""
-        tokens, trained, ends = (
-            sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends")
+        tokens, trained, ends, samples = (
+            sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends", "samples")
         )
         about = f"{self.source.title}, data.train_on={self.data.train_on}"
         if not trained:
             raise DataError(f"no token of {about} is trained: every one is masked; see `meshwright data show`")
-        if trained == tokens and any(stream.roles for stream in streams) and self.data.train_on != "all":
+        masked = tokens - trained - samples  # nothing predicts a sample's first token: that it is masked says nothing
+        if masked <= 0 and any(stream.roles for stream in streams) and self.data.train_on != "all":
             raise DataError(f"every token of {about} is trained, prompts too: say data.train_on=all if that is meant")
         if not ends and any(stream.roles for stream in streams):
             raise DataError(
