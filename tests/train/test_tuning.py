@@ -14,7 +14,7 @@ from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
 from meshwright.spec import Plan
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.training import loop
 from tests.train.running import Notes
 from tests.train.test_weights import SHAPES, directory
@@ -136,3 +136,8 @@ def test_the_template_that_was_trained_by_goes_with_the_run(files: Path) -> None
     asked = plan(files, "recipe.steps=1", f"data.template={other}")
     loop.run(replace(asked, run=str(files / "second")))
     assert (files / "second" / "chat_template.jinja").read_text(encoding="utf-8") == other.read_text(encoding="utf-8")
+
+
+def test_a_limit_of_text_is_refused(files: Path) -> None:
+    with pytest.raises(PlanError, match=r"data.limit_bytes=9 cuts text, and data.form=samples reads whole rows"):
+        plan(files, "data.limit_bytes=9")

@@ -57,6 +57,11 @@ class Data:
             )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
+        if self.form == "samples" and self.limit_bytes:
+            raise PlanError(
+                f"data.limit_bytes={self.limit_bytes} cuts text, and data.form=samples reads whole rows: leave it out, "
+                "and give a shorter file"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

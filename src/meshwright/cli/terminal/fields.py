@@ -43,6 +43,9 @@ def _data(info: RunInfo) -> str:
     from meshwright.data.advice import tokens_of_run
 
     text = f"{info.plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
+    if info.plan.data.form == "samples":  # rows are padded, so that tokens do not say how often they are read
+        epochs = info.plan.recipe.epochs
+        return f"{text}, read {epochs:g} times" if epochs else text
     times = tokens_of_run(info.plan) / max(1, info.train_tokens)
     return f"{text}, read {times:.1f} times" if times >= 1.05 else f"{text}, {times:.0%} of it is read"
 
