@@ -69,3 +69,20 @@ def test_data_show_says_what_is_trained(files: Path, capsys: pytest.CaptureFixtu
 
 def text_of(found: dict[str, list[dict[str, str]]]) -> str:
     return "".join(token["text"] for token in found["tokens"] if token["mark"] != "padding")
+
+
+@pytest.mark.parametrize(
+    ("word", "field", "value"),
+    [
+        ("recipe.lr=1e-3", "learning_rate", 1e-3),
+        ("recipe.max-steps=5", "steps", 5),
+        ("recipe={steps: 5, sequence: 32}", "sequence", 32),
+        ("recipe.num_train_epochs=2", "epochs", 2),
+    ],
+)
+def test_what_is_said_by_another_name_stands(files: Path, word: str, field: str, value: float) -> None:
+    notes: list[str] = []
+    plan, _ = tuning_plan(words(files, word), notes=notes)
+    assert getattr(plan.recipe, field) == value and f"recipe.{field}=" not in notes[-1]
+    assert plan.recipe.weight_decay == 0 and plan.data.form == "samples"
+    assert plan.recipe.epochs == (0 if "steps" in word else 2 if "epochs" in word else 3)

@@ -13,8 +13,8 @@ from meshwright.api.plan_reading import shape_from_folder
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
-from meshwright.spec import Plan
-from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec import BatchStage, Plan, Recipe
+from meshwright.spec.errors import CheckpointError, DataError, IllegalLayout, PlanError
 from meshwright.training import loop
 from tests.train.running import Notes
 from tests.train.test_weights import SHAPES, directory
@@ -141,3 +141,46 @@ def test_the_template_that_was_trained_by_goes_with_the_run(files: Path) -> None
 def test_a_limit_of_text_is_refused(files: Path) -> None:
     with pytest.raises(PlanError, match=r"data.limit_bytes=9 cuts text, and data.form=samples reads whole rows"):
         plan(files, "data.limit_bytes=9")
+
+
+def test_steps_that_are_said_last_end_the_counting_of_epochs(files: Path) -> None:
+    assert plan(files, "recipe.epochs=4", "recipe.steps=20").recipe.epochs == 0
+    assert plan(files, "recipe.steps=20", "recipe.epochs=4").recipe.epochs == 4
+
+
+def test_rows_of_another_make_are_no_place_to_go_on(files: Path) -> None:
+    loop.run(plan(files, "recipe.steps=2", "data.packing=off"))
+    with pytest.raises(CheckpointError, match=r"trained with data.packing=off, the plan says data.packing=best-fit"):
+        loop.run(plan(files, "recipe.steps=4"), resume="auto")
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused_and_one_that_follows_is_not(files: Path) -> None:
+    with pytest.raises(PlanError, match=r"recipe.warmup_steps=600 exceeds the \d+ steps of recipe.epochs=1"):
+        loop.run(plan(files, "recipe.epochs=1", "recipe.warmup_steps=600"))
+    assert Recipe(epochs=2).over(48).warmup_steps == 0
+    with pytest.raises(PlanError, match=r"recipe.epochs with recipe.batch_ramp"):
+        Recipe(epochs=2, batch_ramp=(BatchStage(tokens=9, global_batch=64),))
+
+
+def test_what_does_not_fit_is_said(files: Path) -> None:
+    watcher = Notes()
+    loop.run(plan(files, "recipe.steps=1", "recipe.sequence=24"), watchers=[watcher])
+    assert watcher.info is not None
+    notes = [text for label, text in watcher.info.foreseen if label == "note"]
+    assert any("longer than a row lost" in note and "data.overlong=drop" in note for note in notes)
+
+
+def test_preferences_are_refused_until_they_can_be_trained(files: Path) -> None:
+    row = {"prompt": "Hi", "chosen": "good", "rejected": "bad"}
+    (files / "pairs.jsonl").write_text("\n".join([json.dumps(row)] * 4), encoding="utf-8")
+    with pytest.raises(DataError, match=r"holds preferences .* preference tuning is not built"):
+        loop.run(plan(files, f"data.path={files / 'pairs.jsonl'}"))
+
+
+def test_a_template_is_found_from_any_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (files / "other.jinja").write_text(CHATML, encoding="utf-8")
+    monkeypatch.chdir(files)
+    loop.run(plan(files, "recipe.steps=1", "data.template=other.jinja"))
+    monkeypatch.chdir(files.parent)
+    kept = planfile.read(files / "run" / "plan.yaml")
+    assert prepare(kept.data).train.num_documents > 0

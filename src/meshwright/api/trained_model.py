@@ -11,9 +11,11 @@ from torch import Tensor
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
+from meshwright.data.cache_folder import read_json
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
+from meshwright.model.hub.directory import GENERATION
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
@@ -120,7 +122,9 @@ class TrainedModel:
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json, and so no chat template: give the prompt as token ids")
         template = ChatTemplate(self.tokenizer.chat_template or DEFAULT, self.tokenizer.spelled, date.today())
-        return self.encode(template.render([{"role": "user", "content": said}], prompt=True).text)
+        text = template.render([{"role": "user", "content": said}], prompt=True).text
+        ids: list[int] = self.tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
+        return ids
 
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
@@ -201,7 +205,7 @@ def _open_run(path: Path, dtype: str | None) -> TrainedModel:
         tokenizer=tokenizer,
         tokenizer_file=str(run.tokenizer),
         plan=run.plan,
-        stop_ids=() if tokenizer.eos is None else (tokenizer.eos,),
+        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *_ends(run.path)))),
         path=path,
     )
 
@@ -223,6 +227,12 @@ def _open_hub(path: Path, dtype: str | None) -> TrainedModel:
         stop_ids=_ids(folder.generation.get("eos_token_id")),
         path=path,
     )
+
+
+def _ends(run: Path) -> tuple[int, ...]:
+    """Tokens that end a text, as the model that a run began with says (generation_config.json)."""
+    path = run / GENERATION
+    return _ids(read_json(path).get("eos_token_id")) if path.is_file() else ()
 
 
 def _ids(value: object) -> tuple[int, ...]:

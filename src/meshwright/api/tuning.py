@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
+from meshwright.planfile.reading import said
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.plan import RANDOM
@@ -22,7 +23,7 @@ DEFAULTS: Mapping[str, str] = {
     "recipe.weight_decay": "0",
 }
 """Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
-INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.max_steps")}
+INSTEAD = {"recipe.epochs": ("recipe.steps",)}
 """A default that is not taken where one of these keys is given."""
 
 
@@ -52,13 +53,19 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     """(plan, resume), as read_plan, with the defaults of fine-tuning; those that were taken are said in `notes`."""
     given = [str(word) for word in words if plan_of(word) is None]
     whole = len(given) < len(words) or any("=" not in word for word in given)
-    added = {} if whole else _defaults({word.partition("=")[0] for word in given})
-    plan, resume = _read(words, added, processes, notes)
+    keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
+    added = {} if whole else _defaults(keys)
+
+    def read(notes: list[str] | None) -> tuple[Plan, str]:
+        more = [f"{key}={value}" for key, value in added.items()]
+        return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
+
+    plan, resume = read(notes)
     limit = plan.model.max_positions
     if "recipe.sequence" in added and limit < plan.recipe.sequence:
         added["recipe.sequence"] = str(limit)
-        plan, resume = _read(words, added, processes, None)
-    if plan.init == RANDOM and "model.init=random" not in given and not whole:
+        plan, resume = read([])
+    if plan.init == RANDOM and "model.init" not in keys and not whole:
         raise PlanError(
             "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
             "writes one of a run), or model.init=random to train on samples from nothing"
@@ -68,13 +75,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     return plan, resume
 
 
-def _read(
-    words: Sequence[Any], added: Mapping[str, str], processes: int | None, notes: list[str] | None
-) -> tuple[Plan, str]:
-    more = [SAMPLES, *(f"{key}={value}" for key, value in added.items())]
-    return read_plan([*words, *more], {}, processes=processes, notes=notes)
-
-
-def _defaults(said: set[str]) -> dict[str, str]:
-    taken = {key: value for key, value in DEFAULTS.items() if key not in said}
-    return {key: value for key, value in taken.items() if not said & set(INSTEAD.get(key, ()))}
+def _defaults(keys: set[str]) -> dict[str, str]:
+    """Those that nothing is said of."""
+    taken = {key: value for key, value in DEFAULTS.items() if key not in keys}
+    return {key: value for key, value in taken.items() if not keys & set(INSTEAD.get(key, ()))}

@@ -101,6 +101,7 @@ def blas_is_slow() -> bool:
 
 def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a (..., K) contiguous times b (N, K) transposed, plus bias (N,), by oneDNN; torch calls it from compiled code."""
+    bias = None if bias is None else bias.contiguous()  # it reads N numbers, whatever the stride
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
     return found
 

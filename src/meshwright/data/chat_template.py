@@ -1,8 +1,8 @@
 """Chat templates: a model's own Jinja template, run in a sandbox, with the spans that it marks as generated.
 
 Names and filters are those that templates of Hugging Face models expect (transformers, `utils/chat_template_utils.py`).
-A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and it is only run in
-an encoding process whose time and memory are bounded (data/worker.py).
+A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and training runs it in
+an encoding process only, whose time and memory are bounded (data/worker.py).
 """
 
 import json

@@ -7,6 +7,8 @@ from meshwright.data.corpus import Corpus, TokenStream
 from meshwright.data.sample_rows import SampleRows
 from meshwright.data.windows import Sampler, Sequences
 from meshwright.spec import Data, Recipe
+from meshwright.spec.errors import DataError
+from meshwright.spec.units import many
 
 
 class NumberedRows(Protocol):
@@ -22,8 +24,29 @@ class NumberedRows(Protocol):
         """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
 
 
+def remarks_on(rows: NumberedRows, data: Data) -> tuple[str, ...]:
+    """What becomes of samples that do not fit, for the first lines of a run; none where all do."""
+    if not isinstance(rows, SampleRows):
+        return ()
+    found, fitted = [], rows.fitted
+    if fitted.overlong and data.overlong == "truncate":
+        found.append(
+            f"{many(fitted.overlong, 'sample')} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end of "
+            "an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such samples out"
+        )
+    if fitted.left_out:
+        short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
+        found.append(f"{many(fitted.left_out, 'sample')} left out{short}; `meshwright data show` has the lengths")
+    return tuple(found)
+
+
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
     """Of a stream of the corpus; DataError where there is less than a row."""
+    if stream.pairs:
+        raise DataError(
+            f"data.path={data.path} holds preferences (chosen and rejected), and preference tuning is not built: call "
+            "the column of better answers completion, and leave rejected out"
+        )
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
     return Sampler(

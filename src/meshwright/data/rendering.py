@@ -84,14 +84,14 @@ def _trained(
     """The spans; None where the template renders earlier turns otherwise."""
     if policy.train_on == "all":
         return [(0, len(full.text))]
-    if policy.train_on == "auto" and one.prompt:
+    wanted = _wanted(messages, one, policy)
+    if policy.train_on == "auto" and one.prompt and wanted == list(range(one.prompt, len(messages))):
         begin = _prompt_end(messages[: one.prompt], one, full.text, template)
         return None if begin is None else [(begin, len(full.text))]
-    wanted = _wanted(messages, one, policy)
     if not wanted:
         return []
     if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
-        return _marked_turns(messages, full, wanted)
+        return _marked_turns(messages, one, full, wanted, template)
     found = [_turn(messages, turn, one, full.text, template) for turn in wanted]
     return None if None in found else [span for span in found if span is not None]
 
@@ -105,19 +105,20 @@ def _wanted(messages: Sequence[Message], one: Conversation, policy: Policy) -> l
     return [turn for turn in turns if messages[turn].get("train", True) and messages[turn].get("weight", 1)]
 
 
-def _marked_turns(messages: Sequence[Message], full: Rendered, wanted: Sequence[int]) -> list[Span]:
-    """The template's own spans: of every answer in order, or all where it marks more or fewer than there are."""
-    answers = [number for number, message in enumerate(messages) if role_of(message) == "assistant"]
-    if len(answers) != len(full.generated):
-        if list(wanted) == answers:
-            return list(full.generated)
-        if wanted == answers[-1:] and full.generated:
-            return [full.generated[-1]]
-        raise DataError(
-            f"the chat template marks {len(full.generated)} spans as generated and there are {len(answers)} answers, "
-            "so that some of them cannot be left out: take data.train_on=auto or last"
-        )
-    return [span for turn, span in zip(answers, full.generated, strict=True) if turn in set(wanted)]
+def _marked_turns(
+    messages: Sequence[Message], one: Conversation, full: Rendered, wanted: Sequence[int], template: ChatTemplate
+) -> list[Span] | None:
+    """The template's own spans: all of them, or those inside of some turns; None where it renders earlier turns in
+    another form."""
+    if list(wanted) == [number for number, message in enumerate(messages) if role_of(message) == "assistant"]:
+        return list(full.generated)
+    found = []
+    for turn in wanted:
+        before, until = (template.render(messages[:end], one.tools).text if end else "" for end in (turn, turn + 1))
+        if not (until.startswith(before) and full.text.startswith(until)):
+            return None
+        found += [span for span in full.generated if len(before) <= span[0] and span[1] <= len(until)]
+    return found
 
 
 def _turn(messages: Sequence[Message], turn: int, one: Conversation, text: str, template: ChatTemplate) -> Span | None:

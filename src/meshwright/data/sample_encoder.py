@@ -108,7 +108,8 @@ class _RowEncoder:
         self._vocab = vocab
         self._bytes = "H" if word_encoder.id_bytes(vocab) == 2 else "I"
         self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today))
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added, unknown = tokenizer.get_added_tokens_decoder(), getattr(tokenizer.model, "unk_token", None)
+        self._special = {id for id, token in added.items() if token.special and token.content != unknown}
         self._blank = {self._encode(blank)[0][0] for blank in ("\n", "\n\n", " ") if len(self._encode(blank)[0]) == 1}
         whole, *parts = (self._encode(text)[0] for text in ("a\nb", "a\n", "b"))
         self._cuts = whole == [*parts[0], *parts[1]]

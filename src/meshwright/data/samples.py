@@ -157,8 +157,8 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
         raise DataError(f"{where}: turn {number} of 'conversations' is {type(turn).__name__}, not an object")
     if "from" not in turn:
         return turn
-    role = turn["from"]
-    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
+    role, others = turn["from"], {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**others, "role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
@@ -241,6 +241,7 @@ def _turn(turn: Any, what: str) -> Message:
     found = {name: _without_null(value) for name, value in turn.items() if value is not None}
     if not isinstance(found.get("role"), str) or not found["role"]:
         raise DataError(f"{what} has no role, it has: {', '.join(map(str, turn)) or 'nothing'}")
+    found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
     content = found.get("content")
     if isinstance(content, list):
         content = found["content"] = "".join(_text_part(part, what) for part in content)

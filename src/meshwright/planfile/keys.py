@@ -93,6 +93,8 @@ ALIASES: dict[str, dict[str, str]] = {
         "val_split": "validation",
     },
     "recipe": {
+        "num_train_epochs": "epochs",
+        "num_epochs": "epochs",
         "max_steps": "steps",
         "train_iters": "steps",
         "num_steps": "steps",
@@ -191,8 +193,6 @@ NOT_A_KEY = {
     "warmup_ratio": "give recipe.warmup_steps, a number of steps",
     "min_lr": "give recipe.min_learning_rate_ratio, the last rate as a share of recipe.learning_rate",
     "attention_bias": "give model.qkv_bias and model.out_bias",
-    "epochs": "give recipe.steps, a number of optimizer steps",
-    "num_train_epochs": "give recipe.steps, a number of optimizer steps",
     "dp": "it is layout.dp_replicate (whole copies) x layout.dp_shard (ZeRO): give one of those",
     "dp_size": "it is layout.dp_replicate (whole copies) x layout.dp_shard (ZeRO): give one of those",
     "world_size": "it is the product of the degrees of layout",

@@ -17,7 +17,11 @@ from meshwright.spec.plan import RANDOM, Plan
 KEPT = "plan.yaml"
 """The plan in a run folder."""
 DEFAULT_RUN = next(str(field.default) for field in fields(Plan) if field.name == "run")
-WORDS = {"data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "model.init": (RANDOM,), "run": ()}
+WORDS = {
+    "data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "data.template": ("auto",),
+    "model.init": (RANDOM,), "run": (),
+}  # fmt: skip
+DATA_PATHS = ("path", "tokenizer", "template")
 BEGINNINGS = {"data.path": ("hub:",), "data.tokenizer": ("bpe:",)}
 """Values of keys that are no paths, and what such values begin with."""
 
@@ -60,7 +64,7 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
         return str(whole.relative_to(folder)) if folder in whole.parents else str(whole)
 
     data, model = dict(document["data"]), dict(document["model"])
-    data |= {key: full(f"data.{key}", data[key]) for key in ("path", "tokenizer")}
+    data |= {key: full(f"data.{key}", data[key]) for key in DATA_PATHS}
     model |= {"init": full("model.init", model["init"])} if "init" in model else {}
     return {**document, "model": model, "data": data, "run": full("run", document["run"])}
 
@@ -80,9 +84,8 @@ def _with_paths(plan: Plan, change: Callable[[str], str]) -> Plan:
     def changed(key: str, value: str) -> str:
         return change(value) if _is_name(key, value) else value
 
-    data = replace(
-        plan.data, path=changed("data.path", plan.data.path), tokenizer=changed("data.tokenizer", plan.data.tokenizer)
-    )
+    paths: dict[str, Any] = {key: changed(f"data.{key}", getattr(plan.data, key)) for key in DATA_PATHS}
+    data = replace(plan.data, **paths)
     return replace(plan, data=data, run=changed("run", plan.run), init=changed("model.init", plan.init))
 
 

@@ -52,7 +52,7 @@ def read(
     tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
-    for override in overrides:
+    for override in _without_epochs(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
@@ -61,6 +61,35 @@ def read(
     if notes is not None:
         notes += reader.notes
     return plan
+
+
+def said(override: str) -> set[str]:
+    """Dotted names, ours, of the keys that an override sets: `recipe.max-steps=5` and `recipe={steps: 5}` set
+    recipe.steps."""
+    path, value = parse_override(override)
+    found = ""
+    for key in path:
+        found = join(found, own_name(found, key))
+    return set(_named(found, value))
+
+
+def _named(name: str, given: Given) -> Iterator[str]:
+    if not isinstance(given.value, dict):
+        yield name
+        return
+    for key, item in given.value.items():
+        yield from _named(join(name, own_name(name, key) if name in sections() else key), item)
+
+
+def _without_epochs(overrides: Sequence[str]) -> Sequence[str]:
+    """The overrides; where the last that says how long the run is gives steps alone, epochs no longer count."""
+    for override in reversed(overrides):
+        keys = said(override)
+        if "recipe.epochs" in keys:
+            return overrides
+        if "recipe.steps" in keys:
+            return [*overrides, "recipe.epochs=0"]
+    return overrides
 
 
 class _Reader:

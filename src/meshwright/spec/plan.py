@@ -97,6 +97,11 @@ class Plan:
                 "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "
                 "or data.packing=off"
             )
+        if self.data.form == "samples" and self.data.packing == "off" and self.model.moe:
+            found.append(
+                "data.packing=off fills rows up, and a mixture of experts would route what fills them: take "
+                "data.packing=best-fit"
+            )
         if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
             found.append(
                 f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "

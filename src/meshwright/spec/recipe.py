@@ -140,7 +140,11 @@ class Recipe:
                 f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
                 "at most 1 (0.1 = a tenth)"
             )
-        if self.warmup_steps > self.steps:
+        if self.epochs and self.batch_ramp:
+            raise PlanError(
+                "recipe.epochs with recipe.batch_ramp: give recipe.steps, for steps read more and more rows"
+            )
+        if self.warmup_steps > self.steps and not self.epochs:
             raise PlanError(
                 f"recipe.warmup_steps={self.warmup_steps} exceeds recipe.steps={self.steps}: "
                 f"take recipe.warmup_steps={self.steps // 10}"
@@ -159,7 +163,13 @@ class Recipe:
         if not self.epochs:
             return self
         steps = max(1, math.ceil(self.epochs * rows / self.global_batch))
-        return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 10))
+        follows = self.warmup_steps == min(20, self.steps // 10)
+        if self.warmup_steps > steps and not follows:
+            raise PlanError(
+                f"recipe.warmup_steps={self.warmup_steps} exceeds the {steps} steps of recipe.epochs={self.epochs:g}: "
+                f"take recipe.warmup_steps={steps // 10}"
+            )
+        return replace(self, steps=steps, warmup_steps=-1 if follows else self.warmup_steps)
 
     @property
     def global_batches(self) -> tuple[int, ...]:
@@ -173,8 +183,8 @@ class Recipe:
 
     @property
     def saves_between(self) -> bool:
-        """Whether training goes on after any checkpoint."""
-        return 0 < self.checkpoint_every < self.steps
+        """Whether training goes on after any checkpoint; it may where the data says how many steps there are."""
+        return self.checkpoint_every > 0 and (self.epochs > 0 or self.checkpoint_every < self.steps)
 
     def global_batch_at(self, tokens_seen: int) -> int:
         """Sequences of the step that starts after `tokens_seen` tokens."""

@@ -12,7 +12,7 @@ from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.numbered_rows import numbered_rows, remarks_on
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -31,7 +31,7 @@ from meshwright.training.interrupt import Interrupt
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import STATE_KEYS, Progress, TrainState, seed_everything
+from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, seed_everything
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -82,8 +82,10 @@ def run(
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
     # Refuses a short text before a run folder is made.
-    rows = len(numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True))
-    plan = replace(plan, recipe=plan.recipe.over(rows))
+    rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
+    plan = replace(plan, recipe=plan.recipe.over(len(rows)))
+    if plan.recipe.epochs:
+        crowded = first.alone(lambda: check_space(plan))
     named = plan.run
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
@@ -98,7 +100,7 @@ def run(
         elif not drawn:
             pretrained.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", pretrained.said(plan)))
-        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
+        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus), *remarks_on(rows, plan.data))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
@@ -254,6 +256,10 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
                 f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
                 f"take recipe.{key}={there}, or start a new run from its export"
             )
+    for what in DATA_KEYS if plan.data.form == "samples" else ():
+        there, here = values.get(what), getattr(plan.data, what)
+        if there != here:
+            raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
         raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
     tensors = state.tensors()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
+from meshwright.spec.plan import Data
 from meshwright.spec.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.store.tensor_piece import Piece, piece
@@ -38,6 +39,9 @@ COUNTERS = ("step", "cursor", "tokens", "seconds", "eval_loss", "best_eval_loss"
 
 STATE_KEYS = {"optimizer": "adamw", "optimizer_states": "fp32", "master_weights": "fp32"}
 """Keys of a recipe that say which optimizer states there are, and what each was before there was the key."""
+DATA_KEYS = ("packing", "overlong")
+"""Keys of samples that say which rows there are."""
+TEXT = Data()
 
 
 @dataclass(slots=True)
@@ -86,15 +90,16 @@ class TrainState:
             found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
         return found
 
-    def values(self, recipe: Recipe, data: str, tokenizer: str) -> dict[str, Any]:
+    def values(self, recipe: Recipe, data: str, tokenizer: str, settings: Data = TEXT) -> dict[str, Any]:
         """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in, `tokenizer` that of
-        what its tokens mean."""
+        what its tokens mean. `settings`: how its rows are made."""
         noise = self.progress.noise
         return {
             **{name: getattr(self.progress, name) for name in COUNTERS},
             "sequence": recipe.sequence,
             "seed": recipe.seed,
             **{key: getattr(recipe, key) for key in STATE_KEYS},
+            **{key: getattr(settings, key) for key in DATA_KEYS if settings.form == "samples"},
             "data": data,
             "tokenizer": tokenizer,
             "noise": [noise.variance, noise.signal, noise.weight],

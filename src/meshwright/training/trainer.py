@@ -121,6 +121,11 @@ class Trainer:
         """Whether this rank writes and speaks for all."""
         return self.state.engine.mesh.rank == 0
 
+    @property
+    def _length(self) -> str:
+        """The key that says how long the run is."""
+        return "epochs" if self.plan.recipe.epochs else "steps"
+
     def _rows(self, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
         return numbered_rows(self.plan.data, self.plan.recipe, self.corpus, stream, shuffle=shuffle)
 
@@ -258,7 +263,8 @@ class Trainer:
         progress = self.state.progress
         check_replicas(self.state.engine, progress.step)
         log.sync()
-        values = self.state.values(self.plan.recipe, self.corpus.fingerprint, self.corpus.tokenizer.fingerprint)
+        made_of = self.corpus.fingerprint, self.corpus.tokenizer.fingerprint
+        values = self.state.values(self.plan.recipe, *made_of, self.plan.data)
         self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
     def _info(self) -> RunInfo:
@@ -287,10 +293,10 @@ class Trainer:
         if self.state.progress.step >= plan.recipe.steps and changes:
             found.append(
                 f"the run has made {self.state.progress.step} steps, so that no step is left for {changes}: raise "
-                "recipe.steps, or choose another run= to train anew"
+                f"recipe.{self._length}, or choose another run= to train anew"
             )
         elif self.state.progress.step >= plan.recipe.steps:
-            found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.steps to go on")
+            found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.{self._length} to go on")
         elif changes:
             found.append(f"resuming with changes: {changes}")
         return tuple(found)

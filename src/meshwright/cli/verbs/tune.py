@@ -27,7 +27,8 @@ def tune(
 
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
     and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
-    the same words prints which. All else is as for train, with other defaults, which are said before the start.
+    the same words and data.form=samples prints which. All else is as for train, with other defaults, which are said
+    before the start.
     """
     from meshwright.api.tuning import tuning_plan
 
