@@ -31,8 +31,8 @@ def remarks_on(rows: NumberedRows, data: Data) -> tuple[str, ...]:
     found, fitted = [], rows.fitted
     if fitted.overlong and data.overlong == "truncate":
         found.append(
-            f"{many(fitted.overlong, 'sample')} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end of "
-            "an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such samples out"
+            f"{many(fitted.overlong, 'sample')} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end "
+            "of an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such samples out"
         )
     if fitted.left_out:
         short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
