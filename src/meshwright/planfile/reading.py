@@ -69,7 +69,7 @@ def said(override: str) -> set[str]:
     path, value = parse_override(override)
     found = ""
     for key in path:
-        found = join(found, own_name(found, key))
+        found = join(found, own_name(found, key) if found in sections() else key)
     return set(_named(found, value))
 
 
