@@ -341,15 +341,15 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("WORLD_SIZE", "4")
     tail = "-m meshwright train plan.yaml 'run=my run' resume=auto"
-    assert again(words, "my run") == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
+    assert again("train", words, "my run") == f".venv/bin/python -m torch.distributed.run --nproc_per_node 4 {tail}"
     program.with_name("torchrun").write_text("")
-    assert again(words, "my run") == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
+    assert again("train", words, "my run") == f".venv/bin/torchrun --nproc_per_node 4 {tail}"
     program.with_name("torchrun").chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "node1")
     meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
-    assert again(words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+    assert again("train", words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])

@@ -95,9 +95,12 @@ def test_a_prompt_is_never_trained(messages: Any, cut: int) -> None:
     asked, _ = theirs(unmarked(CHATML), messages[:cut], add_generation_prompt=True)
     for source in (CHATML, unmarked(CHATML)):
         (found,) = rendered(source, row)
-        assert found.trained == ((len(asked), len(found.text)),)
-        (found,) = rendered(source, row, Policy(train_on="assistant"))
         answers = [message["content"] + "<|im_end|>" for message in messages[cut:] if message["role"] == "assistant"]
+        if len(answers) == len(messages) - cut:
+            assert found.trained == ((len(asked), len(found.text)),)
+        else:  # what a user says behind the first answer is no answer
+            assert [found.text[begin:end] for begin, end in found.trained] == answers
+        (found,) = rendered(source, row, Policy(train_on="assistant"))
         assert [found.text[begin:end] for begin, end in found.trained] == answers
         assert all(begin >= len(asked) for begin, _ in found.trained)
 
