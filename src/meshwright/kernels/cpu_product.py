@@ -16,6 +16,8 @@ from meshwright.kernels.target import kind
 
 LEAST = 2**20
 """Multiplications from which on oneDNN is the faster one: a call of it costs some 10 microseconds more."""
+AT_ONCE = 2**18
+"""Elements of a product that is added to another, or of its first operand, beside which no more are made: 1 MiB."""
 
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
@@ -53,5 +55,10 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total (M, N) += a (M, K) times b (K, N), in place."""
-    return total.add_(multiply(a, b)) if pays(a, b.shape[1]) else total.addmm_(a, b)
+    """total (M, N) += a (M, K) times b (K, N), in place; by rows, since oneDNN's product is a tensor of its own."""
+    if not pays(a, b.shape[1]):
+        return total.addmm_(a, b)
+    rows = max(1, AT_ONCE // max(a.shape[1], b.shape[1]))
+    for some, part in zip(total.split(rows), a.split(rows), strict=True):
+        some.add_(multiply(part, b))
+    return total
