@@ -20,13 +20,13 @@ from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
 from meshwright.data.sources import Source
+from meshwright.data.token_cache import STREAMS, load
 from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
 FORMAT: Final = 1
 """Raised whenever the same rows would be stored as other tokens or in another way."""
-_STREAMS: Final = ("train", "validation")
 _BATCH_CHARACTERS: Final = 2**17
 _LIMIT_S: Final = 60.0
 """For the rows of a batch; a template needs less than a millisecond for one."""
@@ -83,10 +83,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "samples" / fingerprint[:24]
     with lock(folder):
-        if (found := _load(folder, tokenizer, fingerprint)) is None:
+        if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
             build = _SampleBuild(data, source, tokenizer, chosen, known["rows"], processes, progress)
             build.into(folder, fingerprint)
-            found = _load(folder, tokenizer, fingerprint)
+            found = load(folder, tokenizer, fingerprint, _stream)
     if found is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
     return found
@@ -129,10 +129,10 @@ class _SampleBuild:
     def into(self, folder: Path, fingerprint: str) -> None:
         """Make the folder whole, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
-            streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in _STREAMS]
+            streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in STREAMS]
             self._encode(streams)
             self._check(streams)
-            meta = {name: stream.counts for name, stream in zip(_STREAMS, streams, strict=True)}
+            meta = {name: stream.counts for name, stream in zip(STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
@@ -237,21 +237,6 @@ class _SampleWriter:
             "tokens": self.tokens, "trained": self.trained, "samples": self.samples, "bytes": self.bytes,
             "pairs": int(self.pairs),
         }  # fmt: skip
-
-
-def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None:
-    """The corpus in a folder, or None where it is missing or not as its meta.json says."""
-    meta = read_json(folder / "meta.json")
-    try:
-        whole = meta["fingerprint"] == fingerprint and all(
-            (folder / name).stat().st_size == size for name, size in meta["files"].items()
-        )
-        if not whole:
-            return None
-        train, validation = (_stream(folder / name, meta["streams"][name], tokenizer) for name in _STREAMS)
-    except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
-        return None
-    return Corpus(train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name)
 
 
 def _stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> TokenStream:

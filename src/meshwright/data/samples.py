@@ -10,7 +10,7 @@ conversations [+ system, tools]               the sharegpt columns
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -75,11 +75,6 @@ def sample(row: Row) -> Sample:
     has = ", ".join(str(name) if name in present else f"{name} (null)" for name in fields) or "no fields"
     known = "; ".join(" + ".join(sorted(needed)) for needed, _ in _FORMS)
     raise DataError(f"{spoken(where)}: the columns ({has}) are none of: {known}")
-
-
-def looks_like_samples(names: Collection[str]) -> bool:
-    """Whether these columns are more than text."""
-    return any(needed <= set(names) for needed, _ in _FORMS if needed != {"text"})
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:

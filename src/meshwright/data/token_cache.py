@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -22,7 +22,7 @@ from meshwright.spec.errors import DataError
 FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""
 
-_STREAMS: Final = ("train", "validation")
+STREAMS: Final = ("train", "validation")
 _BATCH_CHARACTERS: Final = 2**18
 _ALONE_BYTES: Final = 2**20
 """Text up to this size is encoded in this process: it takes less time than starting others."""
@@ -53,10 +53,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     tokenizer = _tokenizer(data, source, digest, root)
     fingerprint = _fingerprint(data, digest, tokenizer)
     folder = root / "tokens" / fingerprint[:24]
-    if (found := _load(folder, tokenizer, fingerprint)) is not None:
+    if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
         return found
     with lock(folder):
-        if (found := _load(folder, tokenizer, fingerprint)) is not None:
+        if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
             return found
         if counted is None:
             counted, now = _count(data, source, index)
@@ -64,7 +64,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
                 raise DataError(_changed(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
-    if (found := _load(folder, tokenizer, fingerprint)) is None:
+    if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
     return found
 
@@ -127,9 +127,9 @@ class _Build:
     def into(self, folder: Path, fingerprint: str) -> None:
         """Make the folder whole, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
-            streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in _STREAMS]
+            streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in STREAMS]
             self._encode(streams)
-            meta = {name: stream.counts() for name, stream in zip(_STREAMS, streams, strict=True)}
+            meta = {name: stream.counts() for name, stream in zip(STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
@@ -212,8 +212,14 @@ class _Writer:
         return {"num_tokens": tokens, "num_bytes": self._text, "num_documents": self._documents}
 
 
-def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None:
-    """The corpus in a folder, or None where it is missing or not as its meta.json says."""
+def load(
+    folder: Path,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    stream: Callable[[Path, dict[str, int], Tokenizer], TokenStream],
+) -> Corpus | None:
+    """The corpus in a folder, or None where it is missing or not as its meta.json says. `stream` makes one of the files
+    of a name and their counts."""
     meta = read_json(folder / "meta.json")
     try:
         whole = meta["fingerprint"] == fingerprint and all(
@@ -221,7 +227,7 @@ def _load(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Corpus | None
         )
         if not whole:
             return None
-        train, validation = (_stream(folder / name, meta["streams"][name], tokenizer) for name in _STREAMS)
+        train, validation = (stream(folder / name, meta["streams"][name], tokenizer) for name in STREAMS)
     except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
         return None
     return Corpus(train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name)

@@ -1,7 +1,7 @@
 """Matrix products of fp32 on processors that torch's BLAS library has no good code for.
 
 torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
-oneDNN, which torch ships too, asks the processor what it can: 2.2 times as fast on an EPYC of Zen 5
+oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5
 (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
 None has a gradient: autograd functions call them. The product is an operator of its own, so that the compiler, which
 knows oneDNN's with frozen weights alone, does not look inside.

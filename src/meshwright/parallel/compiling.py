@@ -24,7 +24,7 @@ VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
 By torch's own limit of 8 the ninth would run uncompiled."""
 KEEPS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Of code that leaves gradients of weights for later: what waits for them lies in buffers that Inductor would otherwise
+"""Of code that leaves gradients of weights for later: what waits for them is in buffers that Inductor would otherwise
 write anew, since it sees no reader. Memory comes from the allocator instead, and a kernel that could overwrite what it
 reads takes one buffer more."""
 _log = logging.getLogger("meshwright")
