@@ -187,7 +187,7 @@ def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights
 
 class _Linears(torch.autograd.Function):
     """Arguments after x, the form and which weights wait in compiled code: n weights, then n biases (or None). Saves x
-    once.
+    once, where a weight is trained.
 
     Where 16-bit products are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a
     GPU's matrix unit does; that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
@@ -198,7 +198,8 @@ class _Linears(torch.autograd.Function):
         ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
-        ctx.save_for_backward(x, *weights)
+        learns = any(ctx.needs_input_grad[3 : 3 + len(weights)])
+        ctx.save_for_backward(x if learns else None, *weights)
         ctx.leaves, ctx.form, ctx.waiting = tuple(map(as_leaf, weights)), form, waiting
         return products(x, weights, biases, form)
 

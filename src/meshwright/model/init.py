@@ -20,12 +20,17 @@ def width_deviation(hidden: int) -> float:
     return math.sqrt(2 / (5 * hidden))
 
 
+ZERO = ("lora.b", "lora.magnitude")
+"""Of adapters: B, so that they begin as nothing, and the lengths of rows, which are measured later
+(parallel/apply.py). A has the deviation of PEFT's uniform numbers, 1 / sqrt(3 in)."""
+
+
 def standard_deviation(name: str, shape: ModelShape) -> float | None:
     """Standard deviation of a parameter's normal distribution; None = ones or zeros (norms, biases).
 
     The two matrices that write into the residual stream are scaled by 1/sqrt(2 L), as in GPT-2.
     """
-    if name.endswith(".bias") or "norm.weight" in name:
+    if name.endswith((".bias", *ZERO)) or "norm.weight" in name:
         return None
     into_residual = name.endswith((".o.weight", ".down.weight", ".experts.down"))
     deviation = width_deviation(shape.hidden)
@@ -65,8 +70,10 @@ def fill_initial(
     a run of rows is alive beside it."""
     deviation = standard_deviation(name, shape)
     if deviation is None:
-        part.fill_(0.0 if name.endswith(".bias") else 1.0)
+        part.fill_(0.0 if name.endswith((".bias", *ZERO)) else 1.0)
         return
+    if name.endswith("lora.a"):
+        deviation = (3 * whole[-1]) ** -0.5
     offsets = offsets or [0] * len(whole)
     rows = max(1, BLOCK_ELEMENTS // math.prod(whole[1:]))
     inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], part.shape[1:], strict=True))

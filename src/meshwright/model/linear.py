@@ -12,13 +12,16 @@ from meshwright.spec.errors import IllegalLayout
 
 
 class Weight(Protocol):
-    """What a product multiplies with, where that is not the layer's matrix alone: a low-rank sum, narrow integers."""
+    """What a product multiplies with, where that is not the layer's matrix alone: a low-rank sum (model/lora.py)."""
+
+    adds_bias: bool
+    """Whether `result` adds the bias; else the first product has it."""
 
     def matrices(self, weight: Tensor) -> Sequence[Tensor]:
         """What the input (..., in) is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
 
-    def result(self, products: Sequence[Tensor], linear: Callable[..., Tensor]) -> Tensor:
-        """The products, of which the first has the bias -> (..., out). `linear` is the kernel for more of them."""
+    def result(self, layer: "Linear", x: Tensor, products: Sequence[Tensor]) -> Tensor:
+        """x (..., in) and its products with the matrices -> (..., out)."""
 
 
 class Linear(nn.Linear):
@@ -28,7 +31,7 @@ class Linear(nn.Linear):
         super().__init__(size_in, size_out, bias)
         self.kernels = kernels
         self.adds_bias = True
-        self.form: Weight | None = None
+        self.lora: Weight | None = None
 
     @property
     def local_bias(self) -> Tensor | None:
@@ -38,7 +41,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
-        if self.form is not None:
+        if self.lora is not None:
             return products(self.kernels.linears, x, (self,))[0]
         product: Tensor = self.kernels.linear(x, self.weight, self.local_bias)
         return product
@@ -50,14 +53,14 @@ class Head(Linear):
 
     def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """x (..., D) -> logits (..., V), or what `use` makes of x and the weight (V, D)."""
-        assert self.form is None, "what is made of logits takes the head's own matrix"
+        assert self.lora is None, "what is made of logits takes the head's own matrix"
         return super().forward(x) if use is None else use(x, self.weight)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
     put in its place, or something hangs on its call."""
-    return _is_ours(layer) and layer.form is None
+    return _is_ours(layer) and layer.lora is None
 
 
 def _is_ours(layer: nn.Module) -> TypeGuard[Linear]:
@@ -72,7 +75,7 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if len(ours) < len(layers) and border.read is not None:
         raise IllegalLayout(
             "a layer that reads a tensor-parallel part's input was replaced or has hooks: take layout.tp=1, or give "
-            "it another weight (Linear.form)"
+            "it another weight (Linear.lora)"
         )
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
@@ -88,13 +91,15 @@ def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
 
 def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
     """The layers' results for one input; `product` as kernels.linears."""
-    if all(layer.form is None for layer in layers):
+    if all(layer.lora is None for layer in layers):
         return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
-    matrices = [layer.form.matrices(layer.weight) if layer.form else (layer.weight,) for layer in layers]
-    biases = [[layer.local_bias, *[None] * (len(some) - 1)] for layer, some in zip(layers, matrices, strict=True)]
+    matrices = [layer.lora.matrices(layer.weight) if layer.lora else (layer.weight,) for layer in layers]
+    biases = [
+        [None if layer.lora and layer.lora.adds_bias else layer.local_bias, *[None] * (len(some) - 1)]
+        for layer, some in zip(layers, matrices, strict=True)
+    ]
     found = iter(product(x, [one for some in matrices for one in some], [one for some in biases for one in some]))
     parts = [[next(found) for _ in some] for some in matrices]
     return tuple(
-        layer.form.result(own, layer.kernels.linear) if layer.form else own[0]
-        for layer, own in zip(layers, parts, strict=True)
+        layer.lora.result(layer, x, own) if layer.lora else own[0] for layer, own in zip(layers, parts, strict=True)
     )

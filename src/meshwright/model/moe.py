@@ -4,9 +4,11 @@ Dropless: every token reaches its top_k experts, however uneven. Letters: N toke
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
@@ -77,20 +79,50 @@ class Experts(nn.Module):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
-    def stacks(self, pieces: int = 1) -> list[tuple[Tensor, ...]]:
+    def stacks(self, pieces: int = 1) -> list[tuple["Stack", ...]]:
         """The matrices that each of so many equal parts of the experts has: (gate,) up, down."""
-        held = (self.gate, self.up, self.down) if self.gated else (self.up, self.down)
-        return [held] if pieces == 1 else list(zip(*(stack.chunk(pieces) for stack in held), strict=True))
+        held = [self._stack(name).parts(pieces) for name in (("gate",) if self.gated else ()) + ("up", "down")]
+        return list(zip(*held, strict=True))
 
-    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence[Tensor] = ()) -> Tensor:
+    def _stack(self, name: str) -> "Stack":
+        lora = getattr(self, f"{name}_lora", None)
+        low = () if lora is None else (lora.a, lora.b)
+        return Stack(getattr(self, name), low, *((lora.scale, lora.dropout) if lora else ()))
+
+    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["Stack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
         (R, D)."""
-        product = self.kernels.expert_linear
         *first, down = stacks or self.stacks()[0]
-        read = [product(rows, stack, counts) for stack in first]
+        read = [self._product(rows, stack, counts) for stack in first]
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        out: Tensor = product(inner, down, counts)
-        return out
+        return self._product(inner, down, counts)
+
+    def _product(self, rows: Tensor, stack: "Stack", counts: Counts) -> Tensor:
+        product = self.kernels.expert_linear
+        found: Tensor = product(rows, stack.matrices, counts)
+        if not stack.low:
+            return found
+        a, b = stack.low
+        dropped = F.dropout(rows, stack.dropout, self.training) if stack.dropout else rows
+        low: Tensor = product(product(dropped, a, counts) * stack.scale, b, counts)
+        return found + low
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices (X, out, in) of experts, and their adapter (model/lora.py): A (X, rank, in), B (X, out, rank)."""
+
+    matrices: Tensor
+    low: tuple[Tensor, ...] = ()
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    def parts(self, number: int) -> "list[Stack]":
+        """Equal parts of the experts."""
+        if number == 1:
+            return [self]
+        cut = zip(*(one.chunk(number) for one in (self.matrices, *self.low)), strict=True)
+        return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
 
 
 class MoE(nn.Module):

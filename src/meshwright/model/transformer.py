@@ -19,6 +19,7 @@ from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
+from meshwright.model.lora import add_adapters
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
@@ -103,6 +104,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(shape, kernels)
         if not shape.tied:
             self.head = Head(shape.hidden, shape.vocab, kernels)
+        add_adapters(self, shape)
         self.first = self.last = True
 
     @property
@@ -256,12 +258,17 @@ def skeleton(
         return Transformer(shape, kernels=choose(kernels), dropout=dropout, products=products)
 
 
-def shrink(model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Give a skeleton's parameters their dtype, and sizes where a rank holds a part of them; still without memory."""
+def shrink(
+    model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None,
+    frozen: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Give a skeleton's parameters their dtype (`frozen`: of those that are not trained), and sizes where a rank holds a
+    part of them; still without memory."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
-            empty = torch.empty(tuple(size), dtype=dtype, device="meta")
+            own = dtype if parameter.requires_grad else frozen or dtype
+            empty = torch.empty(tuple(size), dtype=own, device="meta")
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 

@@ -11,6 +11,8 @@ from meshwright.kernels.linear import SAME
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
+from meshwright.model.linear import Linear
+from meshwright.model.lora import LoRA
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
@@ -74,13 +76,28 @@ def build_engine(
         for number in own_stages(layout, mesh["pp"].index):
             whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
             stage = cut(whole, layout, number)
-            shrink(stage, torch.float32 if gathered else dtype, sizes)
+            shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
     if initialize:
         initialize_boxes(engine, seed)
+        measure_rows(engine)
     return engine
+
+
+@torch.no_grad()
+def measure_rows(engine: Engine) -> None:
+    """Have DoRA begin as its matrices are: the lengths of their rows, known once the weights are. Every rank of a tp
+    group makes the same calls."""
+    lora = engine.model.shape.lora
+    if lora is None or not lora.dora:
+        return
+    for stage in engine.stages:
+        for layer in stage.modules():
+            if isinstance(layer, Linear) and isinstance(layer.lora, LoRA):
+                found = layer.lora.row_squares(data.local(layer.weight.detach())).sqrt()
+                data.local(layer.lora.magnitude.detach()).copy_(found.to(layer.weight.dtype))
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:

@@ -59,18 +59,18 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: ColumnParallelProducts, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
-        ctx.save_for_backward(x, *weights)
-        ctx.columns, ctx.leaves = columns, tuple(map(as_leaf, weights))
+        learns = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        ctx.save_for_backward(x if learns else None, *weights)
+        ctx.leaves = tuple(map(as_leaf, weights))
         slices = columns.slices
-        return _products(x, weights, biases, slices.group, slices.sp, slices.of_slice(x), columns.form)
+        ctx.options = slices.group, slices.sp, slices.of_slice(x), columns.form
+        return _products(x, weights, biases, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        slices, form = ctx.columns.slices, ctx.columns.form
         wants_x, _, *others = ctx.needs_input_grad
-        given = x, weights, gradients, slices.group, slices.sp, slices.of_slice(x), form
-        found = _gradients([wants_x, *others], ctx.leaves, *given)
+        found = _gradients([wants_x, *others], ctx.leaves, x, weights, gradients, *ctx.options)
         return found[0], None, *found[1:]
 
 
@@ -87,13 +87,14 @@ def _products(
 
 
 def _gradients(
-    wanted: Sequence[bool], leaves: Sequence[Leaf | None], x: Tensor, weights: Sequence[Tensor],
+    wanted: Sequence[bool], leaves: Sequence[Leaf | None], x: Tensor | None, weights: Sequence[Tensor],
     gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int, form: str,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Those `wanted` of x, of each weight, of each bias; `leaves` are the weights that may be left for later."""
+    """Those `wanted` of x, of each weight, of each bias; `leaves` are the weights that may be left for later. Without x
+    no weight is trained."""
     total: Scattering | Pending | None = None
     weighed = any(wanted[1 : 1 + len(weights)])
-    gathering = Gathering(group, x, pieces) if sp and weighed else None
+    gathering = Gathering(group, x, pieces) if x is not None and sp and weighed else None
     if wanted[0]:
         part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)

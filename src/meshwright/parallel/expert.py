@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.experts import Counts, groups_on_device
-from meshwright.model.moe import Experts, MoE
+from meshwright.model.moe import Experts, MoE, Stack
 from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators
 from meshwright.parallel.group import Group
@@ -134,11 +134,11 @@ class ExpertParallel:
 
 
 def _visit(
-    experts: Experts, stacks: tuple[Tensor, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
+    experts: Experts, stacks: tuple[Stack, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
 ) -> Tensor:
     here = arrive(token, arriving.way, piece, arriving.sortings[piece])
     by_expert: Counts = arriving.known[piece]
-    if groups_on_device(here, stacks[0]):
+    if groups_on_device(here, stacks[0].matrices):
         by_expert = arriving.counts[piece]
     return turn(experts.feed_forward(here, by_expert, stacks), back, piece, arriving.sortings[piece])
 
@@ -208,10 +208,11 @@ def _mean_over(means: Tensor, group: Group) -> Tensor:
 
 def _cut(experts: Experts, whole: int, group: Group) -> None:
     local = whole // group.size
-    for name, stack in list(experts.named_parameters(recurse=False)):
-        if len(stack) == whole:
-            mine = stack.detach().narrow(0, group.index * local, local).clone()
-            setattr(experts, name, nn.Parameter(mine, requires_grad=stack.requires_grad))
+    for module in experts.modules():
+        for name, stack in list(module.named_parameters(recurse=False)):
+            if len(stack) == whole:
+                mine = stack.detach().narrow(0, group.index * local, local).clone()
+                setattr(module, name, nn.Parameter(mine, requires_grad=stack.requires_grad))
 
 
 def _ends(counts: Tensor) -> Tensor:

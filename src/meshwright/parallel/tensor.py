@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
+from meshwright.model.lora import LoRA
 from meshwright.parallel import operators
 from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group
@@ -97,6 +98,8 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
             module.adds_bias = group.index == 0
+            if isinstance(module.lora, LoRA):
+                module.lora.over_inputs = partial(_sum_over, group=group)
     first, number = share(model.shape.vocab, group.size, group.index)
     seams.look_up = partial(_look_up, first=first, number=number, slices=slices)
     if slices.sp:
@@ -106,6 +109,14 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     prefer = model.kernels.prefer
     seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary, prefer=prefer)
     seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary, prefer=prefer)
+
+
+def _sum_over(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' x, of which no gradient is made."""
+    if torch.compiler.is_compiling():
+        traced: Tensor = operators.leave(x, group.number, False, 1)
+        return traced
+    return group.all_reduce(x.clone())
 
 
 def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, slices: SequenceSlices) -> Tensor:

@@ -1,7 +1,7 @@
 """FLOP of a model, counted per token from the shape. Read by the trainer's MFU and by the planner.
 
 A multiply-add is 2 FLOP. Every weight matrix but the input embedding meets each token once forward (2 FLOP a weight)
-and twice backward; attention multiplies each query with every key it may see, and the weights with the values.
+and twice backward, a frozen one once; attention multiplies each query with every key it may see, and the weights with the values.
 Norms, activations and the softmax are left out (below 1 %), as every published MFU does.
 """
 
@@ -13,7 +13,8 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFlop:
-    """FLOP of one token: forward pass only; training takes three times as much (forward 1, backward 2)."""
+    """FLOP of one token: forward pass only; training takes three times as much (forward 1, backward 2), but for
+    gradients of frozen weights."""
 
     layers: float
     """Matrix products inside the layers."""
@@ -21,6 +22,8 @@ class TokenFlop:
     """Product with the head."""
     attention: float
     """Queries with keys, weights with values."""
+    frozen: float = 0.0
+    """Of `layers` and `head`, products with weights that are not trained."""
 
     @property
     def forward(self) -> float:
@@ -30,7 +33,7 @@ class TokenFlop:
     @property
     def training(self) -> float:
         """Forward and backward, nothing recomputed: what MFU counts."""
-        return 3 * self.forward
+        return 3 * self.forward - self.frozen
 
     def hardware(self, recompute: str, share: float = 1.0) -> float:
         """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core.
@@ -45,12 +48,15 @@ def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
     Of routed experts only top_k count. Conventions of other tools: docs/notation.md.
     """
     share = shape.moe.top_k / shape.moe.experts if shape.moe else 1.0
-    layers = 0.0
+    head = 2.0 * shape.vocab * shape.hidden
+    layers, frozen = 0.0, head if shape.lora else 0.0
     for parameter in parameters(shape):
         if parameter.layer >= 0 and parameter.decays:
-            layers += 2 * parameter.numel * (share if parameter.group == "expert" else 1.0)
+            product = 2 * parameter.numel * (share if parameter.group == "expert" else 1.0)
+            layers += product
+            frozen += 0.0 if parameter.trained else product
     attention = sum(_attention_flop(shape, layer, sequence, causal) for layer in range(shape.layers))
-    return TokenFlop(layers=layers, head=2.0 * shape.vocab * shape.hidden, attention=attention)
+    return TokenFlop(layers=layers, head=head, attention=attention, frozen=frozen)
 
 
 def _attention_flop(shape: ModelShape, layer: int, sequence: int, causal: bool) -> float:

@@ -228,18 +228,22 @@ def memory(
 
 
 def moment_bytes(one: HeldParameter, storage: StateStorage) -> int:
-    """Of the moments of what a rank updates of a parameter."""
+    """Of the moments of what a rank updates of a parameter; none of a frozen one."""
+    if not one.parameter.trained:
+        return 0
     return storage.of(one.parameter).nbytes(one.own_box.sizes)
 
 
 def written_bytes(
     shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
 ) -> int:
-    """Of weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each, and
-    all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
+    """Of trained weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each,
+    and all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
     bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     ranks, total = layout.world // layout.pp, 0.0
     for one in held(shape, layout, rank):
+        if not one.parameter.trained:
+            continue
         copies = ranks * one.box.numel / one.parameter.numel / one.ranks
         total += (one.own * bytes_each + moment_bytes(one, storage)) / max(1.0, copies)
     return round(total)
@@ -253,14 +257,15 @@ def _sizes(
     zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
     whole = inside and zero > 0 and (zero < 3 or late)
     whole_gradients = zero == 0 or (inside and (zero == 1 or late))
-    own = sum(one.own for one in found)
-    shards = sum(one.padded for one in found)
+    trained = [one for one in found if one.parameter.trained]
+    padded, learns = sum(one.padded for one in found), sum(one.padded for one in trained)
+    shards = learns * (width.shard or width.parameter) + (padded - learns) * width.parameter
     gathered = sum(one.padded * one.ranks for one in found)
     return {
-        "parameters": gathered * width.parameter if whole else shards * (width.shard or width.parameter),
-        "shards": shards * (width.shard or width.parameter) if whole else 0,
-        "gradients": (sum(one.box.numel for one in found) if whole_gradients else shards) * width.gradient,
-        "masters": own * width.master,
+        "parameters": gathered * width.parameter if whole else shards,
+        "shards": shards if whole else 0,
+        "gradients": (sum(one.box.numel for one in trained) if whole_gradients else learns) * width.gradient,
+        "masters": sum(one.own for one in trained) * width.master,
         "moments": moments,
-        "counters": len(found) * COUNTER_BYTES,
+        "counters": len(trained) * COUNTER_BYTES,
     }

@@ -11,16 +11,19 @@ matrices Muon orthogonalizes (`Parameter.matrices`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from meshwright.spec.layout import Layout
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
 HIDDEN = ("attention", "mlp", "expert")
 """Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
 each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
+ADAPTER_DIM = "J"
+"""The rank of an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,10 @@ class Parameter:
     inside: bool = False
     """Read within attention, an MLP or a mixture of experts. There a tp rank computes with its own heads, columns or
     experts only, or adds the bias for all."""
+    trained: bool = True
+    """Whether it has a gradient and optimizer states; False = frozen, beside adapters."""
+    adapts: str = ""
+    """Of an adapter's part: the name of the matrix beside which it stands."""
 
     @property
     def numel(self) -> int:
@@ -52,15 +59,45 @@ class Parameter:
     @property
     def matrices(self) -> tuple[int, int, int] | None:
         """(number, rows, columns) of the matrices that Muon orthogonalizes, each by itself: the parameter, or each of
-        a stack of experts. None = it is no hidden matrix."""
-        if self.group not in HIDDEN or len(self.shape) < 2:
+        a stack of experts. None = it is no hidden matrix, or a thin one of an adapter."""
+        if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts:
             return None
         return prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
 
 
 @lru_cache(maxsize=64)
 def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Every trained parameter, in the order of the forward pass. A tied head is the embedding and not listed again."""
+    """Every parameter, in the order of the forward pass, an adapter's behind its matrix. A tied head is the embedding
+    and not listed again."""
+    if shape.lora is None:
+        return _parameters(shape)
+    found: list[Parameter] = []
+    for one in _parameters(shape.base):
+        found.append(replace(one, trained=False))
+        if one.inside and one.group in HIDDEN and len(one.shape) > 1 and shape.lora.adapts(one.name):
+            found += _adapter(one, shape.lora)
+    return tuple(found)
+
+
+def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
+    """A, B and, with DoRA, the lengths of the rows, beside a matrix or a stack of them. What the matrix splits its
+    inputs by splits A's, and what it splits its outputs by B's: each rank's sum is then its part of the whole."""
+    (*stack, out, into), (*axes, by_out, by_in) = one.shape, one.axes
+    *stacked, rows, columns = one.dims
+    prefix = one.name.removesuffix(".weight") + (".lora." if one.name.endswith(".weight") else "_lora.")
+    sizes: list[tuple[str, list[str], list[int], list[str]]] = [
+        ("a", [*stacked, ADAPTER_DIM, columns], [*stack, lora.rank, into], [*axes, "", by_in]),
+        ("b", [*stacked, rows, ADAPTER_DIM], [*stack, out, lora.rank], [*axes, by_out, ""]),
+    ]
+    if lora.dora:
+        sizes.append(("magnitude", [rows], [out], [by_out]))
+    for name, dims, shape, split in sizes:
+        yield replace(
+            one, name=prefix + name, dims="".join(dims), shape=tuple(shape), axes=tuple(split), adapts=one.name
+        )
+
+
+def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     found = list(_embedding(shape))
     for layer in range(shape.layers):
         prefix = f"layers.{layer}."
@@ -79,8 +116,13 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """N: all trained parameters, embeddings included, a tied head counted once."""
+    """N: all parameters, embeddings included, a tied head counted once."""
     return sum(p.numel for p in parameters(shape))
+
+
+def num_trained_parameters(shape: ModelShape) -> int:
+    """Those of them that are trained: all, or the adapters."""
+    return sum(p.numel for p in parameters(shape) if p.trained)
 
 
 def num_active_parameters(shape: ModelShape) -> int:

@@ -22,7 +22,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_expert(shape, layout),
         *_data(layout),
         *_recomputation(layout),
-        *_randomness(recipe, layout),
+        *_randomness(shape, recipe, layout),
         *_masters(recipe),
         *_state_blocks(shape, recipe, layout),
         *_narrow_products(shape, recipe, layout),
@@ -263,11 +263,16 @@ def _recomputation(layout: Layout) -> Iterator[str]:
         )
 
 
-def _randomness(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _randomness(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if recipe.dropout and layout.tp * layout.cp > 1:
         yield (
             f"recipe.dropout={recipe.dropout} would draw otherwise with layout.tp={layout.tp} and "
             f"layout.cp={layout.cp} than on one device: take recipe.dropout=0"
+        )
+    if shape.lora and shape.lora.dropout and layout.tp * layout.cp > 1:
+        yield (
+            f"model.lora.dropout={shape.lora.dropout} would draw otherwise with layout.tp={layout.tp} and "
+            f"layout.cp={layout.cp} than on one device: take model.lora.dropout=0"
         )
     if recipe.noise_scale_every and layout.world > 1:
         yield (

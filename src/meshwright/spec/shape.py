@@ -1,10 +1,11 @@
 """ModelShape: the integers and flags of a transformer. No rank counts, no dtype, no training choice."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.lora import LoRAShape
 
 LARGEST = 2**31
 """No size of a tensor is as large; a bound keeps a slip of the finger from filling the memory."""
@@ -186,6 +187,8 @@ class ModelShape:
     """Mixture of experts; null = every layer is dense."""
     mla: MLAShape | None = None
     """Multi-head latent attention; null = plain heads."""
+    lora: LoRAShape | None = None
+    """Low-rank adapters, which alone are trained; null = every weight is trained."""
 
     def __post_init__(self) -> None:
         if self.kv_heads == 0:
@@ -218,6 +221,16 @@ class ModelShape:
             )
         if self.mla is not None:
             self._check_latent()
+        if self.lora is not None and self.lora.dora and self.lora.dropout:
+            raise PlanError(
+                "model.lora.dora=true scales all that a matrix makes, and model.lora.dropout is for what the adapter "
+                "adds: take model.lora.dropout=0"
+            )
+        if self.lora is not None and self.lora.dora and self.moe is not None and self.lora.adapts("experts.up"):
+            raise PlanError(
+                "model.lora.dora=true has no form for stacks of experts: take model.lora.targets=attention, or "
+                "model.lora.dora=false"
+            )
         if not self.norm_eps > 0 or self.norm_eps > 1:
             raise PlanError(f"model.norm_eps={self.norm_eps} must lie in (0, 1]")
         if not 0 < self.rope_theta < float("inf"):
@@ -245,6 +258,11 @@ class ModelShape:
                 f"model.positions={self.positions} leaves nothing for model.mla.rope_dim={self.rope_dim} to rotate: "
                 "take model.positions=rope"
             )
+
+    @property
+    def base(self) -> "ModelShape":
+        """The same without adapters."""
+        return replace(self, lora=None) if self.lora else self
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts."""

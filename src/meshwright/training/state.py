@@ -54,15 +54,19 @@ class TrainState:
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole."""
+    def model_tensors(self, *, trained: bool = False) -> dict[str, Tensor]:
+        """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole.
+        `trained`: only what is trained, beside adapters."""
         engine = self.engine
         engine.reshard()
         boxes = engine.local_boxes()
-        own = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
+        some = {name: one for name, one in engine.parameters.items() if one.requires_grad or not trained}
+        own = {name: local(parameter.detach()) for name, parameter in some.items()}
         if engine.gathered_dtype is not None:  # a checkpoint has both, whatever the layout
             own = {name: tensor.to(engine.gathered_dtype) for name, tensor in own.items()}
         found = {f"model.{name}": piece(tensor, boxes[name]) for name, tensor in own.items()}
+        if trained and engine.model.shape.lora is not None:  # buffers are the base's, which is frozen
+            return found
         return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
@@ -72,7 +76,9 @@ class TrainState:
             return
         with torch.no_grad():
             for name, parameter in self.engine.parameters.items():
-                given = weights[f"model.{name}"]
+                given = weights.get(f"model.{name}")
+                if given is None:
+                    continue
                 local(parameter.detach()).copy_(given.held if isinstance(given, Piece) else given)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -81,7 +87,7 @@ class TrainState:
 
     def pieces(self) -> dict[str, Tensor]:
         """The same without random generators."""
-        found = self.model_tensors()
+        found = self.model_tensors(trained=True)
         boxes = self.engine.local_boxes()
         for name, tensor in self.optimizer.tensors().items():
             box = self.optimizer.box(name, boxes[name.partition(".")[2]]) if tensor.dim() else None

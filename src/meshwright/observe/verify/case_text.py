@@ -2,8 +2,8 @@
 
     kv_heads=1 heads=2 tp=2 clip=0.05
 
-Keys are the fields of Case, ModelShape and Layout, and `moe.`, `mla.` and `rope_scaling.` before those of parts of a
-shape. A field that is not written has its default; for fields without one it is that of BASE.
+Keys are the fields of Case, ModelShape and Layout, and `moe.`, `mla.`, `rope_scaling.` and `lora.` before those of
+parts of a shape. A field that is not written has its default; for fields without one it is that of BASE.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,18 @@ from meshwright.observe.verify.one_device import Case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+from meshwright.spec.presets import PARTS
+from meshwright.spec.shape import ModelShape
 
 BASE: Mapping[str, Any] = {
     "vocab": 61, "layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "max_positions": 64, "compile": "off",
     "moe.experts": 4, "moe.top_k": 2, "moe.ffn": 12,
     "mla.q_rank": 0, "mla.kv_rank": 10, "mla.nope_dim": 6, "mla.rope_dim": 4, "mla.v_dim": 5,
     "rope_scaling.kind": "linear", "rope_scaling.factor": 2.0, "rope_scaling.original_positions": 16,
+    "lora.rank": 3, "lora.alpha": 6.0,
 }  # fmt: skip
 """Values of fields that have no default, and of those whose default is not meant for tiny models on a CPU."""
 
-PARTS: Mapping[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling}
 LEFT_OUT = ("name", "shape", *PARTS)
 Settings = dict[str, Any]
 """Values by key; only those that differ from the defaults."""

@@ -31,6 +31,8 @@ MORE_SHAPES = 0.3
 
 MUON = 0.3
 """How often matrices go by Muon."""
+ADAPTERS = 0.25
+"""How often all is frozen but adapters."""
 
 Settings = dict[str, Any]
 
@@ -45,7 +47,8 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= _recipe(random, settings)
         settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
         settings |= _pieces(random, settings)
-        settings |= {"optimizer": "muon"} if _often(random, MUON) else {}  # last: other draws are as they were
+        settings |= {"optimizer": "muon"} if _often(random, MUON) else {}
+        settings |= _adapters(random, settings)  # last: other draws are as they were
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
@@ -255,6 +258,16 @@ def _pieces(random: Random, settings: Settings) -> Settings:
     if settings.get("ep", 1) == 1 or settings.get("schedule") in SPLIT:
         return {}
     return {"ep_chunks": random.choice([0, *(n for n in range(2, local + 1) if local % n == 0)])}
+
+
+def _adapters(random: Random, settings: Settings) -> Settings:
+    """Frozen weights with adapters. A rank that fp8 can multiply with where products are fp8."""
+    if not _often(random, ADAPTERS):
+        return {}
+    targets = random.choice(("all", "all", "all", "attention", "mlp", "q,v", "o,down", "v,up"))
+    found: Settings = {"lora.targets": targets, "lora.rslora": _often(random, 0.3)}
+    found["lora.rank"] = MULTIPLE if settings.get("products") == "fp8" else random.choice((1, 2, 3, 5, 8))
+    return found | {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
 
 
 def _empty(random: Random, dp: int, rows: int, batch: int) -> tuple[int, ...]:

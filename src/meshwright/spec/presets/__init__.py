@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
 
 T = TypeVar("T")
-PARTS: dict[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling}
+PARTS: dict[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling, "lora": LoRAShape}
 """Fields of a shape that are shapes themselves."""
 CLOSE = 0.6
 """Likeness (difflib's ratio) from which on a name is taken for a slip of another."""

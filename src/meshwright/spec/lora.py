@@ -1,0 +1,62 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): which matrices have one, and what scales it.
+
+    y = x W^T + s (x A^T) B^T        W (out, in) frozen; A (rank, in) and B (out, rank) trained; s = alpha / rank
+
+All else of the model is frozen. Read by the inventory, which lists A and B beside W.
+"""
+
+import math
+from dataclasses import dataclass
+
+from meshwright.spec.errors import PlanError
+
+LARGEST_RANK = 2**16
+NAMES = {
+    "attention": ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up"),
+    "mlp": ("gate", "up", "down"),
+}
+"""Groups of targets: the matrices of attention, plain or latent; and those of every MLP, experts included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAShape:
+    """Adapters in place of training the weights themselves."""
+
+    rank: int
+    """Rows of A and columns of B."""
+    alpha: float = 32.0
+    """What the adapter adds is multiplied by alpha / rank."""
+    targets: str = "all"
+    """Matrices with an adapter: `all`, `attention`, `mlp`, or names, as q,v (attention: q k v o, mlp: gate up down)."""
+    dropout: float = 0.0
+    """Share of the adapter's input set to 0 while training."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, for large ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
+    dora: bool = False
+    """Train the length of each row of the sum apart from its direction (Liu et al. 2024, arXiv:2402.09353)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank < LARGEST_RANK:
+            raise PlanError(f"model.lora.rank={self.rank} must be at least 1 and below {LARGEST_RANK}")
+        if not 0 < self.alpha < math.inf:
+            raise PlanError(f"model.lora.alpha={self.alpha} must be a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
+        known = [name for names in NAMES.values() for name in names]
+        for name in self.targets.split(","):
+            if name not in ("all", *NAMES, *known):
+                raise PlanError(
+                    f"model.lora.targets={self.targets}: {name!r} names no matrix; take all, attention, mlp, or names "
+                    f"of {', '.join(known)}"
+                )
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapts(self, name: str) -> bool:
+        """Whether a matrix has an adapter, by its name: layers.3.attention.q.weight, layers.3.mlp.experts.up."""
+        own = name.removesuffix(".weight").rpartition(".")[2]
+        given = self.targets.split(",")
+        return "all" in given or own in given or any(own in NAMES.get(group, ()) for group in given)
