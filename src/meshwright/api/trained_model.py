@@ -21,7 +21,7 @@ from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
-from meshwright.store.model_weights import locate, weights
+from meshwright.store.model_weights import final_weights, locate
 from meshwright.training.batches import held_out
 from meshwright.training.device import pick_device
 from meshwright.training.evaluate import evaluate
@@ -196,9 +196,9 @@ def _open_run(path: Path, dtype: str | None) -> TrainedModel:
     run, checkpoint = locate(path)
     tokenizer = run.known_tokenizer(checkpoint)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
-    model = build(run.plan.model, dtype=wanted, device=pick_device(), initialize=False)
+    model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
     places = model.state_dict()
-    for name, tensor in weights(checkpoint, wanted, verified=True):
+    for name, tensor in final_weights(run.plan, checkpoint, wanted):
         places[name].copy_(tensor)
     return TrainedModel(
         model=model.eval(),

@@ -7,7 +7,7 @@ A stands beside W in the product that reads x, so that x is entered, read and ke
 W's rows or columns every sum above is its part of the whole one (spec/inventory.py says who holds what).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,19 +56,22 @@ class LoRA(nn.Module):
 
     def row_squares(self, weight: Tensor) -> Tensor:
         """|W|^2 of each row (out,) fp32, over all inputs."""
-        return self.over_inputs(torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square())
+        found: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        return self.over_inputs(found)
 
     @torch.no_grad()
     def norms(self, weight: Tensor) -> Tensor:
         """|W + s B A| of each row (out,) fp32, without making that matrix."""
         a, b = self.a.float(), self.b.float()
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-        of_both = F.linear(a, weight.float())  # (rank, out)
+        of_both = F.linear(self.a.to(weight.dtype), weight).float()  # (rank, out)
         whole = self.over_inputs(torch.cat((squares, of_both.flatten(), F.linear(a, a).flatten())))
         squares, flat, gram = whole.split((len(squares), of_both.numel(), len(a) ** 2))
         crossed = (flat.view_as(of_both).t() * b).sum(1)
         own = (b @ gram.view(len(a), len(a)) * b).sum(1)
-        return (squares + 2 * self.scale * crossed + self.scale**2 * own).clamp(min=0).sqrt()
+        squares = squares + 2 * self.scale * crossed + self.scale**2 * own
+        norms: Tensor = squares.clamp(min=0).sqrt()  # what rounding leaves of a row of zeros may be below 0
+        return norms
 
 
 class ExpertLoRA(nn.Module):
@@ -80,6 +83,20 @@ class ExpertLoRA(nn.Module):
         self.scale, self.dropout = lora.scale, lora.dropout
         self.a = nn.Parameter(torch.empty(experts, lora.rank, size_in))
         self.b = nn.Parameter(torch.empty(experts, size_out, lora.rank))
+
+
+def parts_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a matrix, or a stack of them: its adapter's a, b and magnitude, where there are any."""
+    prefix = name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
+    return {part: tensors[prefix + part] for part in ("a", "b", "magnitude") if prefix + part in tensors}
+
+
+def merged(weight: Tensor, low: Mapping[str, Tensor], lora: LoRAShape) -> Tensor:
+    """The matrix (out, in), or the stack (X, out, in), that a model without adapters has in its place."""
+    found = weight + lora.scale * (low["b"] @ low["a"])
+    if "magnitude" in low:
+        found = found * (low["magnitude"] / torch.linalg.vector_norm(found, dim=1)).unsqueeze(1)
+    return found
 
 
 def add_adapters(model: nn.Module, shape: ModelShape) -> None:

@@ -262,8 +262,8 @@ def shrink(
     model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None,
     frozen: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Give a skeleton's parameters their dtype (`frozen`: of those that are not trained), and sizes where a rank holds a
-    part of them; still without memory."""
+    """Give a skeleton's parameters their dtype (`frozen`: of those that are not trained), and sizes where a rank holds
+    a part of them; still without memory."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)

@@ -53,6 +53,7 @@ def build_engine(
     products: str = SAME,
     initialize: bool = True,
     masters: bool = False,
+    adapters: bool = False,
 ) -> Engine:
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
 
@@ -60,7 +61,7 @@ def build_engine(
     in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
     in `dtype`. `products` as recipe.products. IllegalLayout where one rank has both ends of a tied head and
     data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
-    (spec.held.shards_are_masters).
+    (spec.held.shards_are_masters). `adapters`: these are given their initial values where all else is left unset.
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
@@ -80,8 +81,9 @@ def build_engine(
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
+    if initialize or adapters:
+        initialize_boxes(engine, seed, adapters=not initialize)
     if initialize:
-        initialize_boxes(engine, seed)
         measure_rows(engine)
     return engine
 
@@ -107,12 +109,14 @@ def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
     return parallelize([model], mesh, boxes(model.shape, layout, mesh.rank), next(model.parameters()).device)
 
 
-def initialize_boxes(engine: Engine, seed: int) -> None:
-    """Give every parameter its part of the initial value of (seed, name)."""
+def initialize_boxes(engine: Engine, seed: int, *, adapters: bool = False) -> None:
+    """Give every parameter its part of the initial value of (seed, name); `adapters`: these alone."""
     parameters = engine.parameters
     with torch.no_grad():
         for name, box in engine.local_boxes().items():
             parameter = parameters[name]
+            if adapters and not parameter.requires_grad:
+                continue
             own = data.local(parameter)
             fill_initial(own, name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
             if engine.gathered_dtype is not None:

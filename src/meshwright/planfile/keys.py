@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from meshwright.spec.plan import Plan
 from meshwright.spec.presets import CLOSE, nearest
 
-SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset"}
+SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset", "model.lora": "rank"}
 """A section given as one word: which key of the section the word is the value of."""
 STARTS_FROM = ("model", "cluster", "cluster.device")
 """Sections with the extra key `preset`: begin with that one and change what else is given."""
@@ -74,6 +74,15 @@ ALIASES: dict[str, dict[str, str]] = {
         "qk_nope_head_dim": "nope_dim",
         "qk_rope_head_dim": "rope_dim",
         "v_head_dim": "v_dim",
+    },
+    "model.lora": {
+        "r": "rank",
+        "lora_r": "rank",
+        "lora_alpha": "alpha",
+        "lora_dropout": "dropout",
+        "target_modules": "targets",
+        "use_rslora": "rslora",
+        "use_dora": "dora",
     },
     "model.rope_scaling": {
         "rope_type": "kind",

@@ -226,7 +226,7 @@ class _Reader:
             return {"name": "custom", **fields} if section == "cluster.device" else fields
         if section == "model":
             base = self._model(name, weights=init is None)
-            base["name"] = f"{base['name']} (changed)" if fields else base["name"]
+            base["name"] = f"{base['name']} (changed)" if fields.keys() - {"lora"} else base["name"]
         elif section == "cluster":
             device, per_node = presets.devices_in_node(name)
             base = {"device": asdict(device), "devices_per_node": per_node}

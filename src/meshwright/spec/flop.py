@@ -1,8 +1,8 @@
 """FLOP of a model, counted per token from the shape. Read by the trainer's MFU and by the planner.
 
 A multiply-add is 2 FLOP. Every weight matrix but the input embedding meets each token once forward (2 FLOP a weight)
-and twice backward, a frozen one once; attention multiplies each query with every key it may see, and the weights with the values.
-Norms, activations and the softmax are left out (below 1 %), as every published MFU does.
+and twice backward, a frozen one once; attention multiplies each query with every key it may see, and the weights with
+the values. Norms, activations and the softmax are left out (below 1 %), as every published MFU does.
 """
 
 from dataclasses import dataclass

@@ -237,8 +237,8 @@ def moment_bytes(one: HeldParameter, storage: StateStorage) -> int:
 def written_bytes(
     shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
 ) -> int:
-    """Of trained weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes each,
-    and all as much. Which one that is for a tensor decides torch; a rank may write a tensor's size more or less."""
+    """Of trained weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes
+    each, and all as much. Which one that is for a tensor decides torch; a rank may write a tensor more or less."""
     bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     ranks, total = layout.world // layout.pp, 0.0
     for one in held(shape, layout, rank):

@@ -83,7 +83,7 @@ def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
     """A, B and, with DoRA, the lengths of the rows, beside a matrix or a stack of them. What the matrix splits its
     inputs by splits A's, and what it splits its outputs by B's: each rank's sum is then its part of the whole."""
     (*stack, out, into), (*axes, by_out, by_in) = one.shape, one.axes
-    *stacked, rows, columns = one.dims
+    *stacked, rows, columns = list(one.dims)
     prefix = one.name.removesuffix(".weight") + (".lora." if one.name.endswith(".weight") else "_lora.")
     sizes: list[tuple[str, list[str], list[int], list[str]]] = [
         ("a", [*stacked, ADAPTER_DIM, columns], [*stack, lora.rank, into], [*axes, "", by_in]),

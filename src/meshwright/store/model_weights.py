@@ -6,9 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.model.lora import merged, parts_of
+from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
+from meshwright.store.base_weights import base_fingerprint, base_weights
 from meshwright.store.run_folder import RunFolder
 
 MASTER = "optimizer.master."
@@ -25,6 +28,25 @@ def locate(source: Path) -> tuple[RunFolder, Path]:
     if found is None:
         raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
     return run, found
+
+
+def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same of a run of this plan, of a checkpoint that was verified; an adapter is added to the weights beside
+    which it was trained, in fp32, a tensor at a time. HubError or PlanError where those are not there any more, or are
+    others."""
+    if plan.model.lora is None:
+        yield from weights(checkpoint, wanted, verified=True)
+        return
+    if checkpoints.values(checkpoint).get("base") != base_fingerprint(plan):
+        raise CheckpointError(
+            f"{checkpoint} holds an adapter of other weights than {plan.init} has now: put those back that model.init "
+            "named when it was trained"
+        )
+    adapters = dict(weights(checkpoint, torch.float32, verified=True))
+    lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
+    for name, tensor in base_weights(plan, trained):
+        low = parts_of(name, adapters)
+        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(wanted)
 
 
 def weights(checkpoint: Path, wanted: torch.dtype, *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -13,11 +13,12 @@ from meshwright.store import checkpoint_folder
 
 
 def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
-    """Of the tensors of one checkpoint, whatever the layout: weights, master weights, moments, and a step counter for
-    each tensor. Names, hashes and random states, some kilobytes a rank, are left out."""
+    """Of the tensors of one checkpoint, whatever the layout: trained weights, master weights, moments, and a step
+    counter for each tensor. Names, hashes and random states, some kilobytes a rank, are left out."""
     storage, precision = recipe.storage, recipe.precision
     each = WIDTHS[precision].parameter + master_bytes(precision, storage)
-    return sum(one.numel * each + storage.of(one).nbytes(one.shape) + COUNTER_BYTES for one in parameters(shape))
+    trained = (one for one in parameters(shape) if one.trained)
+    return sum(one.numel * each + storage.of(one).nbytes(one.shape) + COUNTER_BYTES for one in trained)
 
 
 OTHER_BYTES = 2 * MIB

@@ -22,6 +22,7 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import RANDOM
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
+from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training import device, pretrained
 from meshwright.training.batches import Share
@@ -93,13 +94,15 @@ def run(
         Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
-        drawn = plan.init == RANDOM
-        state = new_state(plan, mesh, target, initialize=found is None and drawn)
-        if found is not None:
-            _resume(state, plan, corpus, folder, found)
-        elif not drawn:
+        drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
+        begins = found is None or frozen  # a checkpoint holds what is trained
+        state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
+        state.base = base_fingerprint(plan)
+        if begins and not drawn:
             pretrained.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", pretrained.said(plan)))
+        if found is not None:
+            _resume(state, plan, corpus, folder, found)
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus), *remarks_on(rows, plan.data))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
@@ -201,13 +204,16 @@ def _check_resume(plan: Plan, resume: str) -> None:
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
-    if resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints")):
+    fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
+    if fresh or plan.model.lora is not None:
         pretrained.check_weights(plan)
 
 
-def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool) -> TrainState:
+def new_state(
+    plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool, adapters: bool = False
+) -> TrainState:  # fmt: skip
     """A plan's model laid over the mesh, with its optimizer, before the first step; not `initialize`: the weights are
-    left as memory is, for whoever reads them from a checkpoint or wants only their sizes."""
+    left as memory is, for whoever reads them from a checkpoint or wants only their sizes. `adapters`: all but these."""
     recipe = plan.recipe
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
@@ -222,6 +228,7 @@ def new_state(plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool)
         dropout=recipe.dropout,
         products=recipe.products,
         initialize=initialize,
+        adapters=adapters,
         masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
     )
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
@@ -262,11 +269,21 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
         raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
+    _check_base(state, plan, found, values)
     tensors = state.tensors()
     checkpoint.load(found, tensors, verified=True)
     state.restore(tensors, values)
     if state.engine.mesh.rank == 0:
         MetricsLog(folder.metrics).truncate_to(state.progress.step)
+
+
+def _check_base(state: TrainState, plan: Plan, found: Path, values: dict[str, Any]) -> None:
+    """CheckpointError where an adapter was trained beside other weights."""
+    if values.get("base", "") != state.base:
+        raise CheckpointError(
+            f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
+            "was trained with, unchanged"
+        )
 
 
 def _other_place(found: Path, there: str, here: str) -> CheckpointError:

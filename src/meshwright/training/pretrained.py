@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.model.hub import HubFolder, import_folder
+from meshwright.model.hub import HubFolder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
+from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
 from meshwright.store.tensor_piece import Piece
 from meshwright.training.state import TrainState
-
-OTHERWISE = "or model.init=random for new weights"
 
 
 def check_weights(plan: Plan) -> None:
@@ -26,8 +26,8 @@ def check_weights(plan: Plan) -> None:
     are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
     if plan.init == RANDOM:
         return
-    folder = _folder(plan)
-    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model).items()):
+    folder = folder_of_weights(plan)
+    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model.base).items()):
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
             raise PlanError(
@@ -58,13 +58,16 @@ def take_weights(state: TrainState, plan: Plan) -> None:
                 masters[name].copy_(tensor)
 
     with torch.no_grad():
-        _folder(plan).load(put, wanted=lambda name: f"model.{name}" in places)
+        folder_of_weights(plan).load(put, wanted=lambda name: f"model.{name}" in places)
+    if plan.model.lora is not None and plan.model.lora.dora:
+        measure_rows(state.engine)
+        state.take_weights({})
 
 
 def keep_beside(plan: Plan, run: Path) -> None:
     """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export."""
     if plan.init != RANDOM:
-        keep_extras(_folder(plan), run)
+        keep_extras(folder_of_weights(plan), run)
 
 
 def keep_extras(found: HubFolder, run: Path) -> None:
@@ -80,13 +83,6 @@ def said(plan: Plan) -> str:
     own = Path(plan.init) / "tokenizer.json"
     tokenizer = ", and its tokenizer" if plan.data.tokenizer == str(own) else ""
     return f"weights of {plan.init}{tokenizer}; model.init=random draws new ones"
-
-
-def _folder(plan: Plan) -> HubFolder:
-    path = Path(plan.init)
-    if not path.is_dir():
-        raise PlanError(f"model.init={plan.init}: there is no such folder; give the one with the weights, {OTHERWISE}")
-    return import_folder(path)
 
 
 def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:

@@ -53,6 +53,8 @@ class TrainState:
     scaler: LossScaler | None
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)
+    base: str = ""
+    """Which frozen weights an adapter is trained beside (store/base_weights.py)."""
 
     def model_tensors(self, *, trained: bool = False) -> dict[str, Tensor]:
         """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole.
@@ -108,6 +110,7 @@ class TrainState:
             **{key: getattr(settings, key) for key in DATA_KEYS if settings.form == "samples"},
             "data": data,
             "tokenizer": tokenizer,
+            **({"base": self.base} if self.base else {}),
             "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
             "random": rng_state()[1],

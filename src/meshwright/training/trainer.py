@@ -287,7 +287,7 @@ class Trainer:
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
         found += device.product_notes(plan, self.device, is_compiled(plan.layout, self.device))
-        if problem := unwritable(plan.model):
+        if problem := unwritable(plan.model.base):
             found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
         changes = ", ".join(self.changes)
         if self.state.progress.step >= plan.recipe.steps and changes:

@@ -34,7 +34,7 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import one_line
-    from meshwright.store.model_weights import locate, weights
+    from meshwright.store.model_weights import final_weights, locate
     from meshwright.training.precision import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
@@ -45,8 +45,8 @@ def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
     with one_line(out, "OUT"):
         export_folder(
             out,
-            model_tensors=weights(checkpoint, wanted, verified=True),
-            shape=run.plan.model,
+            model_tensors=final_weights(run.plan, checkpoint, wanted),
+            shape=run.plan.model.base,
             tokenizer=run.known_tokenizer(checkpoint),
             dtype=wanted,
             chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,

@@ -86,7 +86,7 @@ def unwritable(shape: ModelShape) -> str:
 
 def canonical(shape: ModelShape) -> ModelShape:
     """The shape with every field that changes no arithmetic, or that a directory does not hold, set to one value."""
-    neutral: dict[str, Any] = {"name": "custom"}
+    neutral: dict[str, Any] = {"name": "custom", "lora": None}
     if shape.family != "deepseek_v3":
         neutral["rope_interleaved"] = False
     if shape.positions == "learned":

@@ -1,5 +1,6 @@
 """A whole Hugging Face directory: config, weights, tokenizer, generation config, chat template."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+ENDS_BYTES = 2**20
+"""Read of each end of a file to tell it from another."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
@@ -51,6 +54,17 @@ class HubFolder:
     def load(self, put: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Call put(name, tensor) with every weight that is wanted, by our names; see load_weights."""
         load_weights(self.path, self.shape, put, wanted)
+
+    def fingerprint(self) -> str:
+        """Of its weights: names, sizes, first and last bytes of their files."""
+        found = hashlib.blake2b(digest_size=16)
+        for path in sorted(self.path.glob("*.safetensors")):
+            size = path.stat().st_size
+            with open(path, "rb") as file:
+                found.update(f"{path.name} {size} ".encode() + file.read(ENDS_BYTES))
+                file.seek(max(0, size - ENDS_BYTES))
+                found.update(file.read())
+        return found.hexdigest()
 
 
 def import_folder(folder: Path) -> HubFolder:

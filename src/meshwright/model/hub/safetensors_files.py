@@ -178,6 +178,15 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield flat[start : start + PIECE_BYTES].cpu().numpy().data
 
 
+def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """One file of tensors that are all in memory, cast to `dtype`."""
+    planned = [Planned(name=name, size=tuple(tensor.shape), dtype=dtype) for name, tensor in tensors.items()]
+    with open(path, "wb") as file:
+        file.write(header(planned))
+        for tensor in tensors.values():
+            file.writelines(pieces(tensor.detach().to(dtype)))
+
+
 class ShardWriter:
     """Files laid out beforehand, so tensors may come in any order and none waits in memory."""
 

@@ -160,9 +160,9 @@ def bindings(shape: ModelShape) -> list[Binding]:
 
 
 def tensor_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name and size of every parameter and of the routers' correction biases."""
+    """Name and size of every parameter, but those of adapters, and of the routers' correction biases."""
     found = {}
-    for parameter in parameters(shape):
+    for parameter in parameters(shape.base):
         found[parameter.name] = parameter.shape
         if parameter.group == "router" and shape.moe is not None and shape.moe.correction_bias:
             found[parameter.name.removesuffix("weight") + "correction_bias"] = (shape.moe.experts,)

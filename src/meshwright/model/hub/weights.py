@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,10 +24,18 @@ def load_weights(
     put: Callable[[str, Tensor], None],
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Call put(name, tensor) with every parameter and router correction bias of the shape, by our names.
+    """Call put(name, tensor) with what `stored_weights` finds."""
+    for name, tensor in stored_weights(folder, shape, wanted):
+        put(name, tensor)
+
+
+def stored_weights(
+    folder: Path, shape: ModelShape, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and router correction bias of the shape, by our names, layer after layer.
 
     Of what is stored together and not `wanted` at all nothing is read: a pipeline stage reads its own layers.
-    Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first put.
+    Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first one.
     HubError: missing shard, truncated file, missing, unexpected or misshapen tensor, an untied head where the config
     ties it.
     """
@@ -50,8 +58,7 @@ def load_weights(
             continue
         rows = [size[0] for size in binding.ours.values()]
         tensors = binding.transform.restore([read(name) for name in binding.theirs], rows, shape)
-        for name, tensor in zip(binding.ours, tensors, strict=True):
-            put(name, tensor)
+        yield from zip(binding.ours, tensors, strict=True)
 
 
 def save_weights(

@@ -1,0 +1,231 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, in and out.
+
+PEFT has an A and a B for each of its modules. Where a module of theirs is several of ours (GPT-2's c_attn is queries,
+keys and values), its A is ours on top of one another, its B ours on a diagonal, and its rank their sum: the same matrix
+B A. Reading, an A of such a module is each of ours, and B is cut by rows.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.model.hub.safetensors_files import read_header, write_file
+from meshwright.model.hub.transforms import CONV1D, STACKED
+from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.lora import parts_of
+from meshwright.spec.errors import HubError, PlanError
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
+from meshwright.spec.shape import ModelShape
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+"""Ours and theirs."""
+UNREAD = ("modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora", "use_bdlora")
+"""Entries of a config that change what is computed and have no place here."""
+
+
+def save_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, *, base: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Write an adapter, by our names, into an existing folder; `base` is what its config calls the model's folder."""
+    lora = shape.lora
+    assert lora is not None
+    adapted: dict[str, dict[str, Tensor]] = {}
+    others: list[str] = []
+    for binding in bindings(shape):
+        low = [parts for name in binding.ours if (parts := parts_of(name, tensors))]
+        if low:
+            adapted |= _theirs(binding, low, shape)
+        else:
+            others += [name.removesuffix(".weight") for name in binding.theirs]
+    found = {f"{PREFIX}{module}.{PARTS[part]}": x for module, parts in adapted.items() for part, x in parts.items()}
+    write_file(folder / WEIGHTS, found, dtype)
+    ranks = {module: len(parts["a"]) for module, parts in adapted.items() if len(parts["a"]) != lora.rank}
+    config = _config(lora, ranks, base) | {
+        "target_modules": _targets(list(adapted), others),
+        "fan_in_fan_out": shape.family == "gpt2",
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _targets(adapted: list[str], others: list[str]) -> list[str]:
+    """Last names of modules, as PEFT takes them; whole names where a module of that last name has no adapter."""
+    shared = {module.rpartition(".")[2] for module in others}
+    return sorted({last if (last := module.rpartition(".")[2]) not in shared else module for module in adapted})
+
+
+def _theirs(binding: Binding, low: list[dict[str, Tensor]], shape: ModelShape) -> dict[str, dict[str, Tensor]]:
+    """Their modules with their parts, of what one binding pairs."""
+    names = [name.removesuffix(".weight") for name in binding.theirs]
+    if binding.transform is STACKED:
+        return {name: {part: x[expert] for part, x in low[0].items()} for expert, name in enumerate(names)}
+    if binding.transform is CONV1D:
+        return {names[0]: _joined(binding, low)}
+    made = {part: binding.transform.export([x], shape)[0] for part, x in low[0].items() if part != "a"}
+    return {names[0]: {"a": low[0]["a"], **made}}
+
+
+def _joined(binding: Binding, low: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of one module of theirs that is several of ours. HubError where some of them have no adapter."""
+    if len(low) != len(binding.ours):
+        raise HubError(
+            f"{next(iter(binding.theirs))} is one matrix in PEFT's format, and only some of {', '.join(binding.ours)} "
+            "have an adapter: take model.lora.targets=attention, or export the merged model"
+        )
+    found = {"a": torch.cat([parts["a"] for parts in low]), "b": torch.block_diag(*(parts["b"] for parts in low))}
+    return found | ({"magnitude": torch.cat([p["magnitude"] for p in low])} if "magnitude" in low[0] else {})
+
+
+def _config(lora: LoRAShape, ranks: Mapping[str, int], base: str) -> dict[str, Any]:
+    def alpha(rank: int) -> float:
+        """What gives a module of another rank the same factor."""
+        return lora.scale * (math.sqrt(rank) if lora.rslora else rank)
+
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "rank_pattern": dict(ranks),
+        "alpha_pattern": {module: alpha(rank) for module, rank in ranks.items()},
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "modules_to_save": None,
+    }
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
+    return (folder / CONFIG).is_file()
+
+
+def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str, Tensor]]:
+    """(the shape with the adapter, its tensors by our names, fp32). HubError where the folder holds none, where it is
+    for a model of another shape, or asks for what is not supported."""
+    config = _read(folder)
+    lora = _lora_of(config, folder)
+    stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
+    found: dict[str, Tensor] = {}
+    for binding in bindings(shape.base):
+        read = [
+            {part: stored.pop(f"{name}.{theirs}").read().float()
+             for part, theirs in PARTS.items() if f"{name}.{theirs}" in stored}
+            for name in (name.removesuffix(".weight") for name in binding.theirs)
+        ]  # fmt: skip
+        if all(read):
+            found |= _ours(binding, read, shape, config, lora)
+    if stored:
+        raise HubError(f"{folder}: {next(iter(stored))} adapts no matrix of {shape.name}: it is for another model")
+    targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
+    adapted = replace(shape.base, lora=replace(lora, targets=",".join(targets)))
+    _check(folder, adapted, found)
+    return adapted, found
+
+
+def _ours(
+    binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape, config: Mapping[str, Any], lora: LoRAShape
+) -> dict[str, Tensor]:
+    """What one binding pairs, padded to one rank and with the factor of a module in its B."""
+    parts: list[dict[str, Tensor]]
+    if binding.transform is STACKED:
+        parts = [{part: torch.stack([one[part] for one in read]) for part in read[0]}]
+    elif binding.transform is CONV1D:
+        rows = [size[0] for size in binding.ours.values()]
+        cut = {part: tensor.flatten(1).split(rows) if part == "b" else tensor.flatten().split(rows)
+               for part, tensor in read[0].items() if part != "a"}  # fmt: skip
+        parts = [
+            {"a": read[0]["a"], **{part: pieces[place] for part, pieces in cut.items()}} for place in range(len(rows))
+        ]
+    else:
+        rows = [size[0] for size in binding.ours.values()]
+        parts = [
+            {part: x if part == "a" else binding.transform.restore([x.flatten() if part == "magnitude" else x], rows,
+                                                                   shape)[0] for part, x in read[0].items()}
+        ]  # fmt: skip
+    module = next(iter(binding.theirs)).removesuffix(".weight")
+    found = {}
+    for name, one in zip(binding.ours, parts, strict=True):
+        prefix = name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
+        factor = _factor(module, one["a"].shape[-2], config) / lora.scale
+        one["b"] = one["b"] * factor
+        for part, tensor in one.items():
+            found[prefix + part] = _padded(part, tensor, lora.rank)
+    return found
+
+
+def _padded(part: str, tensor: Tensor, rank: int) -> Tensor:
+    """With zeros up to a rank: A has rows more, B columns."""
+    if part == "magnitude":
+        return tensor
+    dim = -2 if part == "a" else -1
+    missing = rank - tensor.shape[dim]
+    zeros = list(tensor.shape)
+    zeros[dim] = missing
+    return tensor if not missing else torch.cat((tensor, tensor.new_zeros(zeros)), dim)
+
+
+def _factor(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """s of one of their modules."""
+    alpha = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pattern(pattern: object, module: str, otherwise: Any) -> Any:
+    """PEFT's rule: the first key that is the end of the module's name, or matches it."""
+    for key, value in pattern.items() if isinstance(pattern, dict) else ():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return otherwise
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HubError(f"{folder}/{CONFIG} cannot be read ({error}): give a folder that PEFT has written") from error
+    if config.get("peft_type") != "LORA":
+        raise HubError(f"{folder}/{CONFIG}: peft_type {config.get('peft_type')!r} is not supported (supported: LORA)")
+    for key in UNREAD:
+        if config.get(key):
+            raise HubError(f"{folder}/{CONFIG}: {key} is not supported")
+    if config.get("bias", "none") != "none":
+        raise HubError(f"{folder}/{CONFIG}: bias={config['bias']!r} is not supported (supported: none)")
+    if not (folder / WEIGHTS).is_file():
+        raise HubError(f"{folder} has no {WEIGHTS}: copy or download the adapter again")
+    return config
+
+
+def _lora_of(config: Mapping[str, Any], folder: Path) -> LoRAShape:
+    ranks = config.get("rank_pattern") or {}
+    try:
+        return LoRAShape(
+            rank=max(int(config["r"]), *map(int, ranks.values()), 1),
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+        )
+    except (KeyError, TypeError, ValueError, PlanError) as error:
+        raise HubError(f"{folder}/{CONFIG}: {error}") from error
+
+
+def _check(folder: Path, shape: ModelShape, found: Mapping[str, Tensor]) -> None:
+    """What is read has the sizes that the shape says; layers without an adapter get one of zeros."""
+    for one in parameters(shape):
+        if one.adapts and one.name in found and tuple(found[one.name].shape) != one.shape:
+            raise HubError(
+                f"{folder}: {one.name} is {list(found[one.name].shape)} where {shape.name} has {list(one.shape)}: the "
+                "adapter is for another model"
+            )
