@@ -89,7 +89,7 @@ def logits(of: "Local") -> Logits:
     vocab = shape.vocab / ranks
     stream, normed = (kept.none for kept in _norm_kept(of, "head"))
     if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
-        matrix = shape.vocab / of.tp * shape.hidden
+        matrix = 0.0 if shape.lora else shape.vocab / of.tp * shape.hidden
         made = of.tokens * shape.hidden * of.width + matrix * 4
         return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
     count = of.tokens * vocab

@@ -4,6 +4,7 @@ backward pass leaves for the gradients of weights. Letters as in block.py; held 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.planner.cost import adapters
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.states import largest_weight
 
@@ -41,7 +42,7 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
         attention=max(_attention(of, widths), _rounded_attention(of, widths)) - kept + stream,
         after=(mlp if routed else _mlp(of) / 2 - kept) + stream,
         weights=weights,
-        queued=queued(of, widths, routed),
+        queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
     )
 
 

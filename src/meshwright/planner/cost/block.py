@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, exchanges
+from meshwright.planner.cost import activations, adapters, exchanges
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import core, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
@@ -84,7 +84,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         operations=tuple(operations),
         kept=tuple(
             one._replace(of="") if of.compiled and routed and of.ep > 1 else one
-            for one in activations.layer_kept(of, _widths(of), sizes)
+            for one in adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes))
         ),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
@@ -113,7 +113,7 @@ def head(of: Local) -> LayerWork:
     if stack.head_chunk_bytes:
         chunks = of.tokens / activations.head_rows(of)
         gather = MemoryPass(chunks * vocab * shape.hidden * 8)
-        forward: tuple[Work, ...] = (product, softmax, data, weight, gather)
+        forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.lora else (weight, gather)))
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
@@ -151,13 +151,15 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
+    thin = adapters.thin(of, name, tokens, into, out)
+    learned = (Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out))
     return LayerOperation(
         name=name,
         forward=(*_cast(of, tokens * into), *_rounded(of, tokens * into, into * out),
-                 Product(tokens, into, out, 1.0, low), *apart),
+                 Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
         inputs=(*_cast(of, tokens * out), *_rounded(of, tokens * out, into * out),
-                Product(tokens, out, into, 1.0, low)),
-        weights=(Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out)),
+                Product(tokens, out, into, 1.0, low), *thin.inputs),
+        weights=thin.weights if of.shape.lora else learned,
     )  # fmt: skip
 
 
@@ -274,8 +276,9 @@ def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool
 
 
 def _leave(of: Local, name: str, written: LayerOperation) -> LayerOperation:
-    put = () if of.sp else exchanges.together(of, of.shape.hidden)
-    return LayerOperation(name=name, forward=put, exchanges=exchanges.leave(of, written))
+    alone = adapters.adapted(of, written.name) > 0
+    put = () if of.sp or alone else exchanges.together(of, of.shape.hidden)
+    return LayerOperation(name=name, forward=put, exchanges=exchanges.leave(of, None if alone else written))
 
 
 def _wide(op: LayerOperation) -> LayerOperation:
@@ -337,9 +340,11 @@ def _stack(of: Local, name: str, copies: float, into: float, out: float) -> Laye
     experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
     each = copies / experts
     put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
+    thin = adapters.thin(of, name, each, into, out, experts / pieces)
+    learned = (Product(into, each, out, experts / pieces),) * pieces + put
     return LayerOperation(
         name=name,
-        forward=(Product(each, into, out, experts / pieces),) * pieces,
-        inputs=(Product(each, out, into, experts / pieces),) * pieces,
-        weights=(Product(into, each, out, experts / pieces),) * pieces + put,
+        forward=(Product(each, into, out, experts / pieces),) * pieces + thin.forward * pieces,
+        inputs=(Product(each, out, into, experts / pieces),) * pieces + thin.inputs * pieces,
+        weights=thin.weights * pieces if of.shape.lora else learned,
     )

@@ -15,8 +15,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 from meshwright.spec.shape import ModelShape
 
-Size = tuple[tuple[int, ...], bool, MomentFormat]
-"""(sizes of a parameter, whether it is an expert's, how its moments are stored)."""
+Size = tuple[tuple[int, ...], bool, MomentFormat, bool]
+"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained)."""
 Sizes = tuple[Size, ...]
 
 
@@ -43,22 +43,25 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        groups.setdefault(kind, []).append((sizes, parameter.group == "expert", storage.of(parameter)))
+        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained
+        groups.setdefault(kind, []).append(size)
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
 
 
 @cache
 def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
-    """Elements of the largest tensor of a layer on a rank."""
+    """Elements of the largest tensor of a layer on a rank that has a gradient."""
     found = pieces(shape, tp, ep)
-    return max(prod(sizes) for sizes, *_ in (found.routed if routed else found.dense))
+    some = found.routed if routed else found.dense
+    return max((prod(sizes) for sizes, _, _, trained in some if trained), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementCounts:
-    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `own` what it updates, `tensors`; and the
-    bytes of its `moments`, which are not the same for each element."""
+    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `gathered` all shares; the same of what is
+    trained, of which it updates `own`; `tensors` that are; and the bytes of their `moments`, which are not the same for
+    each element."""
 
     whole: int
     shard: int
@@ -66,6 +69,8 @@ class ElementCounts:
     gathered: int
     tensors: int
     moments: int
+    learned: int
+    learned_gathered: int
 
 
 def counts(
@@ -90,8 +95,8 @@ def counts(
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-    whole = shard = gathered = tensors = moments = 0
-    for (sizes, expert, stored), times in parts.items():
+    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = 0
+    for (sizes, expert, stored, trained), times in parts.items():
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)
         numel = prod(sizes)
@@ -100,9 +105,16 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
         whole += times * numel
         shard += times * each
         gathered += times * each * n
-        tensors += times
-        moments += times * stored.nbytes(cut)
-    return ElementCounts(whole=whole, shard=shard, own=shard, gathered=gathered, tensors=tensors, moments=moments)
+        if trained:
+            tensors += times
+            moments += times * stored.nbytes(cut)
+            learned += times * numel
+            own += times * each
+            learned_gathered += times * each * n
+    return ElementCounts(
+        whole=whole, shard=shard, own=own, gathered=gathered, tensors=tensors, moments=moments, learned=learned,
+        learned_gathered=learned_gathered,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +155,12 @@ def states(
     for inside in (True, False):
         whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
         whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2
-        parameters = count.gathered if whole else count.shard
+        shards = count.own * shard + (count.shard - count.own) * width.parameter
+        parameters = count.gathered * width.parameter if whole else shards
         kinds[inside] = {
-            "parameters": (parameters if beside or zero == 3 else count.whole) * (width.parameter if whole else shard),
-            "shards": count.shard * shard if beside and whole and zero else 0.0,
-            "gradients": (count.whole if whole_gradients else count.shard) * gradient,
+            "parameters": parameters if beside or zero == 3 else count.whole * (width.parameter if whole else shard),
+            "shards": shards if beside and whole and zero else 0.0,
+            "gradients": (count.learned if whole_gradients else count.own) * gradient,
             "masters": count.own * master,
             "moments": count.moments,
             "counters": count.tensors * COUNTER_BYTES,

@@ -113,11 +113,12 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
 
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     """part -> (sizes, 1 for an expert's, how many such tensors, bytes of the moments: of an element, of a block,
-    and its length)."""
+    and its length; 1 where it is trained)."""
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
-        field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1]]
-                     for (sizes, expert, one), times in Counter(getattr(found, field.name)).items()]
+        field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
+                      int(trained)]
+                     for (sizes, expert, one, trained), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 

@@ -53,7 +53,7 @@ function stateBytes({elements}, table, count) {
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
-// Elements on a rank: whole, its padded shard, its own, gathered again, and the number of tensors.
+// Elements on a rank: whole, its padded shard, gathered again; of what is trained the same, and the number of tensors.
 function countOf(data, layout, layers, first, last) {
   const pieces = data.memory.pieces[`${layout.tp},${layout.ep}`];
   const number = layers.reduce((sum, range) => sum + range.end - range.start, 0);
@@ -65,15 +65,18 @@ function countOf(data, layout, layers, first, last) {
   const {tp, cp, ep, zero} = layout;
   const ranks = zero ? layout.dp_shard * cp : 1;
   const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
-  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0};
+  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0};
   for (const [sizes, times] of parts)
-    for (const [shape, expert, copies, stored] of sizes) {
+    for (const [shape, expert, copies, stored, trained] of sizes) {
       const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
       const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
       count.whole += many * all;
       count.shard += many * each;
-      count.own += many * each;
       count.gathered += many * each * n;
+      if (!trained) continue;
+      count.own += many * each;
+      count.learned += many * all;
+      count.learned_gathered += many * each * n;
       count.tensors += many;
       count.moments += many * momentBytes(shape.map((size, at) => (at === dim ? Math.ceil(size / n) : size)), stored);
     }
@@ -100,9 +103,12 @@ const routedOf = (model, {start, end}) =>
 function unitsOf(data, layout, table) {
   const {tied, layers} = data.model;
   const unit = (ranges, first, last) => {
-    const count = countOf(data, layout, ranges, first, last).gathered;
-    const made = count * table.parameter_bytes;
-    return {parameters: made, gradients: count * table.gradient_bytes, made};
+    const count = countOf(data, layout, ranges, first, last);
+    const {gathered, learned_gathered: learned} = count;
+    return {
+      parameters: gathered * table.parameter_bytes, gradients: learned * table.gradient_bytes,
+      made: learned * table.parameter_bytes,
+    };
   };
   return {
     first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),

@@ -7,7 +7,7 @@ Left out: idle steps of a schedule that no closed form counts, and what is not l
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.planner.cost.local_shape import local
@@ -170,7 +170,7 @@ def _sharing(of: Estimator, cuts: list[tuple[int, int]]) -> dict[str, list[list[
 def _of_part(of: Estimator, plain: Layout, part: StageContents) -> list[float]:
     if not (part.layers or part.first or part.last):
         return [0.0] * 4
-    none = ElementCounts(whole=0, shard=0, own=0, gathered=0, tensors=0, moments=0)
+    none = ElementCounts(**{field.name: 0 for field in fields(ElementCounts)})
     word = of.states(plain, none, 2)
     summed = of.stack.gradient_exchange_bytes or word.gradient_bytes
     flat = of.stack.sharding == "flat"

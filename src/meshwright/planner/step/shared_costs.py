@@ -214,5 +214,5 @@ class SharedCosts:
         key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
         if key not in self._known.counts:
             self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        found = self._known.counts[key].gathered
-        return GatherUnit(found * state.parameter_bytes, found * state.gradient_bytes)
+        found = self._known.counts[key]
+        return GatherUnit(found.gathered * state.parameter_bytes, found.learned_gathered * state.gradient_bytes)

@@ -199,6 +199,11 @@ class ShardingUnit(NamedTuple):
     times: int = 1
     """So many of them."""
 
+    @property
+    def learned(self) -> Sizes:
+        """What is trained of it."""
+        return tuple(size for size in self.sizes if size[3])
+
 
 def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[ShardingUnit]:
     """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
@@ -237,10 +242,10 @@ def _holders(layout: Layout) -> int:
 
 def _of_replicas(layout: Layout, units: Iterable[ShardingUnit], summed: float) -> Calls:
     for unit in units:
-        n = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp)
-        if n > 1:
+        n, own = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp), unit.learned
+        if n > 1 and own:
             axis = "expert_data" if unit.spread else "data"
-            yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(unit.sizes) * summed // n
+            yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(own) * summed // n
 
 
 def _of_shards(layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float) -> Calls:
@@ -249,21 +254,22 @@ def _of_shards(layout: Layout, m: int, units: Iterable[ShardingUnit], word: floa
     each, r = m if layout.pp == 1 else 1, layout.dp_replicate
     for unit in units:
         n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
-        shard = _numel(unit.sizes, n)
+        shard, own = _numel(unit.sizes, n), _numel(unit.learned, n)
         gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard * word
-            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * shard * summed
-        if r > 1:
-            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * shard * summed // r
+        if n > 1 and own:
+            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * own * summed
+        if r > 1 and own:
+            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * own * summed // r
 
 
 def _of_common_gradients(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
     """What data parallelism leaves to be summed: held by several tp ranks, or by both ends of a pipeline."""
-    own = {one.parameter.name: one.own for one in held(shape, layout, rank)}
+    own = {one.parameter.name: one.own for one in held(shape, layout, rank) if one.parameter.trained}
     for one in common(shape, layout, rank):
-        if one.late:
-            n, numel = len(one.ranks), sum(own[name] for name in one.names)
+        n, numel = len(one.ranks), sum(own.get(name, 0) for name in one.names)
+        if one.late and numel:
             yield one.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
 
 

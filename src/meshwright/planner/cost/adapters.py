@@ -1,0 +1,136 @@
+"""What adapters add to a layer, and what frozen weights take away: thin products beside the matrices, no gradients of
+the matrices, and of what only these gradients need nothing kept. Without adapters nothing here changes a figure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.planner.cost.activations import HeadWidths, Routed
+from meshwright.planner.cost.work import KeptBytes, MemoryPass, Work
+from meshwright.planner.kernels.kernel_operations import Product
+
+if TYPE_CHECKING:
+    from meshwright.planner.cost.local_shape import Local
+
+
+@dataclass(frozen=True, slots=True)
+class ThinWork:
+    """Of the adapters beside one operation's matrices."""
+
+    forward: tuple[Work, ...] = ()
+    inputs: tuple[Work, ...] = ()
+    weights: tuple[Work, ...] = ()
+
+
+NONE = ThinWork()
+
+
+def adapted(of: "Local", name: str) -> float:
+    """Of the outputs of an operation (`qkv`, `mlp up`, `o`) the share that has an adapter; 0 without any."""
+    lora = of.shape.lora
+    if lora is None:
+        return 0.0
+    last = name.rpartition(" ")[2]
+    together = {"qkv": ("q", "k", "v"), "up": ("gate", "up")[2 - of.gates :]}.get(last, (last,))
+    return sum(lora.adapts(one) for one in together) / len(together)
+
+
+def thin(of: "Local", name: str, tokens: float, into: float, out: float, batch: float = 1.0) -> ThinWork:
+    """x A^T and B^T of it, and their sum with x W^T; of `batch` experts at once, `tokens` of each."""
+    share, lora = adapted(of, name), of.shape.lora
+    if not share or lora is None:
+        return NONE
+    last = name.rpartition(" ")[2]
+    rank = lora.rank * (of.gates if last == "up" else 3 if last == "qkv" else 1) * share
+    made, width = out * share, of.product_width
+    added = MemoryPass(3 * tokens * batch * made * of.width * (2 if lora.dora else 1))
+    return ThinWork(
+        forward=(Product(tokens, into, rank, batch, width), Product(tokens, lora.rank, made, batch, width), added),
+        inputs=(Product(tokens, made, lora.rank, batch, width), Product(tokens, rank, into, batch, width)),
+        weights=(Product(into, tokens, rank, batch, width), Product(lora.rank, tokens, made, batch, width)),
+    )
+
+
+def kept(
+    of: "Local", widths: HeadWidths, routed: Routed | None, plain: Sequence[KeptBytes]
+) -> tuple[KeptBytes, ...]:  # fmt: skip
+    """What a layer keeps, of what it keeps where all its weights are trained."""
+    lora = of.shape.lora
+    if lora is None:
+        return tuple(plain)
+    latent = ("q_down", "q", "kv_down") if of.shape.mla else ("q", "k", "v")
+    reads = {"attention norm output": latent, "mlp norm output": ("gate", "up"), "dispatched": ("gate", "up")}
+    unread = [name for name, readers in reads.items() if not any(map(lora.adapts, readers))]
+    unread += ["router input in fp32"]
+    if not lora.adapts("down") and of.gates == 1:
+        unread += ["mlp activation", "experts activation", "shared activation"]
+    if not lora.adapts("down") and routed:
+        unread += ["experts activation"]
+    return (*(one for one in plain if one.name not in unread), *_added(of, widths, routed))
+
+
+def _added(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[KeptBytes]:
+    """What B multiplies, of each adapter; the products of gated MLPs, which no kernel makes again for A's gradient; and
+    what DoRA scales."""
+    lora, shape = of.shape.lora, of.shape
+    assert lora is not None
+    for name, out in _dense(of, widths, routed):
+        if lora.adapts(name):
+            narrow, result = of.tokens * lora.rank * of.width, of.tokens * out * of.width
+            yield KeptBytes(f"adapter of {name}", narrow, narrow + result)  # both are results of products
+            if lora.dora:
+                yield KeptBytes(f"scaled result of {name}", result, 0.0)
+    gated = of.gates == 2 and lora.adapts("down")
+    if gated and not routed:
+        yield KeptBytes("mlp product", of.tokens * shape.ffn / of.tp * of.width, 0.0)
+    if routed and shape.moe:
+        narrow = routed.copies * lora.rank * of.width
+        for name in ("gate", "up", "down")[2 - of.gates :]:
+            if lora.adapts(name):
+                result = routed.copies * (shape.hidden if name == "down" else routed.ffn) * of.width
+                yield KeptBytes(f"adapter of experts' {name}", narrow, narrow + result)
+        if gated and shape.moe.shared_experts:
+            yield KeptBytes(
+                "shared product", of.tokens * shape.moe.shared_experts * shape.moe.ffn / of.tp * of.width, 0
+            )
+
+
+def _dense(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[tuple[str, float]]:
+    """(matrix, its outputs on a rank) of a layer, but for routed experts."""
+    shape, mla, moe = of.shape, of.shape.mla, of.shape.moe
+    if mla:
+        low = (("q_down", mla.q_rank), ("q_up", widths.queries)) if mla.q_rank else (("q", widths.queries),)
+        yield from (*low, ("kv_down", mla.kv_rank + mla.rope_dim))
+        yield "kv_up", shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
+    else:
+        yield from (("q", widths.queries), ("k", widths.keys_values / 2), ("v", widths.keys_values / 2))
+    yield "o", shape.hidden
+    ffn = shape.ffn / of.tp if not routed else moe.shared_experts * moe.ffn / of.tp if moe else 0.0
+    if ffn:
+        yield from [(name, ffn) for name in ("gate", "up")[2 - of.gates :]]
+        yield "down", shape.hidden
+
+
+READS = ({"q", "k", "v", "q_down", "kv_down"}, {"gate", "up"})
+"""Matrices of one input."""
+
+
+def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
+    """From a split backward pass to the gradients of adapters: of each its input, once where several read it, what B
+    multiplies, and the gradients of both results."""
+    lora, inputs = of.shape.lora, dict[str, float]()
+    assert lora is not None
+    found = 0.0
+    into = {"q_up": of.shape.mla.q_rank, "kv_up": of.shape.mla.kv_rank} if of.shape.mla else {}
+    ffn = dict(_dense(of, widths, routed)).get("up", 0.0)
+    for name, out in _dense(of, widths, routed):
+        if lora.adapts(name):
+            read = next((min(group) for group in READS if name in group), name)
+            inputs[read] = into.get(name) or {"o": widths.out, "down": ffn}.get(name, of.shape.hidden)
+            found += of.tokens * (out + 2 * lora.rank) * of.width
+    found += of.tokens * sum(inputs.values()) * of.width
+    for name in ("gate", "up", "down")[2 - of.gates :]:
+        if routed and lora.adapts(name):
+            wide = routed.ffn + of.shape.hidden if name != "gate" or not lora.adapts("up") else routed.ffn
+            found += routed.copies * (wide + 2 * lora.rank) * of.width
+    return found

@@ -1,0 +1,119 @@
+"""Adapters in PEFT's format: PEFT gives the same logits, and what is written is read again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.model import Transformer, build
+from meshwright.model.hub import export_folder
+from meshwright.model.hub.adapter import load_adapter, save_adapter
+from meshwright.model.lora import merged, parts_of
+from meshwright.spec.errors import HubError
+from meshwright.spec.lora import LoRAShape
+from meshwright.spec.shape import ModelShape
+from tests.model.shrunk import shrink, tokens
+
+FORMS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "rslora": {"rslora": True, "targets": "attention"},
+    "dora": {"dora": True, "targets": "attention"},
+    "some": {"targets": "o,down"},
+}
+
+
+def written(folder: Path, name: str, **form: Any) -> Transformer:
+    """A small model with an adapter that says something: its base in folder/base, the adapter in folder/adapter."""
+    shape = replace(shrink(name), lora=LoRAShape(rank=4, alpha=8.0, **form))
+    found = build(shape)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in found.named_parameters():
+            if key.endswith("lora.b"):
+                parameter.normal_(0.0, 0.3)
+            if key.endswith("magnitude"):
+                parameter.uniform_(0.5, 1.5)
+    base = {key: tensor for key, tensor in found.state_dict().items() if "lora." not in key}
+    given: dict[str, Any] = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(folder / "base", model_tensors=base.items(), **given)
+    (folder / "adapter").mkdir()
+    save_adapter(folder / "adapter", adapters(found), shape, base=str(folder / "base"), dtype=torch.float32)
+    return found
+
+
+def adapters(found: Transformer) -> dict[str, Tensor]:
+    return {key: parameter.detach() for key, parameter in found.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT's and transformers' own
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "qwen3-30b-a3b", "mixtral-8x7b"])
+def test_peft_gives_the_same_logits(tmp_path: Path, name: str, form: str) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    ours = written(tmp_path, name, **FORMS[form])
+    given = tokens(2, 13)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = base(given).logits
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(given).logits
+    assert (theirs - plain).abs().max() > 1e-2
+    torch.testing.assert_close(ours(given), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "qwen3-30b-a3b", "deepseek-v3"])
+def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> None:
+    """As the same matrices B A: modules that are several of ours come back with a larger rank."""
+    ours = written(tmp_path, name, **FORMS[form])
+    shape, found = load_adapter(tmp_path / "adapter", ours.shape.base)
+    assert shape.lora is not None and ours.shape.lora is not None
+    own = adapters(ours)
+    for key in {key.rpartition(".")[0] for key in own}:
+        matrix = key.removesuffix(".lora") + ".weight" if key.endswith(".lora") else key.removesuffix("_lora")
+        weight = ours.get_parameter(matrix).detach()
+        back = merged(weight, parts_of(matrix, found), shape.lora)
+        torch.testing.assert_close(back, merged(weight, parts_of(matrix, own), ours.shape.lora), rtol=1e-5, atol=1e-6)
+    assert {key.rpartition(".")[0] for key in found} == {key.rpartition(".")[0] for key in own}
+
+
+def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, "llama-3.1-8b")
+    other: ModelShape = replace(shrink("llama-3.1-8b"), layers=1)
+    with pytest.raises(HubError, match=r"model.layers.1.self_attn.q_proj.lora_A.weight adapts no matrix of"):
+        load_adapter(tmp_path / "adapter", other)
+    wider = replace(shrink("llama-3.1-8b"), ffn=200)
+    with pytest.raises(HubError, match=r"the adapter is for another model"):
+        load_adapter(tmp_path / "adapter", wider)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"bias": "all"}, "bias='all' is not supported"),
+        ({"r": 0}, "model.lora.rank"),
+    ],
+)
+def test_what_a_config_asks_for_and_is_not_there_is_refused(
+    tmp_path: Path, entry: dict[str, Any], sentence: str
+) -> None:  # fmt: skip
+    found = written(tmp_path, "llama-3.1-8b")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    if "r" not in entry:
+        path.write_text(json.dumps(config | entry))
+        with pytest.raises(HubError, match=sentence):
+            load_adapter(tmp_path / "adapter", found.shape.base)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    path.write_text(json.dumps(config))
+    with pytest.raises(HubError, match=r"has no adapter_model.safetensors"):
+        load_adapter(tmp_path / "adapter", found.shape.base)
+
+
+def test_part_of_a_fused_module_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"is one matrix in PEFT's format, and only some of"):
+        written(tmp_path, "gpt2", targets="q")
