@@ -27,9 +27,14 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
-def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str]) -> Plan:
+TUNED_BATCH, TUNED_SEQUENCE, TUNED_RANK = 16, 1024, 16
+"""As `tune` has them (api/tuning.py)."""
+FULL, LORA = "full", "lora"
+
+
+def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "") -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
-    plan file, or a plan."""
+    plan file, or a plan. `tune`: full, lora or lora:RANK, for fine-tuning's batch and sequence, and with adapters."""
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
@@ -39,6 +44,7 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     elif not given:
         folder = path.parent if path.name == "config.json" else path
         words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
+    words += _adapters(tune)
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
         found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
@@ -52,7 +58,8 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     if cluster is None or not is_file(cluster):  # a measured machine has curves instead
         _known(found, f"cluster={cluster!r}" if cluster else f"cluster.device {found.cluster.device.name!r}")
     if not given:
-        found = _recipe(found, {word.partition("=")[0].removeprefix("recipe.") for word in words})
+        named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
+        found = _recipe(found, named, tuned=bool(tune))
     _any_layout(found)
     return found
 
@@ -136,16 +143,25 @@ def _any_layout(found: Plan) -> None:
         raise IllegalLayout(layout_violations(found.model, alone, Layout(dp_replicate=devices))[0])
 
 
-def _recipe(found: "Plan", named: set[str]) -> "Plan":
-    """What a recipe leaves out is not a toy's: bf16, a long sequence, millions of tokens a step."""
+def _adapters(tune: str) -> list[str]:
+    """Words of a plan for what --tune says."""
+    kind, _, rank = tune.partition(":")
+    if kind not in ("", FULL, LORA) or (rank and kind != LORA) or (rank and not rank.isdecimal()):
+        raise ArgumentError(f"tune={tune!r} is not known: take full, lora or lora:RANK, as lora:64")
+    return [f"model.lora={rank or TUNED_RANK}"] if kind == LORA else []
+
+
+def _recipe(found: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
+    """What a recipe leaves out is not a toy's: bf16, a long sequence, millions of tokens a step; or fine-tuning's."""
     changes: dict[str, Any] = {}
     if not named & {"precision", "mixed_precision", "dtype"}:
         changes["precision"] = "bf16"
     sequence = found.recipe.sequence
     if not any("seq" in name or "context" in name for name in named):
-        sequence = changes["sequence"] = min(SEQUENCE, found.model.max_positions)
+        sequence = changes["sequence"] = min(TUNED_SEQUENCE if tuned else SEQUENCE, found.model.max_positions)
     if not any("batch" in name for name in named):
-        changes["global_batch"] = _batch(BATCH_TOKENS // sequence, found.cluster.devices)
+        wanted = max(TUNED_BATCH, found.cluster.devices) if tuned else BATCH_TOKENS // sequence
+        changes["global_batch"] = _batch(wanted, found.cluster.devices)
     return replace(found, recipe=replace(found.recipe, **changes))
 
 

@@ -124,6 +124,7 @@ def plan(
     nodes: int | None = None,
     layout: Section | Layout = None,
     recipe: Section = None,
+    tune: str = "",
     tokens: str | float | None = None,
     price: float = 0.0,
     listed: int | None = None,
@@ -133,14 +134,15 @@ def plan(
 
     `model`: a preset's name, a Hugging Face folder, a plan file or a plan. `cluster`: a device and how many of it a
     node has, as "h100x8", or a file of `calibrate`. `layout` fixes some degrees: {"tp": 8}, "tp=8,zero=3", a Layout.
-    `recipe`: {"sequence": 8192}. `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
+    `recipe`: {"sequence": 8192}. `tune`: "full", "lora" or "lora:64", for fine-tuning's batch and adapters.
+    `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
     `memory`: GiB of each device that a layout may take (by default all that a program can have).
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
     from meshwright.planner.search.ranking import LISTED
 
-    asked = asked_plan(model, cluster, nodes, section_words(recipe))
+    asked = asked_plan(model, cluster, nodes, section_words(recipe), tune)
     asked = asked if memory is None else within(asked, memory)
     budget = _tokens(tokens)
     _check_price(price, budget)

@@ -15,7 +15,9 @@ from meshwright.data.cache_folder import read_json
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
+from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.hub.directory import GENERATION
+from meshwright.model.lora import merged, parts_of
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
@@ -176,7 +178,7 @@ class TrainedModel:
 @checked
 def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
     """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
-    folder, one of its checkpoints, a Hugging Face directory, or the answer of `train`.
+    folder, one of its checkpoints, a Hugging Face directory, an adapter in PEFT's format, or the answer of `train`.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
     or HubError where it is damaged.
@@ -188,6 +190,8 @@ def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
         return _open_run(path, dtype)
     if (path / "config.json").is_file():
         return _open_hub(path, dtype)
+    if is_adapter(path):
+        return _open_hub(base_folder(path), dtype, adapter=path)
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
     raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
 
@@ -210,13 +214,16 @@ def _open_run(path: Path, dtype: str | None) -> TrainedModel:
     )
 
 
-def _open_hub(path: Path, dtype: str | None) -> TrainedModel:
+def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> TrainedModel:
+    """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
     folder = import_folder(path)
+    shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
     model = build(folder.shape, dtype=DTYPES[dtype] if dtype else folder.dtype, device=pick_device(), initialize=False)
     places = model.state_dict()
 
     def put(name: str, tensor: Tensor) -> None:
-        places[name].copy_(tensor)
+        parts = parts_of(name, low)
+        places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
 
     folder.load(put)
     return TrainedModel(
@@ -225,7 +232,7 @@ def _open_hub(path: Path, dtype: str | None) -> TrainedModel:
         tokenizer_file=str(folder.tokenizer or ""),
         plan=None,
         stop_ids=_ids(folder.generation.get("eos_token_id")),
-        path=path,
+        path=adapter or path,
     )
 
 

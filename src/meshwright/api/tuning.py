@@ -23,6 +23,8 @@ DEFAULTS: Mapping[str, str] = {
     "recipe.weight_decay": "0",
 }
 """Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
+ADAPTER_DEFAULTS: Mapping[str, str] = {"recipe.learning_rate": "2e-4"}
+"""Of adapters: ten times the rate of all weights (Thinking Machines 2025, "LoRA Without Regret")."""
 INSTEAD = {"recipe.epochs": ("recipe.steps",)}
 """A default that is not taken where one of these keys is given."""
 
@@ -78,4 +80,6 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
 def _defaults(keys: set[str]) -> dict[str, str]:
     """Those that nothing is said of."""
     taken = {key: value for key, value in DEFAULTS.items() if key not in keys}
+    if any(key.startswith("model.lora") for key in keys):
+        taken |= {key: value for key, value in ADAPTER_DEFAULTS.items() if key in taken}
     return {key: value for key, value in taken.items() if not keys & set(INSTEAD.get(key, ()))}

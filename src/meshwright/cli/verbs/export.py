@@ -12,35 +12,53 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it must not hold anything.")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with model.lora: the adapter alone, in PEFT's format.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
 ) -> None:
-    """Write the newest weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config."""
+    """Write the newest weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config. An
+    adapter is merged into the weights that it was trained beside."""
     from meshwright.cli.terminal.output import print_json
 
-    checkpoint = write_directory(run, out, dtype)
+    checkpoint = write_directory(run, out, dtype, adapter=adapter)
     if json:
         print_json({"out": out, "checkpoint": checkpoint, "files": sorted(path.name for path in out.iterdir())})
     else:
-        print(f"{out}: {checkpoint.name} of {run}, for transformers (v4 and v5) and what reads its directories")
+        what = (
+            "the adapter in PEFT's format" if adapter else "for transformers (v4 and v5) and what reads its directories"
+        )
+        print(f"{out}: {checkpoint.name} of {run}, {what}")
 
 
-def write_directory(source: Path, out: Path, dtype: str | None = None) -> Path:
-    """Export a run (its newest checkpoint) or one of its checkpoints; returns the checkpoint that was taken.
+def write_directory(source: Path, out: Path, dtype: str | None = None, *, adapter: bool = False) -> Path:
+    """Export a run (its newest checkpoint) or one of its checkpoints; returns the checkpoint that was taken. `adapter`:
+    its adapter alone; PlanError where it has none.
 
     `dtype` fp32, bf16 or fp16; None = as trained. Holds 256 MiB of weights in memory, or the largest tensor, whichever
     ranks wrote the checkpoint. RunError, CheckpointError, HubError where the shape cannot be written or `out` holds
     something, PlanError for an unknown dtype.
     """
+    import torch
+
     from meshwright.model.hub import export_folder
+    from meshwright.model.hub.adapter import export_adapter
     from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import one_line
-    from meshwright.store.model_weights import final_weights, locate
+    from meshwright.store.model_weights import final_weights, locate, weights
     from meshwright.training.precision import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
     run, checkpoint = locate(source)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
+    if adapter and run.plan.model.lora is None:
+        raise PlanError(f"{run.path} trained all weights and has no adapter: leave --adapter out")
+    if adapter:
+        given = dict(weights(checkpoint, torch.float32, verified=True))
+        with one_line(out, "OUT"):
+            export_adapter(out, given, run.plan.model, base=run.plan.init, dtype=wanted)
+        return checkpoint
     template = run.path / TEMPLATE
     with one_line(out, "OUT"):
         export_folder(

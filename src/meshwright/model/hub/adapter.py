@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.model.hub.directory import fresh_folder
 from meshwright.model.hub.safetensors_files import read_header, write_file
 from meshwright.model.hub.transforms import CONV1D, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
@@ -55,6 +56,27 @@ def save_adapter(
         "fan_in_fan_out": shape.family == "gpt2",
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def export_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, *, base: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """`save_adapter` into a folder that appears whole or not at all. HubError where it holds something."""
+    with fresh_folder(folder) as partial:
+        save_adapter(partial, tensors, shape, base=base, dtype=dtype)
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that an adapter is for, from here or from its own place. HubError where it is not
+    there."""
+    named = str(_read(folder).get("base_model_name_or_path") or "")
+    for place in (Path(named), folder / named):
+        if named and place.is_dir():
+            return place
+    raise HubError(
+        f"{folder}/{CONFIG}: base_model_name_or_path {named!r} is no folder here: put the model there, or change the "
+        "entry to its folder"
+    )
 
 
 def _targets(adapted: list[str], others: list[str]) -> list[str]:

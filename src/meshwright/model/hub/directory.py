@@ -106,7 +106,7 @@ def export_folder(
     """
     bos, eos = (tokenizer.bos, tokenizer.eos) if tokenizer else (None, None)
     config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), bos=bos, eos=eos, dropout=dropout)
-    with _fresh(folder) as partial:
+    with fresh_folder(folder) as partial:
         save_weights(partial, model_tensors, shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
         _write_json(partial / CONFIG, config)
         ids = {"_from_model_config": True, "bos_token_id": bos, "eos_token_id": eos}
@@ -175,7 +175,7 @@ def _about(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _fresh(folder: Path) -> Iterator[Path]:
+def fresh_folder(folder: Path) -> Iterator[Path]:
     """A folder beside the wanted one that takes its name at the end, durably; gone on any error."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HubError(f"{folder} is not empty: take another folder, or empty this one")

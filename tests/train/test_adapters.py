@@ -1,0 +1,184 @@
+"""Runs that train adapters: what they save, how they go on, and that PEFT trains the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.api.trained_model import load
+from meshwright.cli.main import main
+from meshwright.data import prepare
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.model import build
+from meshwright.model.hub import import_folder
+from meshwright.model.hub.adapter import save_adapter
+from meshwright.observe.ranks import on_ranks
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import CheckpointError, PlanError
+from meshwright.store import checkpoint
+from meshwright.training import loop
+from tests.model.shrunk import tokens
+from tests.train.running import Crashed, Notes, PowerCut
+from tests.train.test_tuning import SHAPES, directory, files, plan
+from tests.train.test_weights import saved
+
+__all__ = ["files"]
+LORA = ["model.lora=4", "model.lora.alpha=8"]
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_shard": 2, "zero": 3},
+    {"tp": 2, "sp": True},
+    {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"},
+    {"cp": 2},
+]
+
+
+def first_weights(asked: Plan) -> dict[str, Tensor]:
+    """Adapters as a run of this plan begins with them."""
+    lora = asked.model.lora
+    assert lora is not None
+    drawn = build(asked.model, seed=asked.recipe.seed)
+    found = {name: one.detach() for name, one in drawn.named_parameters() if one.requires_grad}
+    base: dict[str, Tensor] = {}
+    import_folder(Path(asked.init)).load(lambda name, tensor: base.__setitem__(name, tensor))
+    for name in found:
+        if name.endswith("magnitude"):
+            found[name] = base[name.replace(".lora.magnitude", ".weight")].norm(dim=1)
+    return found
+
+
+def peft_run(asked: Plan, folder: Path, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of PEFT's model on the same documents, one by one."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder.mkdir()
+    save_adapter(folder, first_weights(asked), asked.model, base=asked.init, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(asked.init, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).train()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    recipe = asked.recipe
+    optimizer = torch.optim.AdamW(
+        trained, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon, weight_decay=0.0
+    )
+    corpus = prepare(asked.data)
+    rows = numbered_rows(asked.data, recipe, corpus, corpus.train, shuffle=True)
+    found = []
+    for step in range(steps):
+        batch, losses, number = rows.take(recipe.global_batch * step, recipe.global_batch), [], 0
+        for ids, documents, targets in zip(batch.tokens, batch.documents, batch.targets, strict=True):
+            for document in range(documents[-1] + 1):
+                here = documents == document
+                labels = torch.as_tensor(targets[here])
+                logits = model(input_ids=torch.as_tensor(ids[here])[None]).logits[0]
+                losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+                number += int((labels >= 0).sum())
+        loss = torch.stack(losses).sum() / number
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of PEFT's and transformers' own
+@pytest.mark.parametrize("form", ["model.lora.dora=false", "model.lora.dora=true", "model.lora.rslora=true"])
+def test_twenty_steps_are_those_of_peft(files: Path, form: str) -> None:
+    asked = plan(files, *LORA, form, "recipe.steps=20", "recipe.epsilon=1e-6")
+    right = peft_run(asked, files / "peft", 20)
+    watcher = Notes()
+    loop.run(asked, watchers=[watcher])
+    for seen, (loss, norm) in zip(watcher.steps, right, strict=True):
+        assert seen.loss == pytest.approx(loss, abs=1e-4)
+        assert seen.grad_norm == pytest.approx(norm, rel=1e-3)
+    assert right[-1][0] < right[0][0] - 0.03
+
+
+def losses(asked: Plan) -> list[tuple[float, float]]:
+    watcher = Notes()
+    loop.run(asked, watchers=[watcher])
+    return [(one.loss, one.grad_norm) for one in watcher.steps]
+
+
+@pytest.mark.slow
+def test_layouts_train_the_same_adapter(files: Path) -> None:
+    asked = plan(files, *LORA, "recipe.steps=20")
+    right = losses(asked)
+    for number, each in enumerate(LAYOUTS):
+        other = replace(asked, run=str(files / f"layout{number}"), layout=Layout(compile="off", **each))
+        [first, _] = on_ranks(2, losses, other)
+        assert first == [pytest.approx(pair, rel=1e-4) for pair in right], each
+
+
+def test_a_checkpoint_holds_the_adapter_alone(files: Path) -> None:
+    asked = plan(files, *LORA)
+    loop.run(asked)
+    latest = checkpoint.latest(files / "run" / "checkpoints")
+    assert latest is not None
+    names = [name for name in checkpoint.names(latest) if name.startswith(("model.", "optimizer."))]
+    assert names and all(".lora." in name for name in names)
+    whole = sum(path.stat().st_size for path in (files / "hf").glob("*.safetensors"))
+    assert sum(path.stat().st_size for path in latest.iterdir()) < whole
+
+
+def test_it_goes_on_as_if_it_had_not_stopped(files: Path) -> None:
+    asked = plan(files, *LORA, "recipe.steps=6", "recipe.checkpoint_every=3")
+    loop.run(asked)
+    other = replace(asked, run=str(files / "crashed"))
+    with pytest.raises(PowerCut):
+        loop.run(other, watchers=[Crashed(4)])
+    loop.run(other, resume="auto")
+    for name, tensor in saved(files / "run").items():
+        assert torch.equal(tensor, saved(files / "crashed")[name]), name
+
+
+def test_weights_that_changed_are_refused(files: Path) -> None:
+    asked = plan(files, *LORA, "recipe.steps=2")
+    loop.run(asked)
+    kept = next((files / "hf").glob("*.safetensors"))
+    raw = bytearray(kept.read_bytes())
+    raw[-1] ^= 1
+    kept.write_bytes(bytes(raw))
+    with pytest.raises(CheckpointError, match=r"adapter of other weights"):
+        loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
+    with pytest.raises(CheckpointError, match=r"adapter of other weights"):
+        load(files / "run")
+
+
+def test_a_lost_folder_is_named(files: Path) -> None:
+    asked = plan(files, *LORA, "recipe.steps=2")
+    loop.run(asked)
+    (files / "hf").rename(files / "elsewhere")
+    with pytest.raises(PlanError, match=r"there is no such folder; give the one with the weights"):
+        load(files / "run")
+
+
+@pytest.mark.parametrize("form", [[], ["model.lora.dora=true"], ["model.init=random"]], ids=["lora", "dora", "random"])
+def test_exports_say_what_the_run_says(files: Path, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The merged directory, the adapter in PEFT's format and the run itself."""
+    asked = plan(files, *LORA, *form)
+    loop.run(asked)
+    given = tokens(2, 11)
+    right = load(files / "run").model(given)
+    assert main(["export", str(files / "run"), str(files / "merged")]) == 0
+    torch.testing.assert_close(load(files / "merged").model(given), right, rtol=1e-5, atol=1e-5)
+    assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 0
+    if asked.init != "random":
+        torch.testing.assert_close(load(files / "adapter").model(given), right, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(load(files / "hf").model(given), right, rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_of_all_weights_has_no_adapter(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.run(plan(files, "recipe.steps=1"))
+    assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 2
+    assert "trained all weights and has no adapter" in capsys.readouterr().err
+
+
+def test_a_base_of_another_shape_is_refused(files: Path) -> None:
+    """Before anything is read."""
+    directory(files / "other", replace(SHAPES["llama"], ffn=32))
+    asked = plan(files, *LORA)
+    with pytest.raises(PlanError, match=r"holds the weights of another shape"):
+        loop.run(replace(asked, init=str(files / "other")))
