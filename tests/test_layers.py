@@ -67,8 +67,10 @@ MANY_DEVICES = re.compile(
     r"^(dist|distributed|ranks?|\w*_rank|rank_\w+|\w*mesh|world|world_size|environ|getenv|process_group|torchrun|"
     r"[dD]tensor|DTensor|DeviceMesh|all_reduce|all_gather|reduce_scatter)$"
 )
-LOW_RANK = {"q_rank", "kv_rank"}
+LOW_RANK = {"q_rank", "kv_rank", "low_rank"}
 """Ranks of matrices (multi-head latent attention), not of processes."""
+ADAPTERS = ("model/low_rank.py", "model/hub/adapter.py")
+"""Where `rank` is that of an adapter's matrices."""
 HEAVY = {"torch", "transformers", "matplotlib", "pyarrow", "datasets"}
 
 
@@ -282,6 +284,7 @@ def test_the_model_is_arithmetic() -> None:
     for path in of("model", "kernels"):
         tokens = tokenize.generate_tokens(io.StringIO(source(path)).readline)
         names = {token.string for token in tokens if token.type == tokenize.NAME} - LOW_RANK
+        names -= {"rank", "ranks"} if shown(path).endswith(ADAPTERS) else set()
         found += [f"{shown(path)} speaks of {name}" for name in sorted(names) if MANY_DEVICES.match(name)]
     assert not found
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
-from meshwright.model.lora import merged, parts_of
+from meshwright.model.low_rank import merged
 from meshwright.spec.errors import PlanError
-from meshwright.spec.inventory import num_trained_parameters, parameters
+from meshwright.spec.inventory import adapter_parts, num_trained_parameters, parameters
 from meshwright.spec.lora import LoRAShape
 from meshwright.training.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
@@ -39,7 +39,7 @@ def adapted(name: str, lora: LoRAShape = PLAIN) -> tuple[Transformer, Transforme
             if key.endswith("magnitude"):
                 parameter.uniform_(0.5, 2.0)
         for key, tensor in base.state_dict().items():
-            low = parts_of(key, own)
+            low = adapter_parts(key, own)
             places[key].copy_(merged(tensor, low, lora) if low else tensor)
     return found, whole
 

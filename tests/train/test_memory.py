@@ -13,6 +13,7 @@ from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.held import Phase, held, memory, shards_are_masters
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.batches import Share, select, split
 from meshwright.training.kept_bytes import memory as measured
@@ -28,6 +29,7 @@ LARGE = replace(SHAPE, vocab=127, hidden=64, ffn=128)
 """Of matrices that are large enough for 8-bit states, and rows that 4 ranks cut between blocks."""
 UNEVEN = shrink("qwen3-30b-a3b")
 """A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
+ADAPTED = replace(UNEVEN, lora=LoRAShape(rank=3))
 FEW = replace(UNEVEN, moe=MoEShape(experts=2, top_k=1, ffn=12))
 """Fewer experts than 4 ranks."""
 TIED = replace(shrink("qwen2.5-0.5b"), layers=5)
@@ -124,6 +126,7 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         (FEW, 4, FEW_EXPERTS, "bf16", {}),
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "bf16", {"optimizer": "muon"}),
         (LARGE, 2, TWO, "bf16", {"optimizer": "muon", "optimizer_states": "int8"}),
+        (ADAPTED, 4, FOUR + FOUR_EXPERTS, "bf16", {}),
     ],
     ids=[
         "even",
@@ -135,6 +138,7 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         "four, few experts",
         "four, muon",
         "muon, int8",
+        "four, adapters",
     ],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(

@@ -17,10 +17,11 @@ from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.hub.directory import GENERATION
-from meshwright.model.lora import merged, parts_of
+from meshwright.model.low_rank import merged
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
+from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import final_weights, locate
@@ -222,7 +223,7 @@ def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> Tra
     places = model.state_dict()
 
     def put(name: str, tensor: Tensor) -> None:
-        parts = parts_of(name, low)
+        parts = adapter_parts(name, low)
         places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
 
     folder.load(put)

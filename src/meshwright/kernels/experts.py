@@ -117,7 +117,7 @@ class _SplitExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, counts: Counts, grouped: bool) -> Tensor:
-        ctx.save_for_backward(rows, weights)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
         ctx.leaf = as_leaf(weights)
         ctx.counts = counts if grouped else _known(counts)
         if isinstance(ctx.counts, Tensor):

@@ -12,7 +12,7 @@ from meshwright.spec.errors import IllegalLayout
 
 
 class Weight(Protocol):
-    """What a product multiplies with, where that is not the layer's matrix alone: a low-rank sum (model/lora.py)."""
+    """What a product multiplies with, where that is not the layer's matrix alone: a low-rank sum."""
 
     adds_bias: bool
     """Whether `result` adds the bias; else the first product has it."""

@@ -79,17 +79,17 @@ class Experts(nn.Module):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
-    def stacks(self, pieces: int = 1) -> list[tuple["Stack", ...]]:
+    def stacks(self, pieces: int = 1) -> list[tuple["ExpertStack", ...]]:
         """The matrices that each of so many equal parts of the experts has: (gate,) up, down."""
         held = [self._stack(name).parts(pieces) for name in (("gate",) if self.gated else ()) + ("up", "down")]
         return list(zip(*held, strict=True))
 
-    def _stack(self, name: str) -> "Stack":
+    def _stack(self, name: str) -> "ExpertStack":
         lora = getattr(self, f"{name}_lora", None)
         low = () if lora is None else (lora.a, lora.b)
-        return Stack(getattr(self, name), low, *((lora.scale, lora.dropout) if lora else ()))
+        return ExpertStack(getattr(self, name), low, *((lora.scale, lora.dropout) if lora else ()))
 
-    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["Stack"] = ()) -> Tensor:
+    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
         (R, D)."""
         *first, down = stacks or self.stacks()[0]
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
         return self._product(inner, down, counts)
 
-    def _product(self, rows: Tensor, stack: "Stack", counts: Counts) -> Tensor:
+    def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
         product = self.kernels.expert_linear
         found: Tensor = product(rows, stack.matrices, counts)
         if not stack.low:
@@ -109,15 +109,15 @@ class Experts(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrices (X, out, in) of experts, and their adapter (model/lora.py): A (X, rank, in), B (X, out, rank)."""
+class ExpertStack:
+    """Matrices (X, out, in) of experts, and their adapter (model/low_rank.py): A (X, rank, in), B (X, out, rank)."""
 
     matrices: Tensor
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
 
-    def parts(self, number: int) -> "list[Stack]":
+    def parts(self, number: int) -> "list[ExpertStack]":
         """Equal parts of the experts."""
         if number == 1:
             return [self]

@@ -19,7 +19,7 @@ from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
-from meshwright.model.lora import add_adapters
+from meshwright.model.low_rank import add_adapters
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm

@@ -12,7 +12,7 @@ from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.linear import Linear
-from meshwright.model.lora import LoRA
+from meshwright.model.low_rank import LoRA
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data

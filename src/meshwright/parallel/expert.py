@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.experts import Counts, groups_on_device
-from meshwright.model.moe import Experts, MoE, Stack
+from meshwright.model.moe import Experts, ExpertStack, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators
 from meshwright.parallel.group import Group
@@ -134,7 +134,7 @@ class ExpertParallel:
 
 
 def _visit(
-    experts: Experts, stacks: tuple[Stack, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
+    experts: Experts, stacks: tuple[ExpertStack, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
 ) -> Tensor:
     here = arrive(token, arriving.way, piece, arriving.sortings[piece])
     by_expert: Counts = arriving.known[piece]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
-from meshwright.model.lora import LoRA
+from meshwright.model.low_rank import LoRA
 from meshwright.parallel import operators
 from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group

@@ -177,5 +177,11 @@ def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> N
         part["properties"]["preset"] = {**word, "description": f"Start from this {join(section, 'preset')}."}
         if "required" in part:
             part["anyOf"] = [{"required": ["preset"]}, {"required": part.pop("required")}]
-    about = holder["properties"][key].get("description", "")
-    holder["properties"][key] = {"anyOf": [word, {"$ref": f"#/$defs/{kinds[section].__name__}"}], "description": about}
+    of_word = part["properties"].get(SHORTHAND[section], {}).get("type")
+    if of_word and section not in STARTS_FROM:
+        word["type"] = of_word
+    known = holder["properties"][key]
+    none = [one for one in known.get("anyOf", ()) if one.get("type") == "null"]
+    about = known.get("description", "")
+    whole = {"$ref": f"#/$defs/{kinds[section].__name__}"}
+    holder["properties"][key] = {"anyOf": [word, whole, *none], "description": about}

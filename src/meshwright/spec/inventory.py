@@ -10,15 +10,17 @@ which of them each have only a part of its gradient (`tp_parts`). `held.common` 
 matrices Muon orthogonalizes (`Parameter.matrices`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import TypeVar
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
+T = TypeVar("T")
 HIDDEN = ("attention", "mlp", "expert")
 """Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
 each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
@@ -84,7 +86,7 @@ def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
     inputs by splits A's, and what it splits its outputs by B's: each rank's sum is then its part of the whole."""
     (*stack, out, into), (*axes, by_out, by_in) = one.shape, one.axes
     *stacked, rows, columns = list(one.dims)
-    prefix = one.name.removesuffix(".weight") + (".lora." if one.name.endswith(".weight") else "_lora.")
+    prefix = adapter_prefix(one.name)
     sizes: list[tuple[str, list[str], list[int], list[str]]] = [
         ("a", [*stacked, ADAPTER_DIM, columns], [*stack, lora.rank, into], [*axes, "", by_in]),
         ("b", [*stacked, rows, ADAPTER_DIM], [*stack, out, lora.rank], [*axes, by_out, ""]),
@@ -95,6 +97,17 @@ def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
         yield replace(
             one, name=prefix + name, dims="".join(dims), shape=tuple(shape), axes=tuple(split), adapts=one.name
         )
+
+
+def adapter_prefix(name: str) -> str:
+    """What the names of an adapter's parts begin with: those beside a layer's weight, or beside a stack of experts."""
+    return name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
+
+
+def adapter_parts(name: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Of a matrix, or a stack of them: its adapter's a, b and magnitude, where there are any."""
+    named = {part: adapter_prefix(name) + part for part in ("a", "b", "magnitude")}
+    return {part: tensors[full] for part, full in named.items() if full in tensors}
 
 
 def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.model.lora import merged, parts_of
+from meshwright.model.low_rank import merged
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError
+from meshwright.spec.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint, base_weights
@@ -45,7 +46,7 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
     adapters = dict(weights(checkpoint, torch.float32, verified=True))
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
     for name, tensor in base_weights(plan, trained):
-        low = parts_of(name, adapters)
+        low = adapter_parts(name, adapters)
         yield name, (merged(tensor.float(), low, lora) if low else tensor).to(wanted)
 
 

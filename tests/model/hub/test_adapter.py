@@ -12,8 +12,9 @@ from torch import Tensor
 from meshwright.model import Transformer, build
 from meshwright.model.hub import export_folder
 from meshwright.model.hub.adapter import load_adapter, save_adapter
-from meshwright.model.lora import merged, parts_of
+from meshwright.model.low_rank import merged
 from meshwright.spec.errors import HubError
+from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 from tests.model.shrunk import shrink, tokens
@@ -74,8 +75,9 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> 
     for key in {key.rpartition(".")[0] for key in own}:
         matrix = key.removesuffix(".lora") + ".weight" if key.endswith(".lora") else key.removesuffix("_lora")
         weight = ours.get_parameter(matrix).detach()
-        back = merged(weight, parts_of(matrix, found), shape.lora)
-        torch.testing.assert_close(back, merged(weight, parts_of(matrix, own), ours.shape.lora), rtol=1e-5, atol=1e-6)
+        back = merged(weight, adapter_parts(matrix, found), shape.lora)
+        right = merged(weight, adapter_parts(matrix, own), ours.shape.lora)
+        torch.testing.assert_close(back, right, rtol=1e-5, atol=1e-6)
     assert {key.rpartition(".")[0] for key in found} == {key.rpartition(".")[0] for key in own}
 
 

@@ -20,9 +20,8 @@ from meshwright.model.hub.directory import fresh_folder
 from meshwright.model.hub.safetensors_files import read_header, write_file
 from meshwright.model.hub.transforms import CONV1D, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
-from meshwright.model.lora import parts_of
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.inventory import parameters
+from meshwright.spec.inventory import adapter_parts, adapter_prefix, parameters
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
@@ -43,7 +42,7 @@ def save_adapter(
     adapted: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
     for binding in bindings(shape):
-        low = [parts for name in binding.ours if (parts := parts_of(name, tensors))]
+        low = [parts for name in binding.ours if (parts := adapter_parts(name, tensors))]
         if low:
             adapted |= _theirs(binding, low, shape)
         else:
@@ -180,7 +179,7 @@ def _ours(
     module = next(iter(binding.theirs)).removesuffix(".weight")
     found = {}
     for name, one in zip(binding.ours, parts, strict=True):
-        prefix = name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
+        prefix = adapter_prefix(name)
         factor = _factor(module, one["a"].shape[-2], config) / lora.scale
         one["b"] = one["b"] * factor
         for part, tensor in one.items():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.linear import SAME
-from meshwright.model.init import fill_initial, width_deviation
+from meshwright.observe.verify.adapters_begun import begin_adapters
 from meshwright.observe.verify.router_ties import watch_margins
-from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec.boxes import Box
@@ -171,18 +171,6 @@ class _Recording(Optimizer):
         super().step(rate, **options)
 
 
-@torch.no_grad()
-def _begin_adapters(engine: Engine, seed: int) -> None:
-    """Adapters begin as nothing, so that A has no gradient and B is nothing but its first update: give B numbers, as
-    large in the sum as a weight's."""
-    shape, parameters = engine.model.shape, engine.parameters
-    for name, box in engine.local_boxes().items():
-        if name.endswith("lora.b") and shape.lora is not None:
-            part, drawn = local(parameters[name]), f"{name.removesuffix('b')}a"
-            fill_initial(part, drawn, shape, seed + 1, whole=box.whole, offsets=box.offsets)
-            part.mul_(width_deviation(shape.hidden) / shape.lora.scale)
-
-
 def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> RankOutcome:
     """Train the case for its steps on this rank of an initialised process group (or alone)."""
     mesh = make_mesh(layout, made=made)
@@ -198,15 +186,11 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         products=case.products,
         masters=shards_are_masters(case.precision, layout, case.recipe.storage),
     )
-    _begin_adapters(engine, case.seed)
+    begin_adapters(engine, case.seed)
     engine.train()
     margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
     optimizer = _Recording.of(engine, case.recipe)
-    share = Share(
-        index=mesh.reader,
-        parts=layout.dp,
-        columns=engine.columns(case.sequence),
-    )
+    share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
     scaler = LossScaler(torch.device(device), growth_interval=GROWTH_STEPS) if case.precision == "fp16" else None
     numbers: dict[str, list[float]] = {"loss": [], "norm": [], "scale": [], "balance": []}
     skipped: list[bool] = []

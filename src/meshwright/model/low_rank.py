@@ -85,12 +85,6 @@ class ExpertLoRA(nn.Module):
         self.b = nn.Parameter(torch.empty(experts, size_out, lora.rank))
 
 
-def parts_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a matrix, or a stack of them: its adapter's a, b and magnitude, where there are any."""
-    prefix = name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
-    return {part: tensors[prefix + part] for part in ("a", "b", "magnitude") if prefix + part in tensors}
-
-
 def merged(weight: Tensor, low: Mapping[str, Tensor], lora: LoRAShape) -> Tensor:
     """The matrix (out, in), or the stack (X, out, in), that a model without adapters has in its place."""
     found = weight + lora.scale * (low["b"] @ low["a"])
