@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -49,26 +50,33 @@ def summed_loss(
 ) -> tuple[Tensor, Tensor]:
     """An objective's loss and figures summed over all ranks (1 + F,), what they are divided by and the valid targets
     (2,), float64 each. Like a training step this runs on fake tensors too: nothing is read."""
-    training = engine.model.training
     total, counted = torch.zeros(1 + len(objective.figures), dtype=torch.float64), [0.0, 0.0]
+    with evaluating(engine):
+        for some in runs(batches, engine.mesh["pp"].size):
+            counted[0] += sum(objective.count(one) for one in some)
+            counted[1] += valid_tokens(some)
+            passes = [MicroPass(one, EVALUATION, objective) for one in some]
+            loss = engine.evaluate(passes)
+            figures = torch.stack([one.figures for one in passes]).sum(0)
+            total = total.to(loss.device) + torch.cat((loss.reshape(1), figures))
+        totals = torch.tensor(counted, dtype=torch.float64, device=total.device)
+        return engine.sum_loss(total), engine.mesh["data"].all_reduce(totals)
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    """Inside, the model drops nothing out and keeps nothing for a backward pass."""
+    training = engine.model.training
     try:
         engine.eval()
         with torch.no_grad():
-            for some in _runs(batches, engine.mesh["pp"].size):
-                counted[0] += sum(objective.count(one) for one in some)
-                counted[1] += valid_tokens(some)
-                passes = [MicroPass(one, EVALUATION, objective) for one in some]
-                loss = engine.evaluate(passes)
-                figures = torch.stack([one.figures for one in passes]).sum(0)
-                total = total.to(loss.device) + torch.cat((loss.reshape(1), figures))
-            totals = torch.tensor(counted, dtype=torch.float64, device=total.device)
-            return engine.sum_loss(total), engine.mesh["data"].all_reduce(totals)
+            yield
     finally:
         if training:
             engine.train()
 
 
-def _runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+def runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """`size` batches at a time, as long as there are any."""
     rest = iter(batches)
     while some := list(islice(rest, size)):
