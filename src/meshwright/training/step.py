@@ -231,7 +231,7 @@ class MicroPass:
         if not self.objective.figures:
             return found
         self.figures = self.figures + found[1:].detach()
-        return found[0]
+        return found[0].clone()  # FSDP warns of what is a view
 
 
 class _Gradients:

@@ -26,6 +26,7 @@ from meshwright.planner.cost.work import (
     Work,
 )
 from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.spec.objectives import most_answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,8 @@ def embedding(of: Local) -> LayerWork:
 
 
 def head(of: Local) -> LayerWork:
-    """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass."""
+    """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass; those of
+    log-probabilities that are compared in the backward pass, which makes the logits again."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
@@ -117,14 +119,25 @@ def head(of: Local) -> LayerWork:
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
-        both = Exchanges(enter.forward + loss, enter.backward)
-        operation = LayerOperation(name="head", forward=forward, exchanges=both)
+        if of.compares:
+            sums = _answer_sums(of)
+            both = Exchanges(enter.forward + loss + sums, loss + enter.backward)
+            operation = LayerOperation(name="head", forward=(product, softmax), inputs=forward, exchanges=both)
+        else:
+            both = Exchanges(enter.forward + loss, enter.backward)
+            operation = LayerOperation(name="head", forward=forward, exchanges=both)
     else:
         operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),
             weights=(weight, *_accumulate(of, vocab * shape.hidden)), exchanges=enter,
         )  # fmt: skip
     return LayerWork(operations=(_norm(of, "norm"), operation), logits=activations.logits(of))
+
+
+def _answer_sums(of: Local) -> tuple[Exchange, ...]:
+    """Log-probability and tokens of each answer that rows have room for, and of what fills them up, in fp64."""
+    size = of.batch * (most_answers(of.sequence) + 1) * 2 * 8
+    return (Exchange("cp", "all-reduce", size),) if of.cp > 1 else ()
 
 
 def _norm(of: Local, name: str) -> LayerOperation:
