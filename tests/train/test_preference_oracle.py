@@ -59,9 +59,7 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]]) -> list[di
         """Reads the batches of the other run, and keeps each loss unrounded."""
 
         def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(
-                self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator
-            )
+            return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
 
         def compute_loss(self, *given: Any, **named: Any) -> Any:
             result = super().compute_loss(*given, **named)

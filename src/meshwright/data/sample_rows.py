@@ -179,7 +179,8 @@ def shared(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
     size = lengths.shape[1]
     if size == 1:
         return np.minimum(lengths, sequence)
-    return np.minimum(lengths, np.maximum(sequence // size, sequence - lengths[:, ::-1]))
+    left: NDArray[np.int64] = np.maximum(sequence // size, sequence - lengths[:, ::-1])
+    return np.minimum(lengths, left)
 
 
 def _ends_whole(tokens: NDArray[Any], tokenizer: Tokenizer) -> bool:

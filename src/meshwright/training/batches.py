@@ -106,9 +106,7 @@ def to_batch(
     )
 
 
-def _of_answers(
-    sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None
-) -> dict[str, Any]:
+def _of_answers(sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None) -> dict[str, Any]:
     """The fields of a batch that its answers have."""
     if sequences.answers is None:
         return {}
@@ -214,9 +212,7 @@ class PackedRows:
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
         """As Source."""
         rows = self.sampler.take(cursor, count)
-        return to_batch(
-            rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers
-        )
+        return to_batch(rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers)
 
 
 class Feed:
@@ -267,9 +263,7 @@ def held_out(
         if number == 0:
             rows = -(-len(sequences.tokens) // share.parts)
         own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
-        yield to_batch(
-            own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers
-        )
+        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers)
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

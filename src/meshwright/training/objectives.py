@@ -29,3 +29,7 @@ class Task:
     """What the objective reads of answers that are trained on."""
     of_validation: OfAnswers | None = None
     """The same of those held out."""
+
+
+TEXT = Task()
+"""Cross-entropy."""

@@ -26,11 +26,11 @@ from meshwright.training import device
 from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
 from meshwright.training.evaluate import evaluate
 from meshwright.training.interrupt import Interrupt
+from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
 from meshwright.training.run_start import run_info
-from meshwright.training.objectives import Task
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from meshwright.training.stopping import StopAgreement
@@ -60,7 +60,7 @@ class Trainer:
     saving: Group | None
     """Of the thread that writes checkpoints; None = they are written between steps."""
     watchers: tuple[Watcher, ...]
-    task: Task = Task()
+    task: Task = TEXT
     """What a step minimizes, and what it reads beside the text."""
     changes: tuple[str, ...] = ()
     """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
