@@ -14,7 +14,7 @@ from meshwright.data.sample_rows import SampleRows, shared
 from meshwright.data.show import view
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.objectives import most_answers
+from meshwright.spec.objective_traits import most_answers
 
 
 def rows_of(path: Path, *lines: str, sequence: int = 64, objective: Any = "dpo", **data: Any) -> SampleRows:

@@ -1,9 +1,9 @@
 """DPO and IPO against TRL: loss, norm of the gradient and rewards of every step, alone and under layouts."""
 
-import importlib.util
 import warnings
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
+from meshwright.training.orpo import ORPO
+from meshwright.training.preference import PairSide
 from tests.train import pairs
 
 STEPS = 20
@@ -89,9 +91,11 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]]) -> list[di
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for needed in ("transformers", "trl", "datasets"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"could not import {needed}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers")
+        pytest.importorskip("trl")
+        pytest.importorskip("datasets")
     return pairs.write(tmp_path_factory.mktemp("pairs"))
 
 
@@ -103,6 +107,24 @@ def oracle(folder: Path, loss_type: str, packing: str) -> list[dict[str, float]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers about TRL, of TRL about its options
         return trl_curve(folder, loss_type, batches)
+
+
+@pytest.mark.slow
+def test_the_odds_ratio_is_that_of_trl(folder: Path) -> None:
+    """Its own function, given mean log-probabilities: what ORPO adds to cross-entropy, and the rewards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.orpo import ORPOTrainer
+
+        better, worse = -torch.rand(2, 64, dtype=torch.float64) * 5 - 0.01
+        stands_for = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device=torch.device("cpu")))
+        ratio, *rewards = ORPOTrainer.odds_ratio_loss(stands_for, better, worse)[:3]
+    tokens, unread = torch.full_like(better, 7.0), torch.zeros_like(better)
+    sides = [PairSide(mean * tokens, tokens, unread) for mean in (better, worse)]
+    found = ORPO(sequence=8, beta=0.3).compare(*sides)
+    torch.testing.assert_close(found.loss.float(), -better.float() - ratio, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip((found.better, found.worse), rewards, strict=True):
+        torch.testing.assert_close(ours.float(), theirs)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from meshwright.model.hub.directory import GENERATION
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
-from meshwright.spec.objectives import CROSS_ENTROPY
+from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import locate, weights

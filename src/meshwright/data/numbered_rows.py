@@ -8,7 +8,7 @@ from meshwright.data.sample_rows import SampleRows
 from meshwright.data.windows import Sampler, Sequences
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.objectives import CROSS_ENTROPY, PREFERENCES
+from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 from meshwright.spec.units import many
 
 

@@ -20,7 +20,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.objectives import most_answers
+from meshwright.spec.objective_traits import most_answers
 
 _CHARACTER = 4
 """The most bytes of one, and so the most tokens that may be half of it."""

@@ -11,7 +11,7 @@ from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
 from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data, Recipe
-from meshwright.spec.objectives import CROSS_ENTROPY, PREFERENCES
+from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _LOOKED_AT = 256

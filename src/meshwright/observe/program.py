@@ -22,7 +22,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
-from meshwright.spec.objectives import most_answers
+from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes

@@ -8,7 +8,7 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.places import layers_of_stages
-from meshwright.spec.preferences import preference_violations
+from meshwright.spec.preference_rules import preference_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 

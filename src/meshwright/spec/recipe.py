@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.objectives import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
+from meshwright.spec.objective_traits import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
 from meshwright.spec.optimizer_states import StateStorage
 
 

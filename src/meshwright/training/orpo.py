@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.training.preference import Answer, Compared, PairObjective
+from meshwright.training.preference import Compared, PairObjective, PairSide
 
 SURE = -1e-7
 """The largest mean log-probability whose odds are taken: those of 0 are infinite."""
@@ -22,7 +22,7 @@ SURE = -1e-7
 class ORPO(PairObjective):
     """Odds ratio preference optimization."""
 
-    def compare(self, better: Answer, worse: Answer) -> Compared:
+    def compare(self, better: PairSide, worse: PairSide) -> Compared:
         """The reward is beta times the mean log-probability of a token."""
         ratio = log_odds(better.mean) - log_odds(worse.mean)
         loss = -better.mean - self.beta * F.logsigmoid(ratio)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Predictions
-from meshwright.spec.objectives import FIGURES, most_answers
+from meshwright.spec.objective_traits import FIGURES, most_answers
 from meshwright.training.batches import Batch
 
 REFERENCE = "reference"
@@ -49,7 +49,7 @@ def answer_sums(predictions: Predictions, batch: Batch, answers: int) -> AnswerS
     return AnswerSums(*predictions.whole_sums(sums).view(len(found), room, 2)[:, :answers].unbind(-1))
 
 
-class Answer(NamedTuple):
+class PairSide(NamedTuple):
     """One side of all pairs, (B, P) fp64 each."""
 
     log_probability: Tensor
@@ -88,7 +88,7 @@ class PairObjective:
     figures = FIGURES
 
     @abstractmethod
-    def compare(self, better: Answer, worse: Answer) -> Compared:
+    def compare(self, better: PairSide, worse: PairSide) -> Compared:
         """The loss of each pair, and its rewards, which are reported."""
 
     def count(self, batch: Batch) -> float:
@@ -103,7 +103,7 @@ class PairObjective:
         present = (sums.tokens > 0).unflatten(1, (-1, 2)).all(-1)
         filled = zip((*sums, reference), (-1.0, 1.0, -1.0), strict=True)  # where there is no pair: any finite gradient
         sides = [part.unflatten(1, (-1, 2)).where(present.unsqueeze(-1), filling) for part, filling in filled]
-        better, worse = (Answer(*(part[..., side] for part in sides)) for side in (0, 1))
+        better, worse = (PairSide(*(part[..., side] for part in sides)) for side in (0, 1))
         found = self.compare(better, worse)
         margin = found.better - found.worse
         rewards = found.better, found.worse, margin, (margin > 0).double()
@@ -119,7 +119,7 @@ class DPO(PairObjective):
     smoothing: float = 0.0
     """Share of pairs that are the wrong way round."""
 
-    def compare(self, better: Answer, worse: Answer) -> Compared:
+    def compare(self, better: PairSide, worse: PairSide) -> Compared:
         """The reward is beta times the gain."""
         margin = self.beta * (better.gain - worse.gain)
         loss = -F.logsigmoid(margin) * (1 - self.smoothing) - F.logsigmoid(-margin) * self.smoothing
@@ -130,7 +130,7 @@ class DPO(PairObjective):
 class IPO(PairObjective):
     """Identity preference optimization: the margin is led to 1 / (2 beta), and not beyond."""
 
-    def compare(self, better: Answer, worse: Answer) -> Compared:
+    def compare(self, better: PairSide, worse: PairSide) -> Compared:
         """The reward is beta times the gain."""
         margin = better.gain / better.tokens - worse.gain / worse.tokens
         return Compared((margin - 1 / (2 * self.beta)) ** 2, self.beta * better.gain, self.beta * worse.gain)

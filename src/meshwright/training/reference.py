@@ -24,7 +24,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.agree import FirstRank
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
-from meshwright.spec.objectives import most_answers
+from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.units import duration
 from meshwright.store import checkpoint
 from meshwright.training import reference_store as store

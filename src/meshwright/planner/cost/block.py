@@ -26,7 +26,6 @@ from meshwright.planner.cost.work import (
     Work,
 )
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.spec.objectives import most_answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +119,7 @@ def head(of: Local) -> LayerWork:
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
         if of.compares:
-            sums = _answer_sums(of)
-            both = Exchanges(enter.forward + loss + sums, loss + enter.backward)
+            both = Exchanges(enter.forward + loss + exchanges.answer_sums(of), loss + enter.backward)
             operation = LayerOperation(name="head", forward=(product, softmax), inputs=forward, exchanges=both)
         else:
             both = Exchanges(enter.forward + loss, enter.backward)
@@ -132,12 +130,6 @@ def head(of: Local) -> LayerWork:
             weights=(weight, *_accumulate(of, vocab * shape.hidden)), exchanges=enter,
         )  # fmt: skip
     return LayerWork(operations=(_norm(of, "norm"), operation), logits=activations.logits(of))
-
-
-def _answer_sums(of: Local) -> tuple[Exchange, ...]:
-    """Log-probability and tokens of each answer that rows have room for, and of what fills them up, in fp64."""
-    size = of.batch * (most_answers(of.sequence) + 1) * 2 * 8
-    return (Exchange("cp", "all-reduce", size),) if of.cp > 1 else ()
 
 
 def _norm(of: Local, name: str) -> LayerOperation:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from meshwright.spec.objectives import CROSS_ENTROPY, PREFERENCES
+from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 from meshwright.spec.recipe import Recipe
 
 _FIRST = Recipe()
