@@ -116,7 +116,7 @@ def _heading(token: Token, pairs: bool) -> str:
     return f"pair {token.document // 2}, {'rejected' if token.document % 2 else 'chosen'}"
 
 
-def _style(token: Token, place: int, pairs: bool) -> str:
+def _style(token: Token, place: int, pairs: bool = False) -> str:
     """Bright and dim in turn, so that the borders of tokens show; of samples, whether a token is trained, and of pairs
     in which answer."""
     if token.mark:
