@@ -19,8 +19,23 @@ WORDS = (
 )  # fmt: skip
 
 
-def preferences(number: int) -> list[dict[str, str]]:
-    """Answers of several lengths."""
+CHAT = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+
+
+def preferences(number: int, *, messages: bool = False) -> list[dict[str, Any]]:
+    """Answers of several lengths, as texts or as messages."""
+    found = _texts(number)
+    if not messages:
+        return found
+    return [{name: [{"role": ROLES[name], "content": row[name]}] for name in row} for row in found]
+
+
+def _texts(number: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"Say {one}" + " please" * (one % 3) + ":",
@@ -31,10 +46,12 @@ def preferences(number: int) -> list[dict[str, str]]:
     ]
 
 
-def write(folder: Path, *, number: int = 24, shape: ModelShape = SHAPES["llama"]) -> Path:
+def write(folder: Path, *, number: int = 24, shape: ModelShape = SHAPES["llama"], messages: bool = False) -> Path:
     """A Hugging Face folder `hf` and a file `pairs.jsonl`; returns the folder."""
     directory(folder / "hf", shape)
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, preferences(number))), encoding="utf-8")
+    (folder / "hf" / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    rows = preferences(number, messages=messages)
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder
 
 

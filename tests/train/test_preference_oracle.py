@@ -49,7 +49,7 @@ def order(plan: Plan) -> list[list[int]]:
     return found
 
 
-def trl_curve(folder: Path, loss_type: str, batches: list[list[int]]) -> list[dict[str, float]]:
+def trl_curve(folder: Path, loss_type: str, batches: list[list[int]], messages: bool = False) -> list[dict[str, float]]:
     """Of TRL's own trainer, model and tokenization, over the pairs in this order."""
     import datasets
     import transformers
@@ -77,7 +77,7 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]]) -> list[di
     trainer = InOrder(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32),
         args=config,
-        train_dataset=datasets.Dataset.from_list(pairs.preferences(24)),
+        train_dataset=datasets.Dataset.from_list(pairs.preferences(24, messages=messages)),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder / "hf"),
     )
     trainer.train()
@@ -139,6 +139,22 @@ def test_every_step_is_that_of_trl(folder: Path, objective: str, name: str, monk
     ranks = 1 if "2" not in name and "3" not in name else 2
     curves = on_ranks(ranks, pairs.curve, str(folder), run, words) if ranks > 1 else None
     found = curves[0] if curves else pairs.curve(str(folder), run, words)
+    same(found, expected)
+
+
+@pytest.mark.slow
+def test_conversations_are_those_of_trl(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template's text and tokens, and which of them are an answer, by TRL's own code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pairs.write(tmp_path, messages=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = trl_curve(tmp_path, "sigmoid", order(pairs.plan(tmp_path, *SETTINGS)), messages=True)
+    same(pairs.curve(str(tmp_path), "run", SETTINGS), expected)
+
+
+def same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Within 1e-4."""
     assert len(found) == STEPS
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
         for what in ("loss", "grad_norm", *NAMES.values()):

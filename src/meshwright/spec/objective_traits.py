@@ -19,18 +19,15 @@ class ObjectiveTraits:
     """It reads the answers' log-probabilities under the first weights of the run."""
     smooths: bool = False
     """It takes recipe.preference_smoothing."""
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """Names of what it reports beside the loss."""
-        return FIGURES if self.pairs else ()
+    figures: tuple[str, ...] = ()
+    """Names of what it reports beside the loss."""
 
 
 TRAITS: dict[ObjectiveName, ObjectiveTraits] = {
     "cross-entropy": ObjectiveTraits(),
-    "dpo": ObjectiveTraits(pairs=True, reference=True, smooths=True),
-    "ipo": ObjectiveTraits(pairs=True, reference=True),
-    "orpo": ObjectiveTraits(pairs=True),
+    "dpo": ObjectiveTraits(pairs=True, reference=True, smooths=True, figures=FIGURES),
+    "ipo": ObjectiveTraits(pairs=True, reference=True, figures=FIGURES),
+    "orpo": ObjectiveTraits(pairs=True, figures=FIGURES),
 }
 PREFERENCES = tuple(name for name, traits in TRAITS.items() if traits.pairs)
 """Those that compare."""
