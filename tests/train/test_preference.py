@@ -255,6 +255,8 @@ def test_experts_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pairs.write(tmp_path, shape=replace(MOE, vocab=2048, max_positions=64))
     found = pairs.curve(str(tmp_path), "run", ())
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and found[-1]["loss"] < found[0]["loss"]
+    spread = ("layout.dp_shard=2", "layout.ep=2", "layout.micro_batch=1")
+    same(on_ranks(2, pairs.curve, str(tmp_path), "spread", spread)[0], found)
 
 
 def test_weights_that_are_gone_are_named(folder: Path) -> None:
