@@ -22,6 +22,7 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.objective_traits import FIGURES, most_answers
 from meshwright.store import checkpoint
 from meshwright.training import loop
+from meshwright.training import reference as reference_pass
 from meshwright.training.batches import Batch, to_batch
 from meshwright.training.objectives import objective_of
 from meshwright.training.preference import REFERENCE
@@ -243,6 +244,19 @@ def test_the_reference_is_kept_by_content(folder: Path) -> None:
     assert "computed in" in said("other")
     assert said("none", "recipe.objective=orpo") == ""
     assert not (folder / "none" / "reference.safetensors").exists()
+
+
+def test_a_long_wait_for_the_reference_is_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = iter(range(0, 1000, 2))
+    monkeypatch.setattr(reference_pass.time, "perf_counter", lambda: float(next(seconds)))
+    batches = [packed()[0]] * 40
+    assert list(reference_pass.announced(iter(batches), 40)) == batches
+    assert caplog.messages == ["log-probabilities of answers under the first weights take about 1 min 12 s more"]
+    caplog.clear()
+    list(reference_pass.announced(iter(batches[:12]), 12))
+    assert not caplog.messages
 
 
 def test_drawn_weights_are_a_reference_too(folder: Path) -> None:

@@ -4,8 +4,9 @@ Its own engine computes it under the run's layout, once, so that no second model
 (reference_store.py): a run goes on with those that it began with.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,11 @@ from meshwright.training.preference import REFERENCE, answer_sums
 from meshwright.training.reference_store import AnswerTables
 from meshwright.training.step import EVALUATION, MicroPass
 
+LONG_S = 30.0
+"""What takes longer is announced."""
+TIMED = 8
+"""After so many batches, the first of which are slower than others."""
+log = logging.getLogger(__name__)
 NUMBERS = "numbers"
 """Name of the answers' numbers in their stream, (B, A), in `Batch.more`."""
 
@@ -126,17 +132,31 @@ class Reference:
 
     def _table(self, engine: Engine, share: Share, stream: TokenStream) -> NDArray[np.float64]:
         plan = self.plan
+        rows = numbered_rows(plan.data, plan.recipe, self.corpus, stream, shuffle=False)
+        size = plan.layout.micro_batch_of(plan.recipe.global_batch)
         batches = held_out(
-            numbered_rows(plan.data, plan.recipe, self.corpus, stream, shuffle=False),
+            rows,
             self.device,
-            rows=plan.layout.micro_batch_of(plan.recipe.global_batch),
+            rows=size,
             limit=0,
             document_mask=plan.recipe.document_mask,
             share=share,
             of_answers=lambda numbers: {NUMBERS: numbers},
         )
+        if self.first.here:
+            batches = announced(batches, -(-len(rows) // (size * share.parts)))
         answers = most_answers(plan.recipe.sequence)
         return log_probabilities(engine, batches, stream.num_documents, answers, self.device).numpy()
+
+
+def announced(batches: Iterator[Batch], number: int) -> Iterator[Batch]:
+    """The batches, `number` of them; what takes long is said once it is known how long."""
+    began = time.perf_counter()
+    for done, batch in enumerate(batches):
+        left_s = (time.perf_counter() - began) / max(1, done) * (number - done)
+        if done == TIMED and left_s > LONG_S:
+            log.warning("log-probabilities of answers under the first weights take about %s more", duration(left_s))
+        yield batch
 
 
 def holds_weights_only(found: Path) -> bool:
