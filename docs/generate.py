@@ -8,6 +8,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: output meshwright plan llama-3.1-8b --cluster h100x8 --nodes 4 -->
     <!-- generated: table zero -->
     <!-- generated: keys recipe -->
+    <!-- generated: source src/meshwright/training/orpo.py -->
     <!-- /generated -->
 
 Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.
@@ -188,7 +189,14 @@ def _verbs(group: Any, level: str) -> Iterator[str]:
             yield from _verbs(verb, level + "#")
 
 
-FILLED_BY: dict[str, Callable[[str], str]] = {"output": output, "table": table, "keys": keys, "verbs": verbs}
+def source(path: str) -> str:
+    """A file of the repository, as a block."""
+    return f"```python\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
+
+
+FILLED_BY: dict[str, Callable[[str], str]] = {
+    "output": output, "table": table, "keys": keys, "verbs": verbs, "source": source,
+}  # fmt: skip
 
 
 def filled(text: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 from meshwright.api.tuning import DEFAULTS, tuning_plan
 from meshwright.cli.main import main
 from meshwright.spec.errors import PlanError
+from tests.train import pairs
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 
 
@@ -34,6 +35,41 @@ def test_a_plan_file_says_all_but_that_samples_are_read(files: Path) -> None:
     path.write_text(f"model: {files / 'hf'}\ndata: {files / 'chat.jsonl'}\nrecipe: {{steps: 9, sequence: 32}}\n")
     plan, _ = tuning_plan([str(path)])
     assert plan.data.form == "samples" and (plan.recipe.steps, plan.recipe.epochs, plan.recipe.sequence) == (9, 0, 32)
+
+
+def test_pairs_are_compared_by_themselves_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files, notes = pairs.write(tmp_path), list[str]()
+    given = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}", f"run={files / 'run'}"]
+    plan, _ = tuning_plan(given, notes=notes)
+    plan.check()
+    assert (plan.recipe.objective, plan.recipe.learning_rate, plan.recipe.epochs) == ("dpo", 1e-6, 1)
+    assert plan.recipe.sequence == plan.model.max_positions
+    [said] = [note for note in notes if note.startswith("tuning defaults: ")]
+    assert "recipe.objective=dpo" in said and "recipe.learning_rate=1e-6" in said
+    odds, _ = tuning_plan([*given, "recipe.objective=orpo"])
+    assert (odds.recipe.objective, odds.recipe.learning_rate) == ("orpo", 8e-6)
+    mine, _ = tuning_plan([*given, "recipe.learning_rate=1e-5", "recipe.steps=9"])
+    assert (mine.recipe.learning_rate, mine.recipe.steps, mine.recipe.epochs) == (1e-5, 9, 0)
+
+
+def test_a_run_over_pairs_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = pairs.write(tmp_path)
+    given = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}"]
+    assert main(["data", "show", *given, "data.form=samples", "recipe.sequence=64"]) == 0
+    shown = capsys.readouterr().out
+    assert "--- pair 0, chosen ---" in shown and "--- pair 0, rejected ---" in shown
+    run = f"run={files / 'run'}"
+    assert main(["train", *given, run, "data.form=samples", "--no-dry-run"]) == 2
+    assert "take recipe.objective=dpo" in capsys.readouterr().err
+    assert main(["tune", *given, run, "recipe.steps=2", "recipe.global_batch=2", "--no-dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "reward margin" in said and "held out: loss" in said and "perplexity" not in said
+    assert main(["eval", str(files / "run")]) == 2
+    assert "preferences are scored by the run itself" in capsys.readouterr().err
 
 
 def test_a_model_without_weights_is_refused() -> None:

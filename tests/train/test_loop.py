@@ -292,7 +292,7 @@ def test_weights_without_a_held_out_loss_are_not_saved(
 ) -> None:
     """What made it NaN is in the weights that the step before left."""
 
-    def broken(model: Any, batches: Any, *, step: int, tokens_per_byte: float) -> EvalMetrics:
+    def broken(model: Any, batches: Any, *, step: int, tokens_per_byte: float, objective: Any) -> EvalMetrics:
         loss = math.nan if step == 8 else 5.0
         return EvalMetrics(step=step, loss=loss, perplexity=loss, bits_per_byte=loss, tokens=9, seconds=0.0)
 

@@ -29,6 +29,7 @@ class WeightedTokens:
     """Cross-entropy with a weight for each token, by name `weights` (B, S)."""
 
     by_position = True
+    figures = ()
 
     def count(self, batch: Batch) -> float:
         return float(batch.more["weights"].sum())
@@ -43,6 +44,7 @@ class Preferences:
     that of another model, by name `reference` (B,)."""
 
     by_position = False
+    figures = ()
 
     def count(self, batch: Batch) -> float:
         return len(batch.tokens) / 2

@@ -14,7 +14,7 @@ from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
 from meshwright.spec import BatchStage, Plan, Recipe
-from meshwright.spec.errors import CheckpointError, DataError, IllegalLayout, PlanError
+from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
 from meshwright.training import loop
 from tests.train.running import Notes
 from tests.train.test_weights import SHAPES, directory
@@ -168,13 +168,6 @@ def test_what_does_not_fit_is_said(files: Path) -> None:
     assert watcher.info is not None
     notes = [text for label, text in watcher.info.foreseen if label == "note"]
     assert any("longer than a row lost" in note and "data.overlong=drop" in note for note in notes)
-
-
-def test_preferences_are_refused_until_they_can_be_trained(files: Path) -> None:
-    row = {"prompt": "Hi", "chosen": "good", "rejected": "bad"}
-    (files / "pairs.jsonl").write_text("\n".join([json.dumps(row)] * 4), encoding="utf-8")
-    with pytest.raises(DataError, match=r"holds preferences .* preference tuning is not built"):
-        loop.run(plan(files, f"data.path={files / 'pairs.jsonl'}"))
 
 
 def test_a_template_is_found_from_any_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

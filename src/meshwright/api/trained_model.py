@@ -22,6 +22,7 @@ from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.inventory import adapter_parts
+from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import final_weights, locate
@@ -142,6 +143,12 @@ class TrainedModel:
                 f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
+        recipe = replace(recipe, objective=CROSS_ENTROPY)
+        if corpus.train.pairs:
+            raise DataError(
+                "preferences are scored by the run itself, which knows its first weights: its metrics.jsonl has loss "
+                "and accuracy of those held out; give data= a text, or a file of conversations"
+            )
         batches = held_out(
             numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
             self.model.embed.weight.device,

@@ -194,7 +194,9 @@ class Lines(Watcher):
 
     def evaluated(self, metrics: "EvalMetrics") -> None:
         """On held-out text."""
-        print(f"step {metrics.step}: held out {metrics.loss:.3f}, {metrics.bits_per_byte:.3f} bits per byte")
+        known = [] if metrics.bits_per_byte is None else [f"{metrics.bits_per_byte:.3f} bits per byte"]
+        known += [f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.figures.items()]
+        print(", ".join((f"step {metrics.step}: held out {metrics.loss:.3f}", *known)))
 
     def ended(self, summary: "Summary") -> None:
         """Where it was not the last step."""

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
+from meshwright.data.preparation import holds_pairs
 from meshwright.planfile.reading import said
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -23,8 +24,18 @@ DEFAULTS: Mapping[str, str] = {
     "recipe.weight_decay": "0",
 }
 """Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
-ADAPTER_DEFAULTS: Mapping[str, str] = {"recipe.learning_rate": "2e-4"}
-"""Of adapters: ten times the rate of all weights (Thinking Machines 2025, "LoRA Without Regret")."""
+ADAPTER_FACTOR = 10
+"""Of learning rates, where adapters alone are trained (Thinking Machines 2025, "LoRA Without Regret")."""
+PREFERENCE_DEFAULTS: Mapping[str, str] = {
+    **DEFAULTS,
+    "recipe.objective": "dpo",
+    "recipe.epochs": "1",
+    "recipe.sequence": "2048",
+    "recipe.learning_rate": "1e-6",
+}
+"""Of a file with chosen and rejected answers, two of which share a row; TRL's DPOConfig has the same rate."""
+RATES = {"orpo": "8e-6"}
+"""Learning rates of objectives that have one of their own (arXiv:2403.07691, appendix C)."""
 INSTEAD = {"recipe.epochs": ("recipe.steps",)}
 """A default that is not taken where one of these keys is given."""
 
@@ -38,10 +49,11 @@ def tune(
     watchers: Sequence[Watcher] | None = None,
     **keys: Any,
 ) -> TrainAnswer:
-    """Fine-tune a model on conversations in this process: model="hf_folder", data="chat.jsonl".
+    """Fine-tune a model on conversations, or on pairs of a better and a worse answer, in this process:
+    model="hf_folder", data="chat.jsonl".
 
-    Arguments are those of train. Without a plan file `DEFAULTS` stand where nothing else is said, and weights come
-    from a Hugging Face folder. PlanError, DataError, RunError, DoesNotFit.
+    Arguments are those of train. Without a plan file `DEFAULTS`, or `PREFERENCE_DEFAULTS`, stand where nothing else is
+    said, and weights come from a Hugging Face folder. PlanError, DataError, RunError, DoesNotFit.
     """
     asked, also = tuning_plan([*plan, *(word for key, value in keys.items() for word in words_of(key, value))])
     violation = world_violation(asked, 1)
@@ -56,13 +68,21 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     given = [str(word) for word in words if plan_of(word) is None]
     whole = len(given) < len(words) or any("=" not in word for word in given)
     keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
-    added = {} if whole else _defaults(keys)
+    added = {} if whole else _defaults(DEFAULTS, keys)
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
         return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
 
     plan, resume = read(notes)
+    if not whole and holds_pairs(plan.data):
+        added = _defaults(PREFERENCE_DEFAULTS, keys)
+        if "recipe.learning_rate" in added:
+            added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
+        plan, resume = read([])
+    if plan.model.lora is not None and "recipe.learning_rate" in added:
+        added["recipe.learning_rate"] = f"{ADAPTER_FACTOR * float(added['recipe.learning_rate']):g}"
+        plan, resume = read([])
     limit = plan.model.max_positions
     if "recipe.sequence" in added and limit < plan.recipe.sequence:
         added["recipe.sequence"] = str(limit)
@@ -77,9 +97,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     return plan, resume
 
 
-def _defaults(keys: set[str]) -> dict[str, str]:
+def _defaults(defaults: Mapping[str, str], keys: set[str]) -> dict[str, str]:
     """Those that nothing is said of."""
-    taken = {key: value for key, value in DEFAULTS.items() if key not in keys}
-    if any(key.startswith("model.lora") for key in keys):
-        taken |= {key: value for key, value in ADAPTER_DEFAULTS.items() if key in taken}
+    taken = {key: value for key, value in defaults.items() if key not in keys}
     return {key: value for key, value in taken.items() if not keys & set(INSTEAD.get(key, ()))}

@@ -5,7 +5,9 @@ from pathlib import Path
 from meshwright.data import sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
+from meshwright.data.sources import Source
 from meshwright.spec import Data
+from meshwright.spec.errors import DataError
 
 
 def prepare(
@@ -14,3 +16,12 @@ def prepare(
     """As token_cache.prepare, or sample_cache.prepare where data.form is samples."""
     make = sample_cache.prepare if data.form == "samples" else token_cache.prepare
     return make(data, cache_root=cache_root, processes=processes, progress=progress)
+
+
+def holds_pairs(data: Data) -> bool:
+    """Whether the first row of the data is a preference. False where no row can be read: `prepare` says why."""
+    try:
+        _, row = next(iter(Source(data).rows()), ("", {}))
+    except DataError:
+        return False
+    return all(row.get(name) is not None for name in ("chosen", "rejected"))

@@ -156,6 +156,10 @@ class _SampleBuild:
             sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends", "samples")
         )
         about = f"{self.source.title}, data.train_on={self.data.train_on}"
+        if any(stream.pairs for stream in streams) and any(stream.singles for stream in streams):
+            raise DataError(
+                f"{self.source.title} has rows with chosen and rejected, and rows without: put them in two files"
+            )
         if not trained:
             raise DataError(f"no token of {about} is trained: every one is masked; see `meshwright data show`")
         masked = tokens - trained - samples  # nothing predicts a sample's first token: that it is masked says nothing
@@ -190,7 +194,7 @@ class _SampleWriter:
         ends = tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set())
         self._special = np.array(sorted(ends), dtype=self._dtype)
         self.tokens = self.trained = self.ends = self.samples = self.bytes = 0
-        self.roles = self.pairs = False
+        self.roles = self.pairs = self.singles = False
         self._decode = tokenizer.decode
 
     def __enter__(self) -> "_SampleWriter":
@@ -211,6 +215,7 @@ class _SampleWriter:
     def write(self, group: list[EncodedSample]) -> None:
         """Append the samples of a group, one behind the other."""
         self.pairs |= len(group) == 2
+        self.singles |= len(group) == 1
         for one in group:
             ids, marks = np.frombuffer(one.ids, self._dtype), np.frombuffer(one.marks, np.uint8)
             self._files["starts"].write(np.int64(self.tokens).tobytes())

@@ -1,9 +1,11 @@
 """Sample rows: samples of a fine-tuning file, packed into rows of one length, as numbered sequences with their targets.
 
-Letters: B rows, S tokens.
+Both answers of a preference are documents of one row, so that whatever lays a row out has them together.
+
+Letters: B rows, S tokens, A answers of a row, G samples that stay together: 2 of a preference, else 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -18,6 +20,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.objective_traits import most_answers
 
 _CHARACTER = 4
 """The most bytes of one, and so the most tokens that may be half of it."""
@@ -25,7 +28,8 @@ _CHARACTER = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedSamples:
-    """What became of samples that are longer than a row, or of which a row keeps nothing to train."""
+    """What became of samples that are longer than a row, or of which a row keeps nothing to train. A pair counts as
+    one."""
 
     kept: int
     overlong: int
@@ -50,16 +54,23 @@ class SampleRows:
         assert stream.marks is not None, "samples have marks"
         self._stream, self._sequence = stream, sequence
         self._seed, self._shuffle = seed, shuffle
+        self._together: Final = 2 if stream.pairs else 1
         ends = np.append(stream.starts[1:], len(stream.tokens)).astype(np.int64)
-        self._lengths: Final = np.minimum(ends - stream.starts, sequence)
-        self.fitted: Final = self._fit(ends - stream.starts, data, tokenizer)
-        chosen = self._lengths[self._kept]
+        lengths = (ends - stream.starts).reshape(-1, self._together)
+        self._lengths: Final = shared(lengths, sequence)
+        self.fitted: Final = self._fit(lengths, data, tokenizer)
+        chosen = self._lengths[self._kept].sum(1)
         pack = packing.best_fit if data.packing == "best-fit" else packing.alone
         self.packed: Final = pack(chosen, sequence)
         if shuffle and not len(self.packed):
             raise DataError(
                 f"data.path={data.path}: no sample has a trained token in its first recipe.sequence={sequence} tokens"
             )
+
+    @property
+    def pairs(self) -> bool:
+        """Whether its samples are preferences."""
+        return self._stream.pairs
 
     def __len__(self) -> int:
         """Rows of one epoch."""
@@ -84,71 +95,92 @@ class SampleRows:
             yield self._gather(chosen[first : first + count])
 
     def samples_of(self, row: int) -> list[int]:
-        """Numbers, in the file's order, of the samples of a row that is not shuffled."""
-        found: list[int] = self._kept[self.packed.row(row)].tolist()
-        return found
+        """Numbers, in the file's order, of the samples of a row that is not shuffled; those of a pair side by side."""
+        size = self._together
+        return [size * one + place for one in self._kept[self.packed.row(row)].tolist() for place in range(size)]
 
     def _fit(self, lengths: NDArray[np.int64], data: Data, tokenizer: Tokenizer) -> FittedSamples:
-        """Find what is kept, and how long it is."""
-        long = np.flatnonzero(lengths > self._sequence)
+        """Find what is kept of [N, G] lengths, and how long it is."""
+        whole = lengths.sum(1)
+        long = np.flatnonzero(whole > self._sequence)
         if len(long) and data.overlong == "refuse":
+            what = "pairs" if self._together > 1 else "samples"
             raise DataError(
-                f"data.path={data.path}: {len(long):,} of {len(lengths):,} samples are longer than "
-                f"recipe.sequence={self._sequence} tokens, the longest {lengths.max():,}: take a longer sequence, or "
+                f"data.path={data.path}: {len(long):,} of {len(lengths):,} {what} are longer than "
+                f"recipe.sequence={self._sequence} tokens, the longest {whole.max():,}: take a longer sequence, or "
                 "data.overlong=truncate or drop"
             )
-        for sample in long.tolist():
-            self._lengths[sample] = self._whole_characters(sample, tokenizer)
-        trains = np.array([self._trains(sample) for sample in range(len(lengths))], dtype=bool)
-        stays = trains & (lengths <= self._sequence) if data.overlong == "drop" else trains
+        for one in long.tolist():
+            for place in np.flatnonzero(lengths[one] > self._lengths[one]).tolist():
+                self._lengths[one, place] = self._whole_characters(one, place, tokenizer)
+        trains = np.array([self._trains(one) for one in range(len(lengths))], dtype=bool)
+        stays = trains & (whole <= self._sequence) if data.overlong == "drop" else trains
         self._kept = np.flatnonzero(stays)
-        cut = lengths[stays] - self._lengths[stays]
+        cut = whole[stays] - self._lengths[stays].sum(1)
         return FittedSamples(
             kept=len(self._kept), overlong=len(long), left_out=int((~stays).sum()), untrained=int((~trains).sum()),
             cut_tokens=int(cut.sum()),
         )  # fmt: skip
 
-    def _whole_characters(self, sample: int, tokenizer: Tokenizer) -> int:
+    def _whole_characters(self, one: int, place: int, tokenizer: Tokenizer) -> int:
         """The length of a sample that is cut, so that its last token does not end in the middle of a character."""
-        begin = int(self._stream.starts[sample])
-        for length in range(self._sequence, 0, -1):
+        begin = int(self._stream.starts[one * self._together + place])
+        for length in range(int(self._lengths[one, place]), 0, -1):
             near = self._stream.read(begin + max(0, length - _CHARACTER), begin + length)
             if _ends_whole(near, tokenizer):
                 return length
         return 0
 
-    def _trains(self, sample: int) -> bool:
-        """Whether any token but the first, which nothing predicts, is trained."""
+    def _trains(self, one: int) -> bool:
+        """Whether of each of them any token but the first, which nothing predicts, is trained."""
         assert self._stream.marks is not None, "samples have marks"
-        begin = int(self._stream.starts[sample])
-        return bool((self._stream.marks[begin + 1 : begin + self._lengths[sample]] & TRAINED).any())
+        first = one * self._together
+        begins = self._stream.starts[first : first + self._together].tolist()
+        return all(
+            bool((self._stream.marks[begin + 1 : begin + length] & TRAINED).any())
+            for begin, length in zip(begins, self._lengths[one].tolist(), strict=True)
+        )
 
     def _gather(self, places: NDArray[np.int64]) -> Sequences:
         """These rows; what no sample fills is a document of its own without targets."""
         shape = (len(places), self._sequence)
         tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         documents, positions = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        answers = np.full((len(places), most_answers(self._sequence)), -1, dtype=np.int64)
         for row, place in enumerate(places.tolist()):
-            self._fill(self.packed.row(place), tokens[row], targets[row], documents[row], positions[row])
+            samples = self.samples_of(place)
+            self._fill(samples, tokens[row], targets[row], documents[row], positions[row])
+            if self._stream.pairs:
+                answers[row, : len(samples)] = samples
         return Sequences(
             tokens=tokens, targets=targets, documents=documents, positions=positions,
-            packed=bool((documents[:, -1] > 0).any()),
+            packed=bool((documents[:, -1] > 0).any()), answers=answers if self._stream.pairs else None,
         )  # fmt: skip
 
     def _fill(
-        self, samples: NDArray[np.int64], tokens: NDArray[np.int64], targets: NDArray[np.int64],
+        self, samples: Sequence[int], tokens: NDArray[np.int64], targets: NDArray[np.int64],
         documents: NDArray[np.int32], positions: NDArray[np.int32],
     ) -> None:  # fmt: skip
         assert self._stream.marks is not None, "samples have marks"
         place, number = 0, 0
-        for number, sample in enumerate(self._kept[samples].tolist(), start=1):
-            begin, length = int(self._stream.starts[sample]), int(self._lengths[sample])
+        for number, sample in enumerate(samples, start=1):
+            begin, length = int(self._stream.starts[sample]), int(self._lengths.flat[sample])
             here, ids = slice(place, place + length), self._stream.read(begin, begin + length)
             trained = self._stream.marks[begin + 1 : begin + length] & TRAINED > 0
             tokens[here], documents[here], positions[here] = ids, number - 1, np.arange(length)
             targets[place : place + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
             place += length
         documents[place:], positions[place:] = number, np.arange(len(tokens) - place)
+
+
+def shared(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
+    """What each of [N, G] samples gets of a row that those of a line share: all it wants where all fit, else an equal
+    part and what another leaves of its own."""
+    size = lengths.shape[1]
+    if size == 1:
+        return np.minimum(lengths, sequence)
+    left: NDArray[np.int64] = np.maximum(sequence // size, sequence - lengths[:, ::-1])
+    return np.minimum(lengths, left)
 
 
 def _ends_whole(tokens: NDArray[Any], tokenizer: Tokenizer) -> bool:

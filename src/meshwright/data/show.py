@@ -1,6 +1,6 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
 from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data, Recipe
+from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _LOOKED_AT = 256
@@ -58,6 +59,8 @@ class SampleFigures:
     """Behind the ends of rows."""
     waste: float
     """Share of all places that no sample fills."""
+    pairs: bool = False
+    """Each two documents of a row are a better and a worse answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,8 @@ class DataView:
 def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
     source, tokenizer, both = Source(data), corpus.tokenizer, (corpus.train, corpus.validation)
+    if corpus.train.pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
+        recipe = replace(recipe, objective=PREFERENCES[0] if corpus.train.pairs else CROSS_ENTROPY)
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = -(-max(0, corpus.validation.num_tokens - 1) // recipe.sequence)
@@ -122,6 +127,7 @@ def _sample_figures(stream: TokenStream, sampler: SampleRows) -> SampleFigures:
         left_out=sampler.fitted.left_out,
         cut_tokens=sampler.fitted.cut_tokens,
         waste=sampler.packed.waste,
+        pairs=stream.pairs,
     )
 
 

@@ -32,6 +32,9 @@ class Sequences:
     """Place of the token within its document, from 0 at the row's start."""
     packed: bool
     """Whether any row holds a document's border."""
+    answers: NDArray[np.int64] | None = None
+    """[B, A] of pairs: the number in the stream of the sample that each document of a row is, the better one of a pair
+    first, -1 = none; None = there are no pairs."""
 
     def rows(self, which: slice) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
@@ -41,6 +44,7 @@ class Sequences:
             documents=self.documents[which],
             positions=self.positions[which],
             packed=self.packed,
+            answers=None if self.answers is None else self.answers[which],
         )
 
 

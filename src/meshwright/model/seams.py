@@ -108,6 +108,8 @@ class Seams:
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
     over_sequence: Callable[[Tensor], Tensor] = same
     """Means (2, B, X) over the positions that are here -> over whole sequences."""
+    whole_sums: Callable[[Tensor], Tensor] = same
+    """Sums over the positions that are here -> over whole sequences, for an objective that needs these."""
     enter_head: Callable[[Tensor], Tensor] = same
     """Normed hidden states (B, S, D) -> what the head reads."""
     loss: Callable[..., Tensor] | None = None

@@ -238,6 +238,11 @@ class Predictions:
         made = self.model.seams.log_probabilities or self.model.kernels.linear_log_probabilities
         return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
 
+    def whole_sums(self, sums: Tensor) -> Tensor:
+        """Sums over the positions that are here -> over whole sequences, the same on each rank that has a part of them
+        (cp). Each of these must then add the same to the step's loss: its share of it, as `Objective.count` counts."""
+        return self.model.seams.whole_sums(sums)
+
     def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         flat, model = self._x.flatten(0, 1), self.model
         if model.shape.tied:

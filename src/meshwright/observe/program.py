@@ -22,12 +22,15 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import written_bytes
 from meshwright.spec.layout import Layout
+from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
 from meshwright.training.batches import Batch, Share, split, to_batch
 from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
+from meshwright.training.objectives import objective_of
+from meshwright.training.preference import REFERENCE
 from meshwright.training.rate import learning_rate
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
@@ -85,7 +88,7 @@ class TrainingProgram:
             state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
             clip=recipe.clip, balance_loss=recipe.balance_loss, scaler=state.scaler,
             measure_noise=bool(recipe.noise_scale_every) and number == 2,
-            before_update=lambda: self.told(f"update {number}"),
+            before_update=lambda: self.told(f"update {number}"), objective=objective_of(recipe),
         )  # fmt: skip
 
     def copy(self) -> None:
@@ -109,7 +112,7 @@ class TrainingProgram:
     def rest(self) -> None:
         """Evaluation, and what a checkpoint reads."""
         self.told("evaluate")
-        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp])
+        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp], objective_of(self.plan.recipe))
         self.told("save")
         self.state.pieces()
         self.told("end")
@@ -120,8 +123,15 @@ class TrainingProgram:
         rows = recipe.global_batch // layout.dp
         share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.state.engine.columns(recipe.sequence))
         zeros, places = (np.zeros((rows, recipe.sequence), dtype=dtype) for dtype in (np.int64, np.int32))
-        blank = Sequences(tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents)
-        batch = to_batch(blank, self.device, document_mask=self.documents, share=share)
+        traits = recipe.traits
+        answers = np.zeros((rows, most_answers(recipe.sequence)), dtype=np.int64) if traits.pairs else None
+        blank = Sequences(
+            tokens=zeros, targets=zeros, documents=places, positions=places, packed=self.documents, answers=answers
+        )
+        batch = to_batch(
+            blank, self.device, document_mask=self.documents, share=share,
+            of_answers=(lambda numbers: {REFERENCE: numbers.astype(np.float64)}) if traits.reference else None,
+        )  # fmt: skip
         if self.documents:  # a GPU's kernels have room for each
             known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
             batch = replace(batch, documents_of_rows=(known,) * rows)

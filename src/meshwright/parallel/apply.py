@@ -17,7 +17,7 @@ from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
 from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, prepare
-from meshwright.parallel.context import mask_maker
+from meshwright.parallel.context import mask_maker, whole_sums
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.group import Group
@@ -182,6 +182,7 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
     model.seams.mask = mask_maker(group, layout.context_split)
     model.seams.attend = context_attend(group, layout.context)
+    model.seams.whole_sums = partial(whole_sums, group=group)
 
 
 def schedule_notes(layout: Layout) -> list[str]:

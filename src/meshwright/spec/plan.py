@@ -8,6 +8,7 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.places import layers_of_stages
+from meshwright.spec.preference_rules import preference_violations
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
@@ -92,6 +93,9 @@ class Plan:
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
         found = [*layout_violations(self.model, self.recipe, self.layout), *self._batches(), *self._noise_scale()]
+        found += preference_violations(
+            self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
+        )
         if self.data.form == "samples" and self.data.packing != "off" and not self.recipe.document_mask:
             found.append(
                 "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "

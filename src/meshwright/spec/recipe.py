@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.objective_traits import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
 from meshwright.spec.optimizer_states import StateStorage
 
 
@@ -93,6 +94,13 @@ class Recipe:
     """Weight of the load-balance loss of a mixture of experts (Fedus et al. 2021, eq. 4)."""
     document_mask: bool = True
     """Packed documents do not attend across their borders."""
+    objective: ObjectiveName = CROSS_ENTROPY
+    """cross-entropy; or over pairs of a better and a worse answer: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036),
+    orpo (arXiv:2403.07691)."""
+    preference_beta: float = 0.1
+    """dpo, ipo: how strongly answers are held to the first weights; orpo: weight of the odds ratio."""
+    preference_smoothing: float = 0.0
+    """dpo: share of pairs that are taken to be the wrong way round (label smoothing)."""
 
     noise_scale_every: int = 0
     """Measure the gradient noise scale every so many steps (McCandlish et al. 2018); 0 = never."""
@@ -135,6 +143,12 @@ class Recipe:
         for field in ("momentum", "beta1", "beta2", "dropout"):
             if not 0 <= getattr(self, field) < 1:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must lie in [0, 1)")
+        if not 0 < self.preference_beta < math.inf:
+            raise PlanError(f"recipe.preference_beta={self.preference_beta} must be a finite number above 0")
+        if not 0 <= self.preference_smoothing < 0.5:
+            raise PlanError(
+                f"recipe.preference_smoothing={self.preference_smoothing} is a share of pairs: it must lie in [0, 0.5)"
+            )
         if self.min_learning_rate_ratio > 1:
             raise PlanError(
                 f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
@@ -152,6 +166,11 @@ class Recipe:
         tokens = [stage.tokens for stage in self.batch_ramp]
         if tokens != sorted(set(tokens)):
             raise PlanError(f"recipe.batch_ramp: tokens must rise from stage to stage, not {tokens}")
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """What the objective reads and reports."""
+        return TRAITS[self.objective]
 
     @property
     def storage(self) -> StateStorage:

@@ -21,8 +21,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, checkpoints/, hf/. A
-    context manager."""
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, reference.safetensors,
+    checkpoints/, hf/. A context manager."""
 
     path: Path
     plan: Plan

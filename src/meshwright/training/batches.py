@@ -36,8 +36,11 @@ class Batch:
     """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
     cut: bool = False
     """Whether this rank holds a part of the positions: they are there without documents, too."""
+    answers_of_rows: tuple[int, ...] = ()
+    """How many answers of pairs each row holds: its first documents, the better one of a pair first. Known on the
+    host."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective reads beside, by name: (B,) or (B, S)."""
+    """What an objective reads beside, by name: (B,), (B, S), or of answers (B, A)."""
 
     @property
     def spans(self) -> tuple[int, int]:
@@ -59,8 +62,18 @@ class Share:
 WHOLE = Share()
 
 
+OfAnswers = Callable[["NDArray[np.int64]"], "Mapping[str, NDArray[Any]]"]
+"""Numbers of answers (B, A), -1 = none -> what an objective reads of each, by name (B, A)."""
+
+
 def to_batch(
-    sequences: "Sequences", device: torch.device, *, document_mask: bool, share: Share = WHOLE, rows: int = 0
+    sequences: "Sequences",
+    device: torch.device,
+    *,
+    document_mask: bool,
+    share: Share = WHOLE,
+    rows: int = 0,
+    of_answers: OfAnswers | None = None,
 ) -> Batch:
     """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
     up with rows that have no target, so that every rank makes the same passes over the same shapes."""
@@ -89,7 +102,21 @@ def to_batch(
         documents_of_rows=(*_documents_of(sequences), *[(1, targets.shape[1])] * (rows - len(kept))) if packed else (),
         masked=document_mask,
         cut=share.columns is not None,
+        **_of_answers(sequences, device, rows, of_answers),
     )
+
+
+def _of_answers(sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None) -> dict[str, Any]:
+    """The fields of a batch that its answers have."""
+    if sequences.answers is None:
+        return {}
+    filled = np.full((max(0, rows - len(sequences.answers)), sequences.answers.shape[1]), -1)
+    answers = np.concatenate((sequences.answers, filled))
+    more = wanted(answers) if wanted is not None else {}
+    return {
+        "answers_of_rows": tuple((answers >= 0).sum(axis=1).tolist()),
+        "more": {name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in more.items()},
+    }
 
 
 def _documents_of(sequences: "Sequences") -> list[tuple[int, int]]:
@@ -134,7 +161,8 @@ def split(batch: Batch, size: int) -> list[Batch]:
         rows = slice(start, start + size)
         part = _each_tensor(batch, itemgetter(rows))
         documents = batch.documents_of_rows[rows]
-        parts.append(replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents))
+        part = replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents)
+        parts.append(replace(part, answers_of_rows=batch.answers_of_rows[rows]))
     return parts
 
 
@@ -179,10 +207,12 @@ class PackedRows:
 
     sampler: "NumberedRows"
     document_mask: bool
+    of_answers: OfAnswers | None = None
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
         """As Source."""
-        return to_batch(self.sampler.take(cursor, count), device, document_mask=self.document_mask, share=share)
+        rows = self.sampler.take(cursor, count)
+        return to_batch(rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers)
 
 
 class Feed:
@@ -223,6 +253,7 @@ def held_out(
     limit: int,
     document_mask: bool,
     share: Share = WHOLE,
+    of_answers: OfAnswers | None = None,
 ) -> Iterator[Batch]:
     """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
 
@@ -232,7 +263,7 @@ def held_out(
         if number == 0:
             rows = -(-len(sequences.tokens) // share.parts)
         own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
-        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows)
+        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers)
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

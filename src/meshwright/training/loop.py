@@ -31,6 +31,7 @@ from meshwright.training.fits import check_fits
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
+from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, seed_everything
 from meshwright.training.trainer import Trainer
@@ -95,14 +96,23 @@ def run(
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
-        begins = found is None or frozen  # a checkpoint holds what is trained
+        reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
+        begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base = base_fingerprint(plan)
+        columns = state.engine.columns(plan.recipe.sequence)
+        share = Share(index=mesh.reader, parts=plan.layout.dp, columns=columns)
         if begins and not drawn:
             pretrained.take_weights(state, plan)
+        if found is None and not drawn:
             foreseen = _also_said(foreseen, ("init", pretrained.said(plan)))
+        if reference.lost:
+            reference.measure(state.engine, share)
         if found is not None:
             _resume(state, plan, corpus, folder, found)
+        reference.measure(state.engine, share)
+        if reference.said:
+            foreseen = _also_said(foreseen, ("reference", reference.said))
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus), *remarks_on(rows, plan.data))
         foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
@@ -111,11 +121,8 @@ def run(
             state=state,
             corpus=corpus,
             folder=folder,
-            share=Share(
-                index=mesh.reader,
-                parts=plan.layout.dp,
-                columns=state.engine.columns(plan.recipe.sequence),
-            ),
+            share=share,
+            task=reference.task(),
             device=target,
             pulse=pulse,
             saving=saving,
@@ -247,7 +254,7 @@ def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Hear
 
 def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, found: Path) -> None:
     """Continue from a checkpoint; one that holds weights only (an import) gives the weights and starts at step 0."""
-    if not any(name.startswith("optimizer.") for name in checkpoint.names(found)):
+    if holds_weights_only(found):
         weights = state.model_tensors()
         checkpoint.load(found, weights, verified=True)
         state.take_weights(weights)

@@ -37,7 +37,7 @@ def readback(result: StepResult, **more: Tensor | None) -> Readback:
     """What the host wants to know of a step, on its way; `more` by name, None is left out."""
     values = {"loss": result.loss, "grad_norm": result.grad_norm, "reason": result.reason, "balance": result.balance}
     squared = torch.stack(result.micro_squared) if result.micro_squared else None
-    values |= {"micro_squared": squared, **more}
+    values |= {"micro_squared": squared, "figures": result.figures if len(result.figures) else None, **more}
     return Readback({name: value for name, value in values.items() if value is not None})
 
 
@@ -85,4 +85,5 @@ def step_metrics(
         global_batch=pending.global_batch,
         skipped=REASONS[int(found["reason"][0])],
         skipped_steps=skipped or None,
+        figures=dict(zip(plan.recipe.traits.figures, found.get("figures", ()), strict=True)),
     )

@@ -23,20 +23,27 @@ class Objective(Protocol):
 
     @property
     def by_position(self) -> bool:
-        """The sum is one over positions, each by itself, so that ranks may have a part of every sequence (cp)."""
+        """Ranks may have a part of every sequence (cp): the sum is one over positions, each by itself, or it takes its
+        sums over a sequence from `predictions.whole_sums`."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names of further sums over a batch, which are reported over the same divisor."""
 
     def count(self, batch: Batch) -> float:
-        """What this batch adds to the divisor; known on the host."""
+        """What this batch adds to the divisor; known on the host. Each cp rank counts what it has a part of."""
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
-        """The sum () fp32 over a batch, times scale () (None = 1). Only the last pipeline stage asks; every rank of it
-        makes the same calls of `predictions`."""
+        """The sum () fp32 over a batch, times scale () (None = 1); with figures, (1 + F,) of it and of theirs, these
+        without scale and gradient. Only the last pipeline stage asks; every rank of it makes the same calls of
+        `predictions`."""
 
 
 class CrossEntropy:
     """-log p of every valid target; their mean is what pretraining minimizes."""
 
     by_position = True
+    figures = ()
 
     def count(self, batch: Batch) -> float:
         """Valid targets."""
@@ -66,6 +73,8 @@ class StepResult:
     """1.0 where nothing was changed."""
     reason: Tensor
     """Why, as a number of training.skipping.REASONS, fp32."""
+    figures: Tensor
+    """What the objective reports beside the loss, (F,)."""
     micro_squared: tuple[Tensor, ...] = ()
     """Squared norm of each micro-batch's mean gradient, when noise is measured."""
     micro_tokens: tuple[float, ...] = ()
@@ -107,7 +116,9 @@ def train_step(
     )
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
-    part, (loss, balance) = loss, engine.sum_loss(torch.stack((loss, balance)))
+    figures = sum((one.figures for one in passes), torch.zeros(len(objective.figures), device=device)) * token
+    part, sums = loss, engine.sum_loss(torch.cat((torch.stack((loss, balance)), figures)))
+    loss, balance = sums[0], sums[1]
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     loss = loss / weights.scale
@@ -128,6 +139,7 @@ def train_step(
         balance=balance if engine.model.shape.moe else None,
         skipped=skipped,
         reason=reason,
+        figures=sums[2:] / weights.scale,
         micro_squared=tuple(gradients.squared),
         micro_tokens=tuple(objective.count(batch) for batch in micro_batches) if measure_noise else (),
     )
@@ -177,6 +189,7 @@ class MicroPass:
         self.batch, self.weights, self.objective = batch, weights, objective
         zero = torch.zeros((), device=batch.tokens.device)
         self.cross_entropy, self.balance = zero, zero
+        self.figures = torch.zeros(len(objective.figures), device=batch.tokens.device)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -202,7 +215,7 @@ class MicroPass:
             positions=batch.positions,
             documents=batch.documents,
             spans=batch.spans,
-            objective=lambda predictions, _, scale: self.objective.loss(predictions, batch, scale),
+            objective=self._sum,
         )
         total = found.cross_entropy
         self.cross_entropy = self.cross_entropy + total.detach()
@@ -211,6 +224,14 @@ class MicroPass:
             self.balance = self.balance + mean.detach()
             total = total + mean * weights.balance
         return out, total
+
+    def _sum(self, predictions: Predictions, targets: Tensor, scale: Tensor | None) -> Tensor:
+        """The objective's sum (); its figures are kept."""
+        found = self.objective.loss(predictions, self.batch, scale)
+        if not self.objective.figures:
+            return found
+        self.figures = self.figures + found[1:].detach()
+        return found[0].clone()  # FSDP warns of what is a view
 
 
 class _Gradients:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from meshwright.training import device
 from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
 from meshwright.training.evaluate import evaluate
 from meshwright.training.interrupt import Interrupt
+from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
@@ -33,7 +34,7 @@ from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from meshwright.training.stopping import StopAgreement
-from meshwright.training.watch import EvalMetrics, Foreseen, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.watch import Foreseen, RunInfo, Summary, Watcher, numbers
 
 
 def reads_late(device: torch.device) -> bool:
@@ -59,6 +60,8 @@ class Trainer:
     saving: Group | None
     """Of the thread that writes checkpoints; None = they are written between steps."""
     watchers: tuple[Watcher, ...]
+    task: Task = TEXT
+    """What a step minimizes, and what it reads beside the text."""
     changes: tuple[str, ...] = ()
     """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
     foreseen: Foreseen = field(default_factory=Foreseen)
@@ -88,7 +91,8 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = self._rows(self.corpus.train, shuffle=True)
-        feed = Feed(PackedRows(sampler, recipe.document_mask), self.device, share=self.share)
+        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training)
+        feed = Feed(rows, self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
             keep(self.folder.dry_run, self.foreseen.dry_run)
@@ -151,6 +155,7 @@ class Trainer:
             spike_factor=recipe.skip_spikes if step > recipe.warmup_steps else 0.0,
             measure_noise=bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0,
             before_update=self.ledger.look,
+            objective=self.task.objective,
         )
         self.ledger.end(step)
         progress.step, progress.cursor = step, progress.cursor + count
@@ -198,7 +203,7 @@ class Trainer:
             noise_scale_tokens=progress.noise.tokens,
         )
         self._loss = metrics.loss
-        log.append(_record(metrics))
+        log.append(numbers(metrics))
         if _due(pending.step, recipe.log_every, recipe.steps) or metrics.skipped in ("non-finite", "spike"):
             self._tell("stepped", metrics)
 
@@ -241,9 +246,11 @@ class Trainer:
             limit=recipe.eval_sequences,
             document_mask=recipe.document_mask,
             share=self.share,
+            of_answers=self.task.of_validation,
         )
+        per_byte, objective = stream.num_tokens / max(1, stream.num_bytes), self.task.objective
         metrics = evaluate(
-            self.state.engine, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
+            self.state.engine, batches, step=progress.step, tokens_per_byte=per_byte, objective=objective
         )
         if not metrics.tokens:
             return None
@@ -254,7 +261,7 @@ class Trainer:
         progress.eval_loss = metrics.loss
         if progress.best_eval_loss is None or metrics.loss < progress.best_eval_loss:
             progress.best_eval_loss, progress.best_step = metrics.loss, progress.step
-        log.append({"step": progress.step, "kind": "eval", **_record(metrics)})
+        log.append({"step": progress.step, "kind": "eval", **numbers(metrics)})
         self._tell("evaluated", metrics)
         return metrics.loss
 
@@ -312,7 +319,7 @@ class Trainer:
             keep(self.folder.ledger, ledger)
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
-        if progress.eval_loss is not None:
+        if progress.eval_loss is not None and not self.plan.recipe.traits.pairs:
             bits = progress.eval_loss / math.log(2) * validation.num_tokens / max(1, validation.num_bytes)
         summary = Summary(
             step=progress.step,
@@ -341,8 +348,3 @@ class Trainer:
 def _due(step: int, every: int, last: int) -> bool:
     """Every so many steps, and at the last one; 0 = at the last one only."""
     return step == last or (bool(every) and step % every == 0)
-
-
-def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """A metrics object as a JSON line, unknown figures left out."""
-    return {name: value for name, value in asdict(metrics).items() if value is not None}

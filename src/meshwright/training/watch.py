@@ -1,7 +1,7 @@
 """What a run tells those who watch it: the Watcher protocol and the records it is given. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -85,6 +85,8 @@ class StepMetrics:
     """Why the step changed no weight: `overflow` (fp16), `non-finite`, `spike`; None = it did."""
     skipped_steps: int | None = None
     """Steps of the run so far that were skipped; None = none."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What the objective reports beside the loss, by name: of pairs rewards, margin and accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +95,22 @@ class EvalMetrics:
 
     step: int
     loss: float
-    """Nats per token."""
-    perplexity: float
-    bits_per_byte: float
+    """Nats per token; of pairs the mean of the objective."""
+    perplexity: float | None
+    """None = the objective is not cross-entropy."""
+    bits_per_byte: float | None
     tokens: int
     """Tokens that were scored."""
     seconds: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """As StepMetrics."""
+
+
+def numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
+    """Every field of a record that is known, by name; figures among them."""
+    found = asdict(metrics)
+    found |= found.pop("figures")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

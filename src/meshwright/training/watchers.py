@@ -12,7 +12,7 @@ from types import ModuleType
 
 from meshwright.spec.errors import PlanError
 from meshwright.store.durable import replace_file
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher, numbers
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class WandB(Scalars):
 
 def _numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
     """Every field that holds a finite number, but the step itself."""
-    fields = asdict(metrics)
+    fields = numbers(metrics)
     fields.pop("step")
     return {name: value for name, value in fields.items() if isinstance(value, int | float) and math.isfinite(value)}
 

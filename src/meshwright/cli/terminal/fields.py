@@ -105,7 +105,7 @@ def utilization(metrics: StepMetrics) -> str:
 
 def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
     """Figures that only some runs have."""
-    found = []
+    found = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
     if metrics.skipped is not None:
         found.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
     if metrics.noise_scale_tokens is not None:
@@ -119,10 +119,11 @@ def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
 
 def held_out(metrics: EvalMetrics) -> str:
     """An evaluation in one phrase."""
-    return (
-        f"loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g}, {metrics.bits_per_byte:.3f} bits per byte "
-        f"on {count(metrics.tokens)} tokens"
-    )
+    parts = [f"loss {metrics.loss:.4f}"]
+    if metrics.perplexity is not None and metrics.bits_per_byte is not None:
+        parts += [f"perplexity {metrics.perplexity:.4g}", f"{metrics.bits_per_byte:.3f} bits per byte"]
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.figures.items()]
+    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens"
 
 
 def closing(summary: Summary, device: str) -> str:

@@ -79,11 +79,13 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
     """How long they are, what becomes of long ones, and what the colours mean."""
     low, quarter, half, most, long, high = (f"{length:,}" for length in samples.lengths)
     cut = f"{samples.cut_tokens:,} tokens cut off"
+    about = "pairs" if samples.pairs else "samples"
+    green = "what is trained is green" if not samples.pairs else "better answers are green, worse ones red"
     return [
         f"{samples.trained_share:.1%} of the tokens of samples are trained; rows are {1 - samples.waste:.1%} full",
         f"tokens of a sample: {low} to {high}, half of them {half} or fewer ({quarter} to {most}; nine tenths {long})",
-        f"longer than {found.sequence}: {samples.overlong:,}; left out: {samples.left_out:,}; {cut}",
-        f"row {found.sample}: what is trained is green, what is masked grey, padding shown as dots:",
+        f"{about} longer than {found.sequence}: {samples.overlong:,}; left out: {samples.left_out:,}; {cut}",
+        f"row {found.sample}: {green}, what is masked grey, padding shown as dots:",
     ]
 
 
@@ -97,17 +99,28 @@ def _marks(found: DataView) -> str:
 
 def _sequence(found: DataView) -> Text:
     text = Text()
+    pairs = found.samples is not None and found.samples.pairs
     for place, token in enumerate(found.tokens):
-        if place and token.document != found.tokens[place - 1].document:
-            text.append(f"\n--- document {token.document} ---\n", style="bold reverse")
+        border = place and token.document != found.tokens[place - 1].document
+        if border or (pairs and not place):
+            start = "\n" if place else ""
+            text.append(f"{start}--- {_heading(token, pairs)} ---\n", style="bold reverse")
         shown = "." if token.mark == "padding" else token.text
-        text.append(shown, style=_style(token, place))
+        text.append(shown, style=_style(token, place, pairs))
     return text
 
 
-def _style(token: Token, place: int) -> str:
-    """Bright and dim in turn, so that the borders of tokens show; of samples, whether a token is trained."""
+def _heading(token: Token, pairs: bool) -> str:
+    if token.mark == "padding" or not pairs:
+        return f"document {token.document}"
+    return f"pair {token.document // 2}, {'rejected' if token.document % 2 else 'chosen'}"
+
+
+def _style(token: Token, place: int, pairs: bool = False) -> str:
+    """Bright and dim in turn, so that the borders of tokens show; of samples, whether a token is trained, and of pairs
+    in which answer."""
     if token.mark:
-        return {"trained": "bold green", "masked": "bright_black", "padding": "dim"}[token.mark]
+        trained = "bold red" if pairs and token.document % 2 else "bold green"
+        return {"trained": trained, "masked": "bright_black", "padding": "dim"}[token.mark]
     shade = " dim" if place % 2 else ""
     return _COLOURS[token.document % len(_COLOURS)] + shade + (" strike" if token.target is None else "")

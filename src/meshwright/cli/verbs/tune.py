@@ -23,12 +23,12 @@ def tune(
     foresight: Foresight = True,
     json: AsJson = False,
 ) -> None:
-    """Fine-tune a model on conversations: model=HF_DIR data=chat.jsonl.
+    """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
 
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
     and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
-    the same words and data.form=samples prints which. All else is as for train, with other defaults, which are said
-    before the start.
+    the same words and data.form=samples prints which. Columns chosen and rejected are compared, by DPO or what
+    recipe.objective names. All else is as for train, with other defaults, which are said before the start.
     """
     from meshwright.api.tuning import tuning_plan
 

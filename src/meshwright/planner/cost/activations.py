@@ -90,7 +90,7 @@ def logits(of: "Local") -> Logits:
     stream, normed = (kept.none for kept in _norm_kept(of, "head"))
     if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
         matrix = 0.0 if shape.lora else shape.vocab / of.tp * shape.hidden
-        made = of.tokens * shape.hidden * of.width + matrix * 4
+        made = of.tokens * shape.hidden * of.width + matrix * 4 + (normed if of.compares else 0.0)
         return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
     count = of.tokens * vocab
     peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)

@@ -103,7 +103,8 @@ def embedding(of: Local) -> LayerWork:
 
 
 def head(of: Local) -> LayerWork:
-    """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass."""
+    """Norm, product with the vocabulary, cross-entropy. Chunked: all three products in the forward pass; those of
+    log-probabilities that are compared in the backward pass, which makes the logits again."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
     product = Product(of.tokens, shape.hidden, vocab)
@@ -117,8 +118,12 @@ def head(of: Local) -> LayerWork:
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
-        both = Exchanges(enter.forward + loss, enter.backward)
-        operation = LayerOperation(name="head", forward=forward, exchanges=both)
+        if of.compares:
+            both = Exchanges(enter.forward + loss + exchanges.answer_sums(of), loss + enter.backward)
+            operation = LayerOperation(name="head", forward=(product, softmax), inputs=forward, exchanges=both)
+        else:
+            both = Exchanges(enter.forward + loss, enter.backward)
+            operation = LayerOperation(name="head", forward=forward, exchanges=both)
     else:
         operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),

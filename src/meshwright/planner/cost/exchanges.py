@@ -12,6 +12,7 @@ from meshwright.planner.cost.work import (
     MemoryPass,
     Work,
 )
+from meshwright.spec.objective_traits import most_answers
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -109,3 +110,9 @@ def balance(of: "Local") -> tuple[Exchange, ...]:
     size = 2.0 * of.batch * of.shape.moe.experts * 4
     axes = [axis for axis, parts in (("cp", of.cp), ("tp", of.tp if of.ep > 1 else 1)) if parts > 1]
     return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]  # two of the axes
+
+
+def answer_sums(of: "Local") -> tuple[Exchange, ...]:
+    """Log-probability and tokens of each answer that rows have room for, and of what fills them up, in fp64."""
+    size = of.batch * (most_answers(of.sequence) + 1) * 2 * 8
+    return (Exchange("cp", "all-reduce", size),) if of.cp > 1 else ()

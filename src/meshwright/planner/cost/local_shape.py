@@ -35,6 +35,8 @@ class Local:
     dropout: bool = False
     documents: bool = False
     """Attention has a mask of documents."""
+    compares: bool = False
+    """The objective is over pairs: it asks for log-probabilities, and makes logits again for the backward pass."""
     window: int = 0
     """Sliding window of the layer that is counted."""
     splits: bool = False
@@ -94,7 +96,7 @@ class Local:
 
 def local(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
-    documents: bool = False, gpu: bool = False, products: str = "same",
+    documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
@@ -115,6 +117,7 @@ def local(
         fp8=stack.own and products == "fp8",
         dropout=stack.dropout or dropout > 0,
         documents=documents and stack.own,
+        compares=compares and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
         compiled=stack.own and layout.compile != "off",
         gpu=gpu,

@@ -76,6 +76,7 @@ class SharedCosts:
                 documents,
                 self._gpu,
                 recipe.products,
+                recipe.traits.pairs,
             )
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]

@@ -83,7 +83,8 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
     gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
-    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu)
+    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
+               compares=recipe.traits.pairs)  # fmt: skip
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     part = StageContents.of(own, split)
@@ -99,7 +100,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     yield from _of_common_gradients(shape, layout, first, summed)
     if recipe.optimizer == "muon":
         yield from matrix_traffic(shape, layout, first, recipe.precision)
-    yield from _of_numbers(layout)
+    yield from _of_numbers(layout, len(recipe.traits.figures))
 
 
 class Sharing(NamedTuple):
@@ -273,9 +274,10 @@ def _of_common_gradients(shape: ModelShape, layout: Layout, rank: int, summed: f
             yield one.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
 
 
-def _of_numbers(layout: Layout) -> Calls:
-    """Tokens (float64); loss and balance loss (float32) in one; the squared norm of the gradients."""
+def _of_numbers(layout: Layout, figures: int) -> Calls:
+    """Tokens (float64); loss, balance loss and figures of the objective (float32) in one; the squared norm of the
+    gradients."""
     n, p, world = layout.dp * layout.cp, layout.pp, layout.world
-    for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8), ("world", world, 4)):
+    for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8 + 4 * figures), ("world", world, 4)):
         if ranks > 1:
             yield axis, "all_reduce", 1, 2 * (ranks - 1) * size // ranks

@@ -1,0 +1,35 @@
+"""The objective that a recipe names, and what it reads beside the text."""
+
+from dataclasses import dataclass
+
+from meshwright.spec import Recipe
+from meshwright.training.batches import OfAnswers
+from meshwright.training.orpo import ORPO
+from meshwright.training.preference import DPO, IPO
+from meshwright.training.step import CROSS_ENTROPY, Objective
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """What a step of this recipe minimizes."""
+    if recipe.objective == "dpo":
+        return DPO(sequence=recipe.sequence, beta=recipe.preference_beta, smoothing=recipe.preference_smoothing)
+    if recipe.objective == "ipo":
+        return IPO(sequence=recipe.sequence, beta=recipe.preference_beta)
+    if recipe.objective == "orpo":
+        return ORPO(sequence=recipe.sequence, beta=recipe.preference_beta)
+    return CROSS_ENTROPY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a run minimizes."""
+
+    objective: Objective = CROSS_ENTROPY
+    of_training: OfAnswers | None = None
+    """What the objective reads of answers that are trained on."""
+    of_validation: OfAnswers | None = None
+    """The same of those held out."""
+
+
+TEXT = Task()
+"""Cross-entropy."""

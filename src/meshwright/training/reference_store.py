@@ -1,0 +1,97 @@
+"""Log-probabilities of answers under the first weights of a run, on disk: in the run folder, from which it goes on, and
+in the user's cache by content, for other runs over the same weights and pairs."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from meshwright.data import Corpus
+from meshwright.data.cache_folder import default_root, read_json, write_json
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import RANDOM
+from meshwright.store import commit
+from meshwright.store.durable import replace_file
+
+NAME = "reference.safetensors"
+_FORMAT: Final = 1
+"""Raised whenever the same weights and pairs would give other numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTables:
+    """Log-probability of each sample (N,) in nats, 0 for those that no row has."""
+
+    train: NDArray[np.float64]
+    validation: NDArray[np.float64]
+
+
+def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
+    """Hash of what decides the numbers beside the weights: the text and its template, where answers are cut, and how
+    products are computed."""
+    recipe = plan.recipe
+    computed = recipe.precision, recipe.products, recipe.tf32, device
+    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, plan.model)
+
+
+def weights_of(plan: Plan, begins_with: Path | None) -> str:
+    """Hash of the first weights: of a checkpoint that holds nothing else, of the files of `model.init`, or of what
+    draws them. PlanError where the files are gone."""
+    if begins_with is not None:
+        return _hash((begins_with / commit.NAME).read_bytes())
+    if plan.init == RANDOM:
+        return _hash(RANDOM, plan.recipe.seed, plan.model)
+    files = sorted(Path(plan.init).glob("*.safetensors"))
+    if not files:
+        raise PlanError(f"model.init={plan.init} has no weights, under which answers are compared: put them back there")
+    with ThreadPoolExecutor(4) as pool:
+        return _hash(*pool.map(_file_hash, files))
+
+
+def cached(settings: str, weights: str) -> Path:
+    """Where the user's cache has them."""
+    return default_root() / "reference" / f"{_hash(settings, weights)}.safetensors"
+
+
+def read(path: Path, settings: str, weights: str | None) -> AnswerTables | None:
+    """The tables in a file, where they are of these settings and weights (None = whatever they are of)."""
+    try:
+        with safe_open(path, framework="np") as file:
+            about = file.metadata() or {}
+            if about.get("settings") != settings or weights not in (None, about.get("weights")):
+                return None
+            return AnswerTables(train=file.get_tensor("train"), validation=file.get_tensor("validation"))
+    except (OSError, SafetensorError):
+        return None
+
+
+def write(path: Path, tables: AnswerTables, settings: str, weights: str) -> None:
+    """Put the tables in a file, whole or not at all. OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"train": tables.train, "validation": tables.validation}
+    replace_file(path, save(arrays, {"settings": settings, "weights": weights}))
+
+
+def _file_hash(path: Path) -> str:
+    """Of what a file holds; read once, and again when size or time are others."""
+    stat = path.stat()
+    seen = _hash(os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    index = default_root() / "index" / f"weights-{seen}.json"
+    known = read_json(index).get("sha256")
+    if not isinstance(known, str):
+        known = commit.record(path).sha256
+        index.parent.mkdir(parents=True, exist_ok=True)
+        write_json(index, {"sha256": known})
+    return known
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
