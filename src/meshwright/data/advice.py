@@ -1,7 +1,7 @@
 """Whether a tokenizer suits a text and a model, said before training and not after."""
 
 from meshwright.data.corpus import Corpus
-from meshwright.spec import Plan
+from meshwright.spec import Plan, Recipe
 
 FEW_BYTES = 2.0
 """Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
@@ -32,9 +32,9 @@ def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
     return tuple(found)
 
 
-def tokens_of_run(plan: Plan) -> int:
-    """Tokens that all steps of a plan read, its batch ramp included."""
-    recipe, done, seen = plan.recipe, 0, 0
+def tokens_of_run(recipe: Recipe) -> int:
+    """Tokens that all steps read, the batch ramp included."""
+    done, seen = 0, 0
     borders = [stage.tokens for stage in recipe.batch_ramp]
     while done < recipe.steps:
         each = recipe.global_batch_at(seen) * recipe.sequence
@@ -42,3 +42,8 @@ def tokens_of_run(plan: Plan) -> int:
         steps = recipe.steps - done if following is None else min(recipe.steps - done, -(-(following - seen) // each))
         done, seen = done + steps, seen + steps * each
     return seen
+
+
+def how_often(times: float) -> str:
+    """A text is read so many times."""
+    return f"read {times:.1f} times" if times >= 1.05 else f"{times:.0%} of it is read"

@@ -1,47 +1,21 @@
-"""The rows of a corpus by number: windows of its text, or its samples packed."""
+"""The rows of a corpus by number: windows of its text, its samples packed, or those of several sources."""
 
-from collections.abc import Iterator
-from typing import Protocol
-
-from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.corpus import Corpus, MixedStream, Stream
+from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.sample_rows import SampleRows
-from meshwright.data.windows import Sampler, Sequences
+from meshwright.data.windows import NumberedRows as NumberedRows
+from meshwright.data.windows import Sampler
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.units import many
 
 
-class NumberedRows(Protocol):
-    """Rows of tokens, each one sample of a run."""
-
-    def __len__(self) -> int:
-        """Of one epoch."""
-
-    def take(self, cursor: int, count: int) -> Sequences:
-        """Rows [cursor, cursor + count) of the run."""
-
-    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
-        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
-
-
-def remarks_on(rows: NumberedRows, data: Data) -> tuple[str, ...]:
-    """What becomes of samples that do not fit, for the first lines of a run; none where all do."""
-    if not isinstance(rows, SampleRows):
-        return ()
-    found, fitted = [], rows.fitted
-    if fitted.overlong and data.overlong == "truncate":
-        found.append(
-            f"{many(fitted.overlong, 'sample')} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end "
-            "of an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such samples out"
+def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
+    """Of a stream of the corpus; DataError where there is less than a row of any source."""
+    if isinstance(stream, MixedStream):
+        parts = zip(data.sources, stream.parts, strict=True)
+        return MixedRows(
+            [numbered_rows(one, recipe, corpus, part, shuffle=shuffle) for one, part in parts], stream.weights
         )
-    if fitted.left_out:
-        short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
-        found.append(f"{many(fitted.left_out, 'sample')} left out{short}; `meshwright data show` has the lengths")
-    return tuple(found)
-
-
-def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
-    """Of a stream of the corpus; DataError where there is less than a row."""
     if stream.pairs:
         raise DataError(
             f"data.path={data.path} holds preferences (chosen and rejected), and preference tuning is not built: call "

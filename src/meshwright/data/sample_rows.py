@@ -19,6 +19,7 @@ from meshwright.data.windows import IGNORED, Sequences
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
+_TOKENS_AT_ONCE = 2**22
 _CHARACTER = 4
 """The most bytes of one, and so the most tokens that may be half of it."""
 
@@ -36,6 +37,8 @@ class FittedSamples:
     """Of those left out: samples without a trained token in their first S."""
     cut_tokens: int
     """Tokens behind the ends of rows."""
+    trained: int
+    """Tokens that an epoch trains."""
 
 
 @final
@@ -99,13 +102,14 @@ class SampleRows:
             )
         for sample in long.tolist():
             self._lengths[sample] = self._whole_characters(sample, tokenizer)
-        trains = np.array([self._trains(sample) for sample in range(len(lengths))], dtype=bool)
+        trained = self._trained()
+        trains = trained > 0
         stays = trains & (lengths <= self._sequence) if data.overlong == "drop" else trains
         self._kept = np.flatnonzero(stays)
         cut = lengths[stays] - self._lengths[stays]
         return FittedSamples(
             kept=len(self._kept), overlong=len(long), left_out=int((~stays).sum()), untrained=int((~trains).sum()),
-            cut_tokens=int(cut.sum()),
+            cut_tokens=int(cut.sum()), trained=int(trained[stays].sum()),
         )  # fmt: skip
 
     def _whole_characters(self, sample: int, tokenizer: Tokenizer) -> int:
@@ -117,11 +121,19 @@ class SampleRows:
                 return length
         return 0
 
-    def _trains(self, sample: int) -> bool:
-        """Whether any token but the first, which nothing predicts, is trained."""
+    def _trained(self) -> NDArray[np.int64]:
+        """[samples] trained tokens of each, but for the first, which nothing predicts; some samples at a time."""
         assert self._stream.marks is not None, "samples have marks"
-        begin = int(self._stream.starts[sample])
-        return bool((self._stream.marks[begin + 1 : begin + self._lengths[sample]] & TRAINED).any())
+        found, starts, first = np.zeros(len(self._lengths), dtype=np.int64), self._stream.starts, 0
+        while first < len(found):
+            last = max(first + 1, int(np.searchsorted(starts, starts[first] + _TOKENS_AT_ONCE)))
+            offset, here = int(starts[first]), slice(first, last)
+            begins = starts[here] + 1
+            ends = np.maximum(begins - 1 + self._lengths[here], begins)
+            before = np.append(0, np.cumsum(self._stream.marks[offset : int(ends[-1])] & TRAINED > 0))
+            found[here] = before[ends - offset] - before[begins - offset]
+            first = last
+        return found
 
     def _gather(self, places: NDArray[np.int64]) -> Sequences:
         """These rows; what no sample fills is a document of its own without targets."""

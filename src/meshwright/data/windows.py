@@ -6,7 +6,7 @@ very first is a target once. Letters: B sequences, S tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class Sequences:
     packed: bool
     """Whether any row holds a document's border."""
 
-    def rows(self, which: slice) -> "Sequences":
+    def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
         return Sequences(
             tokens=self.tokens[which],
@@ -42,6 +42,19 @@ class Sequences:
             positions=self.positions[which],
             packed=self.packed,
         )
+
+
+class NumberedRows(Protocol):
+    """Rows of tokens, each one sample of a run."""
+
+    def __len__(self) -> int:
+        """Of one epoch."""
+
+    def take(self, cursor: int, count: int) -> Sequences:
+        """Rows [cursor, cursor + count) of the run."""
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
+        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
 
 
 @final

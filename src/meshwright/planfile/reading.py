@@ -12,7 +12,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from meshwright.planfile.keys import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
+from meshwright.planfile.keys import (
+    INSTEAD,
+    SHORTHAND,
+    STARTS_FROM,
+    join,
+    own_name,
+    own_word,
+    part_of,
+    sections,
+    suggestion,
+)
+from meshwright.planfile.mixtures import MAY_BE_MIXED, mixture_of
 from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
@@ -114,6 +125,8 @@ class _Reader:
         given_as: dict[str, str] = {}
         for key, item in given.value.items():
             name = own_name(section, key)
+            if join(section, name) in MAY_BE_MIXED and (mixture := mixture_of(item)):
+                key, name, item = self._mixed(section, mixture)
             if name not in sections()[section]:
                 # Only the first problem is told, and a search for the nearest name takes a millisecond.
                 advice = "" if self.problems else f": {suggestion(section, key)}"
@@ -124,6 +137,12 @@ class _Reader:
                 given_as[name] = key
                 found[name] = self._item(section, key, name, item)
         return Given(found, given.where)
+
+    def _mixed(self, section: str, mixture: Given) -> tuple[str, str, Given]:
+        """The key, its name and the value that a mixture in a short form is in a section."""
+        if section:
+            return "mixture", "mixture", mixture
+        return "data", "data", Given({"mixture": mixture}, mixture.where)
 
     def _item(self, section: str, key: str, name: str, item: Given) -> Given:
         if key.replace("-", "_") != name:
@@ -139,6 +158,8 @@ class _Reader:
         name = own_name("", path[0])
         if len(path) == 1 and isinstance(value.value, str) and name in SHORTHAND and name not in STARTS_FROM:
             path = (name, SHORTHAND[name])
+        if len(path) == 1 and isinstance(value.value, list) and name == "data":
+            path = (name, "mixture")
         for key in reversed(path):
             value = Given({key: value}, value.where)
         return _put(tree, self.named(value, ""), len(path), "")
@@ -290,6 +311,7 @@ def _put(tree: Given, over: Given, levels: int, section: str) -> Given:
         tree = Given({SHORTHAND[section]: tree}, tree.where)
     items = dict(tree.value) if isinstance(tree.value, dict) else {}
     for key, item in over.value.items():
+        items.pop(INSTEAD.get(join(section, key), ""), None)
         items[key] = _put(items.get(key, Given(None, "")), item, levels - 1, join(section, key))
     return Given(items, tree.where or over.where)
 

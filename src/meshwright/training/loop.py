@@ -12,7 +12,8 @@ from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
-from meshwright.data.numbered_rows import numbered_rows, remarks_on
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.run_reading import announced
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -31,7 +32,7 @@ from meshwright.training.interrupt import Interrupt
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, seed_everything
+from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -100,8 +101,9 @@ def run(
         elif not drawn:
             pretrained.take_weights(state, plan)
             foreseen = _also_said(foreseen, ("init", pretrained.said(plan)))
-        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus), *remarks_on(rows, plan.data))
-        foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
+        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
+        reads = announced(plan.data, plan.recipe, corpus.train, rows)
+        foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
@@ -256,17 +258,23 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
                 f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
                 f"take recipe.{key}={there}, or start a new run from its export"
             )
+    if (there := values.get("weights", [])) != (here := mixture_weights(plan.data)):
+        raise _other_place(found, f"weights {_listed(there)} of its sources", f"weights {_listed(here)}")
     for what in DATA_KEYS if plan.data.form == "samples" else ():
         there, here = values.get(what), getattr(plan.data, what)
         if there != here:
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
-        raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
+        raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
     tensors = state.tensors()
     checkpoint.load(found, tensors, verified=True)
     state.restore(tensors, values)
     if state.engine.mesh.rank == 0:
         MetricsLog(folder.metrics).truncate_to(state.progress.step)
+
+
+def _listed(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
 
 
 def _other_place(found: Path, there: str, here: str) -> CheckpointError:

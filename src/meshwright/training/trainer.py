@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.data import Corpus
-from meshwright.data.corpus import TokenStream
-from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
@@ -23,8 +22,8 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
-from meshwright.training.evaluate import evaluate
+from meshwright.training.batches import Feed, PackedRows, Share, split
+from meshwright.training.held_out_scores import score
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
@@ -87,7 +86,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
-        sampler = self._rows(self.corpus.train, shuffle=True)
+        sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
         feed = Feed(PackedRows(sampler, recipe.document_mask), self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
@@ -125,9 +124,6 @@ class Trainer:
     def _length(self) -> str:
         """The key that says how long the run is."""
         return "epochs" if self.plan.recipe.epochs else "steps"
-
-    def _rows(self, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
-        return numbered_rows(self.plan.data, self.plan.recipe, self.corpus, stream, shuffle=shuffle)
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
@@ -231,21 +227,9 @@ class Trainer:
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         """The held-out loss, recorded and told; None where nothing is held out."""
-        recipe, progress, stream = self.plan.recipe, self.state.progress, self.corpus.validation
-        if stream.num_tokens < 2:
-            return None
-        batches = held_out(
-            self._rows(stream, shuffle=False),
-            self.device,
-            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=recipe.eval_sequences,
-            document_mask=recipe.document_mask,
-            share=self.share,
-        )
-        metrics = evaluate(
-            self.state.engine, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
-        )
-        if not metrics.tokens:
+        progress = self.state.progress
+        metrics = score(self.state.engine, self.plan, self.corpus, self.device, share=self.share, step=progress.step)
+        if metrics is None:
             return None
         if not math.isfinite(metrics.loss):
             raise self._not_finite(
@@ -313,7 +297,7 @@ class Trainer:
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None:
-            bits = progress.eval_loss / math.log(2) * validation.num_tokens / max(1, validation.num_bytes)
+            bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,

@@ -27,7 +27,8 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
         print_json(found)
         return
     out = console()
-    for part in (_figures(found), _legend(found), _sequence(found)):
+    sources = [_sources(found)] if found.sources else []
+    for part in (_figures(found), *sources, _legend(found), _sequence(found)):
         out.print(part)
 
 
@@ -52,6 +53,26 @@ def _figures(found: DataView) -> Table:
     whole = found.train.bytes + found.validation.bytes
     for name, side in (("trained on", found.train), ("held out", found.validation)):
         table.add_row(name, *_row(side), f"{side.bytes / whole:.2%}")
+    return table
+
+
+def _sources(found: DataView) -> Table:
+    """Each source of a mixture, and how often the run reads it."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("source")
+    for heading in (
+        "share",
+        "tokens",
+        "bytes per token",
+        "windows",
+        "read",
+        *(("cut", "left out") * bool(found.samples)),
+    ):
+        table.add_column(heading, justify="right")
+    for one in found.sources:
+        figures = (f"{one.share:.1%}", count(one.tokens), f"{one.bytes_per_token:.2f}", f"{one.rows:,}")
+        fitted = (f"{one.overlong:,}", f"{one.left_out:,}") if found.samples else ()
+        table.add_row(one.path, *figures, f"{one.times:.2g} times", *fitted)
     return table
 
 
