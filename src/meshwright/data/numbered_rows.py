@@ -1,5 +1,7 @@
 """The rows of a corpus by number: windows of its text, its samples packed, or those of several sources."""
 
+from collections.abc import Iterator
+
 from meshwright.data.corpus import Corpus, MixedStream, Stream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.sample_rows import SampleRows
@@ -12,10 +14,7 @@ from meshwright.spec.errors import DataError
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
     """Of a stream of the corpus; DataError where there is less than a row of any source."""
     if isinstance(stream, MixedStream):
-        parts = zip(data.sources, stream.parts, strict=True)
-        return MixedRows(
-            [numbered_rows(one, recipe, corpus, part, shuffle=shuffle) for one, part in parts], stream.weights
-        )
+        return MixedRows(list(_of_each(data, recipe, corpus, stream, shuffle)), stream.weights)
     if stream.pairs:
         raise DataError(
             f"data.path={data.path} holds preferences (chosen and rejected), and preference tuning is not built: call "
@@ -30,3 +29,13 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *,
         seed=recipe.seed,
         shuffle=shuffle,
     )
+
+
+def _of_each(data: Data, recipe: Recipe, corpus: Corpus, stream: MixedStream, shuffle: bool) -> Iterator[NumberedRows]:
+    """Of the sources of a mixture; DataError names the one."""
+    for one, part in zip(data.sources, stream.parts, strict=True):
+        try:
+            yield numbered_rows(one, recipe, corpus, part, shuffle=shuffle)
+        except DataError as error:
+            named = f"data.path={one.path}"
+            raise DataError(str(error) if named in str(error) else f"{named}: {error}") from error
