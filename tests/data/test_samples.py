@@ -153,7 +153,7 @@ def test_any_json_is_a_sample_or_a_sentence_with_its_place(fields: Any) -> None:
         ('{"text": \'a\'}', "line 2, column 10: broken JSON, Expecting value"),
         ('  {"text": "a"} x', "line 2, column 17: broken JSON, Extra data"),
         ('{"text": "na\u00efve \U0001f600"; }', "line 2, column 19: broken JSON, Expecting ',' delimiter"),
-        ("[1]", "line 2: each line must be an object with fields, not list"),
+        ("[1]", "line 2: a row is an object with fields, not list"),
     ],
 )  # fmt: skip
 def test_broken_json_is_named_by_line_and_column(line: str, sentence: str, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_paths_are_of_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest
         ("data=[{path: a}]", "data.mixture.0.weight is missing: give it"),
         (
             "data=[{path: a, weigth: 1}]",
-            "data.mixture.weigth is not known: the nearest known key is data.mixture.weight",
+            "data.mixture.weigth is not known: the nearest known key is data.mixture.weight (and 1 more)",
         ),
         ("data=a:1,b:0", "data.mixture: weight=0 of b must be above 0: leave the source out, or give it a share"),
         ("data={path: z, mixture: [a:1]}", "data.path=z and data.mixture: give one of them"),
