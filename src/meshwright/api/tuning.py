@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, str] = {
     "recipe.weight_decay": "0",
 }
 """Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
-INSTEAD = {"recipe.epochs": ("recipe.steps",)}
+INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.tokens")}
 """A default that is not taken where one of these keys is given."""
 
 

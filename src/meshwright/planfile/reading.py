@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from meshwright.planfile.keys import (
     INSTEAD,
+    LENGTHS,
     SHORTHAND,
     STARTS_FROM,
     join,
@@ -63,7 +64,7 @@ def read(
     tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
-    for override in _without_epochs(overrides):
+    for override in _of_one_length(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
@@ -92,14 +93,11 @@ def _named(name: str, given: Given) -> Iterator[str]:
         yield from _named(join(name, own_name(name, key) if name in sections() else key), item)
 
 
-def _without_epochs(overrides: Sequence[str]) -> Sequence[str]:
-    """The overrides; where the last that says how long the run is gives steps alone, epochs no longer count."""
+def _of_one_length(overrides: Sequence[str]) -> Sequence[str]:
+    """The overrides; the last that says how long the run is takes the other keys of LENGTHS away."""
     for override in reversed(overrides):
-        keys = said(override)
-        if "recipe.epochs" in keys:
-            return overrides
-        if "recipe.steps" in keys:
-            return [*overrides, "recipe.epochs=0"]
+        if keys := said(override) & set(LENGTHS):
+            return [*overrides, *(f"{key}=0" for key in LENGTHS[1:] if key not in keys)]
     return overrides
 
 
@@ -203,6 +201,7 @@ class _Reader:
         if self.problems:
             self._raise()
         found = Plan(**values, init=self.init)
+        found = replace(found, recipe=found.recipe.over()) if found.recipe.tokens else found
         own = os.path.join(self.init, "tokenizer.json")
         if found.init == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
             return found

@@ -123,7 +123,7 @@ class Trainer:
     @property
     def _length(self) -> str:
         """The key that says how long the run is."""
-        return "epochs" if self.plan.recipe.epochs else "steps"
+        return next((key for key in ("epochs", "tokens") if getattr(self.plan.recipe, key)), "steps")
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
