@@ -17,7 +17,7 @@ from meshwright.spec import BatchStage, Data, Plan, num_parameters
 from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, NonFiniteLoss, PlanError
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.training import held_out_scores, loop, trainer
+from meshwright.training import loop, trainer
 from meshwright.training.precision import LossScaler
 from meshwright.training.rate import learning_rate
 from meshwright.training.watch import EvalMetrics
@@ -296,7 +296,7 @@ def test_weights_without_a_held_out_loss_are_not_saved(
         loss = math.nan if step == 8 else 5.0
         return EvalMetrics(step=step, loss=loss, perplexity=loss, bits_per_byte=loss, tokens=9, seconds=0.0)
 
-    monkeypatch.setattr(held_out_scores, "evaluate", broken)
+    monkeypatch.setattr(trainer, "evaluate", broken)
     with pytest.raises(NonFiniteLoss, match=r"step 8: the held-out loss is nan; the last good checkpoint is .*000004"):
         loop.run(make(eval_every=4))
     assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [4]

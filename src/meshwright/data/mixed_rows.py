@@ -1,6 +1,7 @@
 """The rows of a mixture: every row is one of its sources' own, in the order that the weights give."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from functools import cached_property
 from typing import Final, final
@@ -68,15 +69,10 @@ def joined(found: Sequence[Sequences]) -> Sequences:
     """Batches one below the other; `packed` where one is."""
     if len(found) == 1:
         return found[0]
-    names = ("tokens", "targets", "documents", "positions")
-    tokens, targets, documents, positions = (np.concatenate([getattr(one, name) for one in found]) for name in names)
-    return Sequences(
-        tokens=tokens,
-        targets=targets,
-        documents=documents,
-        positions=positions,
-        packed=any(one.packed for one in found),
-    )
+    parts = {field.name: [getattr(one, field.name) for one in found] for field in fields(Sequences)}
+    packed = any(parts.pop("packed"))
+    arrays = {name: None if each[0] is None else np.concatenate(each) for name, each in parts.items()}
+    return Sequences(packed=packed, **arrays)
 
 
 def _trained_in_a_row(rows: NumberedRows) -> Fraction:

@@ -14,6 +14,10 @@ from meshwright.spec.errors import DataError
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
     """Of a stream of the corpus; DataError where there is less than a row of any source."""
     if isinstance(stream, MixedStream):
+        if any(part.pairs for part in stream.parts):
+            raise DataError(
+                "data.mixture holds preferences (chosen and rejected): put them into one file, as data.path"
+            )
         return MixedRows(list(_of_each(data, recipe, corpus, stream, shuffle)), stream.weights)
     if stream.pairs:
         raise DataError(

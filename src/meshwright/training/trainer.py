@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.data import Corpus
+from meshwright.data.corpus import TokenStream
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
@@ -16,14 +17,15 @@ from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.parallel.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
-from meshwright.spec import Plan
+from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedRows, Share, split
-from meshwright.training.held_out_scores import score
+from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
+from meshwright.training.evaluate import evaluate
+from meshwright.training.held_out_scores import score_sources
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
@@ -227,8 +229,8 @@ class Trainer:
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         """The held-out loss, recorded and told; None where nothing is held out."""
-        progress = self.state.progress
-        metrics = score(self.state.engine, self.plan, self.corpus, self.device, share=self.share, step=progress.step)
+        recipe, progress = self.plan.recipe, self.state.progress
+        metrics = score_sources(self.plan.data, self.corpus.validation, recipe.eval_sequences, self._score)
         if metrics is None:
             return None
         if not math.isfinite(metrics.loss):
@@ -241,6 +243,20 @@ class Trainer:
         log.append({"step": progress.step, "kind": "eval", **_record(metrics)})
         self._tell("evaluated", metrics)
         return metrics.loss
+
+    def _score(self, data: Data, stream: TokenStream, limit: int) -> EvalMetrics:
+        """Of one source, at most `limit` rows."""
+        recipe = self.plan.recipe
+        batches = held_out(
+            numbered_rows(data, recipe, self.corpus, stream, shuffle=False),
+            self.device,
+            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
+            limit=limit,
+            document_mask=recipe.document_mask,
+            share=self.share,
+        )
+        per_byte = stream.num_tokens / max(1, stream.num_bytes)
+        return evaluate(self.state.engine, batches, step=self.state.progress.step, tokens_per_byte=per_byte)
 
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
