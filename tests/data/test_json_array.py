@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import json_array
-from meshwright.data.json_array import _Reader, objects
+from meshwright.data.json_array import _ArrayReader, objects
 from meshwright.spec.errors import DataError
 
 VALUES = st.recursive(
@@ -25,7 +25,7 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_si
 def read(data: bytes, block: int) -> list[Any]:
     """With blocks of so many bytes, which end inside of words, numbers, escapes and characters."""
     blocks = iter([data[begin : begin + block] for begin in range(0, len(data), block)])
-    return [row for _, row in _Reader(Path("x.json"), blocks).objects()]
+    return [row for _, row in _ArrayReader(Path("x.json"), blocks).objects()]
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_a_row_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPat
             yield b"x" * 100
 
     with pytest.raises(DataError, match=r"x\.json, row 1 has more than 1,000 characters"):
-        list(_Reader(Path("x.json"), endless()).objects())
+        list(_ArrayReader(Path("x.json"), endless()).objects())
 
 
 MEASURE = """

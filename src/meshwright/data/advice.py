@@ -1,7 +1,11 @@
 """Whether a tokenizer suits a text and a model, said before training and not after."""
 
+from collections.abc import Mapping
+from itertools import islice
+
 from meshwright.data.corpus import Corpus
 from meshwright.spec import Plan, Recipe
+from meshwright.spec.units import many
 
 FEW_BYTES = 2.0
 """Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
@@ -10,6 +14,7 @@ LEAST_BYTES = 20_000
 IDLE = 4
 """A model may have so many times the rows of its tokenizer before it is said."""
 UNITS = "bytes"
+_COLUMNS_NAMED = 4
 
 
 def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
@@ -29,7 +34,15 @@ def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
             f"model.vocab={plan.model.vocab} has {plan.model.vocab - tokenizer.vocab:,} rows that the "
             f"{tokenizer.vocab:,} tokens of the tokenizer never use: model.vocab={tokenizer.vocab} saves them"
         )
+    if corpus.unread:
+        found.append(f"columns that are not read: {named_columns(corpus.unread)}")
     return tuple(found)
+
+
+def named_columns(unread: Mapping[str, int]) -> str:
+    """Columns with the rows that have them: the first few."""
+    found = [f"{name} ({many(rows, 'row')})" for name, rows in islice(unread.items(), _COLUMNS_NAMED)]
+    return ", ".join(found) + (f" and {len(unread) - _COLUMNS_NAMED} more" if len(unread) > _COLUMNS_NAMED else "")
 
 
 def tokens_of_run(recipe: Recipe) -> int:

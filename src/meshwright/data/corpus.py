@@ -3,8 +3,8 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -145,3 +145,5 @@ class Corpus:
     """Hash of texts, tokenizer, split and format: equal fingerprints mean equal tokens."""
     key: str
     """Name of its folder in the cache; of a mixture that of its fingerprint."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Of rows that are samples: columns that none is made of, and how many rows have each."""

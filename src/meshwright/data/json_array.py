@@ -24,13 +24,13 @@ def objects(path: Path) -> Iterator[tuple[int, Any]]:
     and the row that is no object; a row larger than MOST_CHARACTERS is refused."""
     try:
         with path.open("rb") as file:
-            yield from _Reader(path, iter(lambda: file.read(_BLOCK), b"")).objects()
+            yield from _ArrayReader(path, iter(lambda: file.read(_BLOCK), b"")).objects()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @final
-class _Reader:
+class _ArrayReader:
     """Text of which only the part that is looked at is in memory."""
 
     def __init__(self, path: Path, blocks: Iterator[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -32,6 +33,7 @@ def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None 
         tokenizer=found[0].tokenizer,
         fingerprint=fingerprint,
         key=fingerprint[:24],
+        unread=sum((Counter(part.unread) for part in found), Counter()),
     )
 
 

@@ -14,6 +14,9 @@ _BUFFER_BYTES = 2**20
 _BATCH_ROWS = 64
 """Rows decoded at a time: a row may hold a whole book."""
 
+_OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "chosen", "input_ids"})
+"""Columns of rows for fine-tuning (data/samples.py)."""
+
 Row = tuple[str, Mapping[str, Any]]
 """(`FILE:LINE`, fields)."""
 
@@ -123,7 +126,8 @@ def _object(row: Any, where: str) -> Mapping[str, Any]:
 def _require_field(field: str, found: list[str], where: str) -> None:
     if field not in found:
         has = ", ".join(map(str, found)) or "no fields"
-        raise DataError(f"{where}: no field {field!r}, it has: {has}; set data.text_field")
+        hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(found) else "`meshwright tune` trains on such rows"
+        raise DataError(f"{where}: no field {field!r}, it has: {has}; {hint}")
 
 
 def _kind(value: object) -> str:

@@ -1,7 +1,7 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -55,6 +55,8 @@ class SampleFigures:
     """Tokens of a sample: the shortest, a quarter, half, three quarters, nine tenths, the longest."""
     overlong: int
     """Longer than a row."""
+    policy: str
+    """What becomes of those: data.overlong."""
     left_out: int
     """Of which no row has anything."""
     cut_tokens: int
@@ -86,6 +88,8 @@ class DataView:
     tokens: tuple[Token, ...]
     samples: SampleFigures | None = None
     """None = text."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Of samples: columns that none is made of, and how many rows have each."""
     sources: tuple[SourceReading, ...] = ()
     """Of a mixture: each source, and what the run reads of it."""
 
@@ -114,7 +118,8 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
         sample=sample,
         packed=packed,
         tokens=tokens,
-        samples=_sample_figures(corpus.train, sampler) if data.form == "samples" else None,
+        samples=_sample_figures(corpus.train, sampler, data) if data.form == "samples" else None,
+        unread=corpus.unread,
         sources=readings(data, run, corpus.train, sampler) if data.mixture else (),
     )
 
@@ -131,7 +136,7 @@ def _bytes_per_token(corpus: Corpus) -> float:
     return float(num_bytes / num_tokens)
 
 
-def _sample_figures(stream: Stream, sampler: NumberedRows) -> SampleFigures:
+def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> SampleFigures:
     """Of all sources together."""
     lengths = [np.diff(np.append(part.starts, part.size)) for part in _parts(stream)]
     parts = [
@@ -141,6 +146,7 @@ def _sample_figures(stream: Stream, sampler: NumberedRows) -> SampleFigures:
         trained_share=stream.num_tokens / stream.size,
         lengths=tuple(np.quantile(np.concatenate(lengths), QUANTILES, method="nearest").tolist()),
         overlong=sum(one.fitted.overlong for one in parts),
+        policy=data.overlong,
         left_out=sum(one.fitted.left_out for one in parts),
         cut_tokens=sum(one.fitted.cut_tokens for one in parts),
         waste=sum(one.packed.waste * len(one) for one in parts) / len(sampler),

@@ -11,6 +11,7 @@ from meshwright import planfile
 from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
+from meshwright.data.advice import named_columns
 from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, view
 from meshwright.spec import Data
 from meshwright.spec.units import MIB, count
@@ -87,6 +88,8 @@ def _legend(found: DataView) -> Text:
         names = ", ".join(Path(path).name for path in found.passed_over[:_NAMES_SHOWN])
         more = ", ..." if len(found.passed_over) > _NAMES_SHOWN else ""
         lines.append(f"passed over as binary: {len(found.passed_over)} ({names}{more})")
+    if found.unread:
+        lines.append(f"columns that are not read: {named_columns(found.unread)}")
     if found.samples is not None:
         lines += _sample_lines(found, found.samples)
         return Text("\n".join([*lines, ""]))
@@ -103,7 +106,8 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
     return [
         f"{samples.trained_share:.1%} of the tokens of samples are trained; rows are {1 - samples.waste:.1%} full",
         f"tokens of a sample: {low} to {high}, half of them {half} or fewer ({quarter} to {most}; nine tenths {long})",
-        f"longer than {found.sequence}: {samples.overlong:,}; left out: {samples.left_out:,}; {cut}",
+        f"longer than {found.sequence}: {samples.overlong:,} (data.overlong={samples.policy}); left out: "
+        f"{samples.left_out:,}; {cut}",
         f"row {found.sample}: what is trained is green, what is masked grey, padding shown as dots:",
     ]
 
