@@ -37,7 +37,9 @@ def written(path: Path, size: int) -> int:
     row = line * 25
     rows = size // len(row)
     if path.suffix == ".parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
         table = pyarrow.table({"text": [f"{number} {row}" for number in range(rows)]})
         parquet.write_table(table, path, row_group_size=rows, use_dictionary=False, compression="none")
         return sum(len(f"{number} {row}") for number in range(rows))

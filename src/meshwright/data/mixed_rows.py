@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from functools import cached_property
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def joined(found: Sequence[Sequences]) -> Sequences:
         return found[0]
     parts = {field.name: [getattr(one, field.name) for one in found] for field in fields(Sequences)}
     packed = any(parts.pop("packed"))
-    arrays = {name: None if each[0] is None else np.concatenate(each) for name, each in parts.items()}
+    arrays: dict[str, Any] = {name: None if each[0] is None else np.concatenate(each) for name, each in parts.items()}
     return Sequences(packed=packed, **arrays)
 
 
