@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from meshwright.api.trained_model import load
 from meshwright.data import prepare, token_cache
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
 from meshwright.observe.ranks import on_ranks
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Data, Layout, Plan
 from meshwright.spec.errors import CheckpointError, DataError
 from meshwright.spec.plan import MixtureSource
 from meshwright.store import checkpoint
@@ -194,3 +196,35 @@ def test_a_source_that_is_shorter_than_a_row_is_named(make: Make, tmp_path: Path
         DataError, match=r"data\.path=.*tiny\.txt: recipe\.sequence=12 needs 13 tokens and the data has 3"
     ):
         loop.run(replace(plan, data=replace(plan.data, validation=0.0, mixture=(plan.data.mixture[0], tiny))))
+
+
+def test_a_trained_model_is_scored_on_what_its_run_held_out_and_on_any_file(make: Make, tmp_path: Path) -> None:
+    loop.run(make(steps=2))
+    model = load(tmp_path / "run")
+    found, other = model.evaluate(), model.evaluate(tmp_path / "texts")
+    assert found.tokens > 0 and found.loss > 0
+    assert other.tokens > found.tokens, "all of a file, not what is held out of it"
+
+
+def test_conversations_of_several_files_are_tuned_on(tmp_path: Path) -> None:
+    """In the shares of their trained tokens, each file scored by its answers, and any other file read alike."""
+    for name, words in (("short", 2), ("long", 9)):
+        rows = (
+            {"messages": [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": "word " * words}]}
+            for n in range(30)
+        )
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": 96, "steps": 4})
+    mixture = tuple(MixtureSource(path=str(tmp_path / f"{name}.jsonl"), weight=1) for name in ("short", "long"))
+    data = Data(mixture=mixture, form="samples", tokenizer="bytes", validation=0.2)
+    watcher = Notes()
+    loop.run(replace(found, data=data), watchers=[watcher])
+    scored = watcher.evaluations[-1]
+    assert scored.sources is not None and scored.loss == pytest.approx(sum(one.loss for one in scored.sources) / 2)
+    corpus = prepare(data)
+    rows_of = numbered_rows(data, found.recipe, corpus, corpus.train, shuffle=True)
+    batch = rows_of.take(0, 600)
+    sources = rows_of.interleaving.place(np.arange(600))[0]  # type: ignore[attr-defined]  # of MixedRows
+    trained = [int((batch.targets[sources == source] >= 0).sum()) for source in (0, 1)]
+    assert trained[0] == pytest.approx(trained[1], rel=0.02)
+    assert load(tmp_path / "run").evaluate(tmp_path / "long.jsonl").tokens > 30 * 40

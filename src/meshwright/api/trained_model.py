@@ -157,7 +157,7 @@ class TrainedModel:
         data = self.plan.data if self.plan and (path is None or self.plan.data.form != "text") else Data()
         data = replace(data, tokenizer=self.tokenizer_file)
         if path is not None:
-            data = replace(data, path=str(path), validation=0.0)
+            data = replace(data, path=str(path), mixture=(), validation=0.0)
             try:
                 return data, prepare(data)
             except DataError as error:
