@@ -67,6 +67,11 @@ class TokenStream:
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
 
     @property
+    def parts(self) -> tuple["TokenStream", ...]:
+        """Itself, as the only source."""
+        return (self,)
+
+    @property
     def size(self) -> int:
         """Tokens that are read, trained or not."""
         return len(self.tokens)

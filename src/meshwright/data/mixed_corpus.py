@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from meshwright.data.cache_folder import default_root, new_folder
-from meshwright.data.corpus import Corpus, MixedStream, TokenStream
+from meshwright.data.corpus import Corpus, MixedStream
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
@@ -28,18 +28,13 @@ def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None 
         together = repr([part.fingerprint for part in found])
         fingerprint = hashlib.blake2b(together.encode(), digest_size=20).hexdigest()
     return Corpus(
-        train=MixedStream(parts=_streams(found, "train"), weights=weights),
-        validation=MixedStream(parts=_streams(found, "validation"), weights=weights),
+        train=MixedStream(parts=tuple(part for one in found for part in one.train.parts), weights=weights),
+        validation=MixedStream(parts=tuple(part for one in found for part in one.validation.parts), weights=weights),
         tokenizer=found[0].tokenizer,
         fingerprint=fingerprint,
         key=fingerprint[:24],
         unread=sum((Counter(part.unread) for part in found), Counter()),
     )
-
-
-def _streams(found: list[Corpus], side: str) -> tuple[TokenStream, ...]:
-    streams = [getattr(corpus, side) for corpus in found]
-    return tuple(stream for stream in streams if isinstance(stream, TokenStream))
 
 
 def _tokenizer(data: Data, root: Path) -> str:

@@ -1,12 +1,12 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
+from meshwright.data.corpus import Corpus, Stream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.data.run_reading import SourceReading, readings
@@ -99,7 +99,7 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     sources, tokenizer = [Source(one) for one in data.sources or (data,)], corpus.tokenizer
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
-    short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in _parts(corpus.validation))
+    short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in corpus.validation.parts)
     sample, packed, tokens = _sample(corpus, sampler)
     run = recipe.over(len(sampler))
     return DataView(
@@ -124,10 +124,6 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     )
 
 
-def _parts(stream: Stream) -> Sequence[TokenStream]:
-    return stream.parts if isinstance(stream, MixedStream) else (stream,)
-
-
 def _bytes_per_token(corpus: Corpus) -> float:
     num_bytes, num_tokens = (
         sum(getattr(stream, f"num_{what}") for stream in (corpus.train, corpus.validation))
@@ -138,7 +134,7 @@ def _bytes_per_token(corpus: Corpus) -> float:
 
 def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> SampleFigures:
     """Of all sources together."""
-    lengths = [np.diff(np.append(part.starts, part.size)) for part in _parts(stream)]
+    lengths = [np.diff(np.append(part.starts, part.size)) for part in stream.parts]
     parts = [
         one for one in (sampler.rows if isinstance(sampler, MixedRows) else [sampler]) if isinstance(one, SampleRows)
     ]
@@ -164,7 +160,7 @@ def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Tok
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
     found = sampler.take(chosen, 1)
     rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
-    spell, marks = corpus.tokenizer.spell, _marks(found, _parts(corpus.train)[0].marks is not None)
+    spell, marks = corpus.tokenizer.spell, _marks(found, corpus.train.parts[0].marks is not None)
     tokens = tuple(
         Token(
             id=token,

@@ -120,10 +120,7 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
 def first_words(corpus: "Corpus") -> str:
     """A prompt that belongs to the data: the first definition of the held-out text where that is source code, else its
     first words; of the training text where nothing is held out, of a mixture its first source."""
-    from meshwright.data.corpus import MixedStream
-
-    both = [one.parts[0] if isinstance(one, MixedStream) else one for one in (corpus.validation, corpus.train)]
-    stream = both[0] if both[0].num_tokens else both[1]
+    stream = (corpus.validation if corpus.validation.num_tokens else corpus.train).parts[0]
     marks = {corpus.tokenizer.bos, corpus.tokenizer.eos}
     ids = [token for token in stream.read(0, min(READ_TOKENS, stream.num_tokens)).tolist() if token not in marks]
     text = printable(corpus.tokenizer.decode(ids))
