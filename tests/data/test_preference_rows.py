@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows, remarks_on
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.run_reading import fit
 from meshwright.data.sample_rows import SampleRows, shared
 from meshwright.data.show import view
 from meshwright.spec import Data, Recipe
@@ -69,7 +70,7 @@ def test_long_pairs_are_cut_at_the_end_of_both_left_out_or_refused(tmp_path: Pat
     assert (rows.fitted.overlong, rows.fitted.left_out, rows.fitted.untrained, rows.fitted.kept) == (3, 1, 1, 2)
     lengths = sorted(np.unique(row, return_counts=True)[1].tolist() for row in rows.take(0, 2).documents)
     assert lengths == [[5 + 1, 14], [10, 10]]
-    [cut, out] = remarks_on(rows, Data(path="x", form="samples"))
+    [cut, out] = fit(rows, Data(path="x", form="samples"))
     assert "3 pairs longer than a row" in cut and "1 pair left out" in out
     assert rows_of(tmp_path, lines[0], pair("a", "b", "c"), sequence=20, overlong="drop").fitted.kept == 1
     with pytest.raises(DataError, match=r"3 of 3 pairs are longer than recipe.sequence=20 tokens, the longest 67"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from meshwright.data import sample_cache
+from meshwright.data.advice import named_columns
 from meshwright.data.corpus import Corpus
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.spec import Data
@@ -230,7 +231,7 @@ def test_a_folder_is_its_rows_and_not_the_files_of_its_tokenizer(folder: Path) -
     assert len(trained_texts(prepared(folder, path=folder, root=root))) == 3
     (folder / "notes.txt").write_text("hello")
     assert refused(folder, path=folder, root=root) == (
-        f"{folder}/notes.txt holds no rows: fine-tuning reads .jsonl, .json, .parquet files and hub datasets"
+        f"{folder}/notes.txt holds no rows: fine-tuning reads .jsonl, .json and .parquet files, and hub datasets"
     )
 
 
@@ -252,3 +253,23 @@ def test_a_damaged_cache_is_made_anew(folder: Path) -> None:
     for name in ("train.tokens", "train.marks", "meta.json"):
         (folder / "cache" / "samples" / first.key / name).write_bytes(b"")
         assert trained_texts(prepared(folder)) == texts
+
+
+def test_columns_that_are_not_read_are_counted(folder: Path) -> None:
+    found = [{**chat, "id": number} for number, chat in enumerate(chats(6))]
+    found[2]["mesages"] = "a slip"
+    write(folder, found)
+    for _ in range(2):  # counted, and found in the cache
+        corpus = prepared(folder)
+        assert dict(corpus.unread) == {"id": 6, "mesages": 1}
+        assert named_columns(corpus.unread) == "id (6 rows), mesages (1 row)"
+    assert named_columns({name: 2 for name in "abcdef"}) == "a (2 rows), b (2 rows), c (2 rows), d (2 rows) and 2 more"
+
+
+def test_a_template_that_is_named_is_named_where_it_fails(folder: Path) -> None:
+    write(folder, chats(3))
+    (folder / "own.jinja").write_text("{% for m in messages %}\n{{ m.nope.deeper }}{% endfor %}")
+    assert refused(folder, template=str(folder / "own.jinja")) == (
+        f"{folder}/chat.jsonl, line 1: the chat template {folder}/own.jinja fails in line 2: 'dict object' has no "
+        "attribute 'nope'"
+    )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import rows
-from meshwright.data.samples import Continuation, Conversation, Preference, Sample, TokenIds, sample
+from meshwright.data.samples import Continuation, Conversation, Preference, Sample, TokenIds, sample, unread
 from meshwright.spec.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -153,7 +153,7 @@ def test_any_json_is_a_sample_or_a_sentence_with_its_place(fields: Any) -> None:
         ('{"text": \'a\'}', "line 2, column 10: broken JSON, Expecting value"),
         ('  {"text": "a"} x', "line 2, column 17: broken JSON, Extra data"),
         ('{"text": "na\u00efve \U0001f600"; }', "line 2, column 19: broken JSON, Expecting ',' delimiter"),
-        ("[1]", "line 2: each line must be an object with fields, not list"),
+        ("[1]", "line 2: a row is an object with fields, not list"),
     ],
 )  # fmt: skip
 def test_broken_json_is_named_by_line_and_column(line: str, sentence: str, tmp_path: Path) -> None:
@@ -162,3 +162,20 @@ def test_broken_json_is_named_by_line_and_column(line: str, sentence: str, tmp_p
     with pytest.raises(DataError) as error:
         list(rows.jsonl(path))
     assert str(error.value) == f"{path}, {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "others"),
+    [
+        ({"messages": [], "tools": [], "id": 1, "source": None}, {"id"}),
+        ({"messages": [], "mesages": []}, {"mesages"}),
+        ({"prompt": "a", "completion": "b", "text": "c"}, {"text"}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, set()),
+        ({"instruction": "a", "input": "b", "output": "c", "system": "d"}, set()),
+        ({"input_ids": [1], "labels": [1], "attention_mask": [1]}, {"attention_mask"}),
+        ({"text": "a", "meta": {}}, {"meta"}),
+        ({"question": "a"}, set()),
+    ],
+)
+def test_columns_that_no_sample_is_made_of(fields: Any, others: set[str]) -> None:
+    assert unread(fields) == others

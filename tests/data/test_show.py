@@ -88,3 +88,37 @@ def test_a_run_that_cannot_be_shown_says_so(texts: Path, tmp_path: Path) -> None
     corpus = prepare(data, cache_root=tmp_path / "cache")
     with pytest.raises(DataError, match=r"recipe\.sequence=9999"):
         view(data, Recipe(sequence=9999), corpus)
+
+
+def test_each_source_of_a_mixture_is_shown(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = (json.dumps({"text": f"line {number} of a file\n" * 4}) for number in range(40))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    word = f"data={texts}:3,{tmp_path / 'rows.jsonl'}:1"
+    length = ["recipe.sequence=16", "recipe.steps=10", "recipe.global_batch=8"]
+    assert main(["data", "show", word, *length, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [source["share"] for source in found["sources"]] == [0.75, 0.25]
+    assert [source["times"] * source["rows"] for source in found["sources"]] == pytest.approx([60, 20])
+    assert sum(source["tokens"] for source in found["sources"]) == found["train"]["tokens"]
+    assert sum(source["rows"] for source in found["sources"]) == found["train"]["windows"]
+    assert main(["data", "show", word, *length]) == 0
+    out = capsys.readouterr().out
+    assert "75.0%" in out and "25.0%" in out and "bytes per token" in out
+
+
+def test_what_becomes_of_long_samples_and_of_columns_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a long answer " * 20}]
+    short = [*turns[:1], {"role": "assistant", "content": "no"}]
+    rows = [{"messages": turns if number % 2 else short, "id": number} for number in range(8)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [f"data={tmp_path / 'chat.jsonl'}", "data.form=samples", "recipe.sequence=32", "data.validation=0"]
+    assert main(["data", "show", *words, "data.overlong=drop"]) == 0
+    out = capsys.readouterr().out
+    assert "longer than 32: 4 (data.overlong=drop); left out: 4" in out
+    assert "columns that are not read: id (8 rows)" in out

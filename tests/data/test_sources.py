@@ -117,7 +117,7 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "says"),
     [
         ('{"text": "a"', "line 2, column 13: broken JSON"),
-        ("[1]", "line 2: each line must be an object with fields, not list"),
+        ("[1]", "line 2: a row is an object with fields, not list"),
         ('{"body": "a", "id": 1}', "line 2: no field 'text', it has: body, id; set data.text_field"),
         ('{"text": null}', "line 2: field 'text' is null, not text"),
         ('{"text": ["a"]}', "line 2: field 'text' is list, not text"),

@@ -336,3 +336,18 @@ def test_data_as_one_word_keeps_the_other_keys_of_data(tmp_path: Path) -> None:
     for overrides in (["data=b.txt"], ["data.tokenizer=bytes", "data=b.txt"], ["data=b.txt", "data.tokenizer=bytes"]):
         plan = read(file, overrides)
         assert (plan.data.path, plan.data.tokenizer) == ("b.txt", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        (["recipe.tokens=1e6"], (123, 0, 1_000_000)),
+        (["recipe.epochs=3", "recipe.tokens=1e6"], (123, 0, 1_000_000)),
+        (["recipe.tokens=1e6", "recipe.epochs=3"], (500, 3, 0)),
+        (["recipe.tokens=1e6", "recipe.steps=7"], (7, 0, 0)),
+        (["recipe.tokens=1e6", "recipe.sequence=128"], (245, 0, 1_000_000)),
+    ],
+)
+def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[int, float, int]) -> None:
+    recipe = read(None, words).recipe
+    assert (recipe.steps, recipe.epochs, recipe.tokens) == length

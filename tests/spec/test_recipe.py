@@ -1,6 +1,8 @@
 """Recipe: bounds, the warm-up that fits, the batch ramp."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.spec import BatchStage, Recipe
 from meshwright.spec.errors import PlanError
@@ -74,3 +76,28 @@ def test_batch_ramps_that_cannot_be() -> None:
         BatchStage(tokens=-1, global_batch=1)
     with pytest.raises(PlanError, match="global_batch=0"):
         BatchStage(tokens=1, global_batch=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 4000), sequence=st.integers(1, 9), batch=st.integers(1, 9),
+    borders=st.lists(st.integers(1, 3000), max_size=3, unique=True), data=st.data(),
+)  # fmt: skip
+def test_a_budget_of_tokens_is_the_fewest_steps_that_read_them(
+    tokens: int, sequence: int, batch: int, borders: list[int], data: st.DataObject
+) -> None:
+    """Counted step by step, the batch ramp included."""
+    ramp = tuple(BatchStage(tokens=at, global_batch=data.draw(st.integers(1, 9))) for at in sorted(borders))
+    found = Recipe(tokens=tokens, sequence=sequence, global_batch=batch, batch_ramp=ramp).over()
+    seen, steps = 0, 0
+    while seen < tokens:
+        seen, steps = seen + found.global_batch_at(seen) * sequence, steps + 1
+    assert found.steps == steps and found.warmup_steps == min(20, steps // 10)
+    assert found.over() == found
+
+
+def test_a_run_has_one_length() -> None:
+    with pytest.raises(PlanError, match=r"recipe.epochs=3 and recipe.tokens=5: give one of them"):
+        Recipe(epochs=3, tokens=5)
+    with pytest.raises(PlanError, match=r"recipe.warmup_steps=30 exceeds the 1 steps of recipe.tokens=5: take"):
+        Recipe(tokens=5, warmup_steps=30).over()

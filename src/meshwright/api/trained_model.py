@@ -144,7 +144,7 @@ class TrainedModel:
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
         recipe = replace(recipe, objective=CROSS_ENTROPY)
-        if corpus.train.pairs:
+        if any(part.pairs for part in corpus.train.parts):
             raise DataError(
                 "preferences are scored by the run itself, which knows its first weights: its metrics.jsonl has loss "
                 "and accuracy of those held out; give data= a text, or a file of conversations"
@@ -167,7 +167,7 @@ class TrainedModel:
         data = self.plan.data if self.plan and (path is None or self.plan.data.form != "text") else Data()
         data = replace(data, tokenizer=self.tokenizer_file)
         if path is not None:
-            data = replace(data, path=str(path), validation=0.0)
+            data = replace(data, path=str(path), mixture=(), validation=0.0)
             try:
                 return data, prepare(data)
             except DataError as error:

@@ -36,7 +36,7 @@ PREFERENCE_DEFAULTS: Mapping[str, str] = {
 """Of a file with chosen and rejected answers, two of which share a row; TRL's DPOConfig has the same rate."""
 RATES = {"orpo": "8e-6"}
 """Learning rates of objectives that have one of their own (arXiv:2403.07691, appendix C)."""
-INSTEAD = {"recipe.epochs": ("recipe.steps",)}
+INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.tokens")}
 """A default that is not taken where one of these keys is given."""
 
 

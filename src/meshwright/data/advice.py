@@ -1,7 +1,11 @@
 """Whether a tokenizer suits a text and a model, said before training and not after."""
 
+from collections.abc import Mapping
+from itertools import islice
+
 from meshwright.data.corpus import Corpus
-from meshwright.spec import Plan
+from meshwright.spec import Plan, Recipe
+from meshwright.spec.units import many
 
 FEW_BYTES = 2.0
 """Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
@@ -10,6 +14,7 @@ LEAST_BYTES = 20_000
 IDLE = 4
 """A model may have so many times the rows of its tokenizer before it is said."""
 UNITS = "bytes"
+_COLUMNS_NAMED = 4
 
 
 def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
@@ -29,12 +34,20 @@ def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
             f"model.vocab={plan.model.vocab} has {plan.model.vocab - tokenizer.vocab:,} rows that the "
             f"{tokenizer.vocab:,} tokens of the tokenizer never use: model.vocab={tokenizer.vocab} saves them"
         )
+    if corpus.unread:
+        found.append(f"columns that are not read: {named_columns(corpus.unread)}")
     return tuple(found)
 
 
-def tokens_of_run(plan: Plan) -> int:
-    """Tokens that all steps of a plan read, its batch ramp included."""
-    recipe, done, seen = plan.recipe, 0, 0
+def named_columns(unread: Mapping[str, int]) -> str:
+    """Columns with the rows that have them: the first few."""
+    found = [f"{name} ({many(rows, 'row')})" for name, rows in islice(unread.items(), _COLUMNS_NAMED)]
+    return ", ".join(found) + (f" and {len(unread) - _COLUMNS_NAMED} more" if len(unread) > _COLUMNS_NAMED else "")
+
+
+def tokens_of_run(recipe: Recipe) -> int:
+    """Tokens that all steps read, the batch ramp included."""
+    done, seen = 0, 0
     borders = [stage.tokens for stage in recipe.batch_ramp]
     while done < recipe.steps:
         each = recipe.global_batch_at(seen) * recipe.sequence
@@ -42,3 +55,8 @@ def tokens_of_run(plan: Plan) -> int:
         steps = recipe.steps - done if following is None else min(recipe.steps - done, -(-(following - seen) // each))
         done, seen = done + steps, seen + steps * each
     return seen
+
+
+def how_often(times: float) -> str:
+    """A text is read so many times."""
+    return f"read {times:.1f} times" if times >= 1.05 else f"{times:.0%} of it is read"

@@ -65,6 +65,8 @@ class ChatTemplate:
     special: Mapping[str, str]
     today: date
     """What `strftime_now` says."""
+    name: str = "the chat template"
+    """What messages call it."""
 
     @property
     def marks(self) -> bool:
@@ -86,11 +88,11 @@ class ChatTemplate:
         except DataError:
             raise
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template fails{_line(error)}: {error.message}") from error
+            raise DataError(f"{self.name} fails{_line(error)}: {error.message}") from error
         except MemoryError as error:
-            raise DataError(f"the chat template fails{_line(error)}: it needs too much memory") from error
+            raise DataError(f"{self.name} fails{_line(error)}: it needs too much memory") from error
         except Exception as error:  # a template fails with whatever Python's own operations fail with
-            raise DataError(f"the chat template fails{_line(error)}: {type(error).__name__}: {error}") from error
+            raise DataError(f"{self.name} fails{_line(error)}: {type(error).__name__}: {error}") from error
         return _unmarked(text)
 
     @cached_property
@@ -104,7 +106,7 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"the chat template is no Jinja template: line {error.lineno}: {error.message}") from error
+            raise DataError(f"{self.name} is no Jinja template: line {error.lineno}: {error.message}") from error
 
 
 DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else '' }}

@@ -3,7 +3,8 @@
 import contextlib
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -65,6 +66,21 @@ class TokenStream:
         """Tokens [begin, end), leaving nothing of the file resident."""
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
 
+    @property
+    def parts(self) -> tuple["TokenStream", ...]:
+        """Itself, as the only source."""
+        return (self,)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are read, trained or not."""
+        return len(self.tokens)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token that is trained."""
+        return self.num_bytes / max(1, self.num_tokens)
+
     def release(self) -> None:
         """Give back the resident pages of a long list of starts; they stay in the system's cache."""
         advice, mapped = getattr(mmap, "MADV_DONTNEED", None), self._mapping()
@@ -77,13 +93,62 @@ class TokenStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStream:
+    """The streams of the sources of a mixture; its counts are those of all of them."""
+
+    parts: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+    """Of each source, above 0, of any sum."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that are read in one pass over every source, trained or not."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """As of a TokenStream."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """As of a TokenStream."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def num_documents(self) -> int:
+        """As of a TokenStream."""
+        return sum(part.num_documents for part in self.parts)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes per token where tokens are mixed by weight."""
+        return self.mean([part.bytes_per_token for part in self.parts])
+
+    def mean(self, values: Sequence[float]) -> float:
+        """The mean of a value of each part, by weight, over the parts that have a token to predict; 0 of none."""
+        found = [
+            (weight, value)
+            for part, weight, value in zip(self.parts, self.weights, values, strict=True)
+            if part.num_tokens > 1
+        ]
+        whole = sum(weight for weight, _ in found)
+        return sum(weight / whole * value for weight, value in found)
+
+
+Stream = TokenStream | MixedStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """What is trained on and what is held out."""
 
-    train: TokenStream
-    validation: TokenStream
+    train: Stream
+    validation: Stream
     tokenizer: Tokenizer
     fingerprint: str
     """Hash of texts, tokenizer, split and format: equal fingerprints mean equal tokens."""
     key: str
-    """Name of its folder in the cache."""
+    """Name of its folder in the cache; of a mixture that of its fingerprint."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Of rows that are samples: columns that none is made of, and how many rows have each."""

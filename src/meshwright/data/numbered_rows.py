@@ -1,63 +1,42 @@
-"""The rows of a corpus by number: windows of its text, or its samples packed."""
+"""The rows of a corpus by number: windows of its text, its samples packed, or those of several sources."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
-from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.corpus import Corpus, MixedStream, Stream
+from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.sample_rows import SampleRows
-from meshwright.data.windows import Sampler, Sequences
+from meshwright.data.windows import NumberedRows as NumberedRows
+from meshwright.data.windows import Sampler
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
-from meshwright.spec.units import many
 
 
-class NumberedRows(Protocol):
-    """Rows of tokens, each one sample of a run."""
-
-    def __len__(self) -> int:
-        """Of one epoch."""
-
-    def take(self, cursor: int, count: int) -> Sequences:
-        """Rows [cursor, cursor + count) of the run."""
-
-    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
-        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
-
-
-def check_objective(data: Data, recipe: Recipe, corpus: Corpus) -> None:
+def check_objective(data: Data, recipe: Recipe, train: Stream) -> None:
     """DataError where an objective over pairs has none, or another one has them."""
-    if corpus.train.pairs and not recipe.traits.pairs:
+    pairs = any(part.pairs for part in train.parts)
+    if pairs and not recipe.traits.pairs:
         raise DataError(
             f"data.path={data.path} holds preferences (chosen and rejected), and recipe.objective={recipe.objective} "
             f"compares nothing: take recipe.objective={PREFERENCES[0]}, or another of {', '.join(PREFERENCES)}"
         )
-    if recipe.traits.pairs and not corpus.train.pairs and len(corpus.train.starts):
+    if recipe.traits.pairs and not pairs and any(len(part.starts) for part in train.parts):
         raise DataError(
             f"recipe.objective={recipe.objective} compares answers, and data.path={data.path} has no columns chosen "
             f"and rejected: take recipe.objective={CROSS_ENTROPY}, or a file with pairs"
         )
 
 
-def remarks_on(rows: NumberedRows, data: Data) -> tuple[str, ...]:
-    """What becomes of samples that do not fit, for the first lines of a run; none where all do."""
-    if not isinstance(rows, SampleRows):
-        return ()
-    found, fitted, what = [], rows.fitted, "pair" if rows.pairs else "sample"
-    if fitted.overlong and data.overlong == "truncate":
-        found.append(
-            f"{many(fitted.overlong, what)} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end "
-            f"of an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such {what}s out"
-        )
-    if fitted.left_out:
-        short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
-        found.append(f"{many(fitted.left_out, what)} left out{short}; `meshwright data show` has the lengths")
-    return tuple(found)
-
-
-def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
-    """Of a stream of the corpus; DataError where there is less than a row, or where the objective is for other data."""
-    check_objective(data, recipe, corpus)
+def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
+    """Of a stream of the corpus; DataError where there is less than a row of any source, or where the objective is for
+    other data."""
+    if isinstance(stream, MixedStream):
+        if recipe.traits.pairs or any(part.pairs for part in stream.parts):
+            raise DataError(
+                "data.mixture has no rows of preferences (chosen and rejected): put them into one file, as data.path"
+            )
+        return MixedRows(list(_of_each(data, recipe, corpus, stream, shuffle)), stream.weights)
+    check_objective(data, recipe, corpus.train)
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
     return Sampler(
@@ -67,3 +46,13 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: TokenStrea
         seed=recipe.seed,
         shuffle=shuffle,
     )
+
+
+def _of_each(data: Data, recipe: Recipe, corpus: Corpus, stream: MixedStream, shuffle: bool) -> Iterator[NumberedRows]:
+    """Of the sources of a mixture; DataError names the one."""
+    for one, part in zip(data.sources, stream.parts, strict=True):
+        try:
+            yield numbered_rows(one, recipe, corpus, part, shuffle=shuffle)
+        except DataError as error:
+            named = f"data.path={one.path}"
+            raise DataError(str(error) if named in str(error) else f"{named}: {error}") from error

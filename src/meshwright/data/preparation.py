@@ -1,8 +1,9 @@
-"""The tokens of a plan's data: of text, or of samples, encoded now or found in the cache."""
+"""The tokens of a plan's data: of text, of samples, or of a mixture, encoded now or found in the cache."""
 
+from functools import partial
 from pathlib import Path
 
-from meshwright.data import sample_cache, token_cache
+from meshwright.data import mixed_corpus, sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
 from meshwright.data.sources import Source
@@ -13,7 +14,10 @@ from meshwright.spec.errors import DataError
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """As token_cache.prepare, or sample_cache.prepare where data.form is samples."""
+    """As token_cache.prepare, or sample_cache.prepare where data.form is samples; a mixture source by source."""
+    if data.mixture:
+        one = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
+        return mixed_corpus.prepare(data, one, cache_root)
     make = sample_cache.prepare if data.form == "samples" else token_cache.prepare
     return make(data, cache_root=cache_root, processes=processes, progress=progress)
 

@@ -5,10 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.json_array import MOST_CHARACTERS
+from meshwright.data.json_array import objects as json_array_objects
 from meshwright.spec.errors import DataError
 
+_BUFFER_BYTES = 2**20
+"""Read of a column at a time; without it Arrow reads whole row groups."""
 _BATCH_ROWS = 64
 """Rows decoded at a time: a row may hold a whole book."""
+
+_OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "chosen", "input_ids"})
+"""Columns of rows for fine-tuning (data/samples.py)."""
 
 Row = tuple[str, Mapping[str, Any]]
 """(`FILE:LINE`, fields)."""
@@ -30,7 +37,9 @@ def jsonl(path: Path) -> Iterator[Row]:
     """Every line, blank lines passed over; DataError names file and line."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), b""), start=1):
+                if len(line) > MOST_CHARACTERS:
+                    raise DataError(f"{path}, line {number} has more than {MOST_CHARACTERS:,} bytes: one row a line")
                 if line.strip():
                     yield f"{path}:{number}", _line(line, f"{path}, line {number}")
     except OSError as error:
@@ -38,32 +47,19 @@ def jsonl(path: Path) -> Iterator[Row]:
 
 
 def json_array(path: Path) -> Iterator[Row]:
-    """Every object of a .json file that is one array, in memory whole."""
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: broken JSON, {error}") from None
-    if not isinstance(found, list):
-        raise DataError(
-            f"{path} holds {_kind(found)}, not an array of objects: give one object a line in a .jsonl file"
-        )
-    for number, row in enumerate(found, start=1):
-        yield f"{path}:{number}", _object(row, f"{path}, row {number}")
+    """Every object of a .json file that is one array, streamed."""
+    return ((f"{path}:{number}", row) for number, row in json_array_objects(path))
 
 
 def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Every row, row groups streamed; `columns` = only these. Needs pyarrow."""
+    """Every row, streamed: a row group may be larger than memory. `columns` = only these. Needs pyarrow."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise DataError(f"{path} needs pyarrow to be read: pip install 'meshwright[parquet]'") from None
     try:
-        with ParquetFile(path) as file:
+        with ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             for column in columns or ():
                 _require_field(column, file.schema_arrow.names, str(path))
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns and list(columns))
@@ -123,14 +119,15 @@ def _line(line: bytes, where: str) -> Mapping[str, Any]:
 
 def _object(row: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: each line must be an object with fields, not {type(row).__name__}")
+        raise DataError(f"{where}: a row is an object with fields, not {_kind(row)}")
     return row
 
 
 def _require_field(field: str, found: list[str], where: str) -> None:
     if field not in found:
         has = ", ".join(map(str, found)) or "no fields"
-        raise DataError(f"{where}: no field {field!r}, it has: {has}; set data.text_field")
+        hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(found) else "`meshwright tune` trains on such rows"
+        raise DataError(f"{where}: no field {field!r}, it has: {has}; {hint}")
 
 
 def _kind(value: object) -> str:

@@ -4,8 +4,9 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import rows
+from meshwright.data import rows, samples
 from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
@@ -55,6 +56,7 @@ def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
         today=date.today().isoformat(),
         train_on=data.train_on,
         thinking=data.thinking,
+        template_file="" if data.template == "auto" else data.template,
     )
 
 
@@ -74,11 +76,11 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         tokenizer = tokenizer.with_template(chosen.template)
     index = root / "index" / f"samples-{source.signature()}.json"
     known = read_json(index)
-    if not known.get("content"):
+    if not known.get("content") or "unread" not in known:
         known = _count(source)
         index.parent.mkdir(parents=True, exist_ok=True)
         write_json(index, known)
-    decides = {name: value for name, value in asdict(chosen).items() if name != "today"}
+    decides = {name: value for name, value in asdict(chosen).items() if name not in ("today", "template_file")}
     content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "samples" / fingerprint[:24]
@@ -89,18 +91,19 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
             found = load(folder, tokenizer, fingerprint, _stream)
     if found is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
-    return found
+    return replace(found, unread=known["unread"])
 
 
 def _count(source: Source) -> dict[str, Any]:
-    """Read all rows once: their number, and a hash of what they hold."""
-    seen, number = hashlib.blake2b(digest_size=20), 0
+    """Read all rows once: their number, a hash of what they hold, and how many have a column that no sample has."""
+    seen, number, unread = hashlib.blake2b(digest_size=20), 0, Counter[str]()
     for _, row in source.rows():
         seen.update(_as_json(row))
+        unread.update(samples.unread(row))
         number += 1
     if not number:
         raise DataError(f"data.path={source.title} holds no rows")
-    return {"content": seen.hexdigest(), "rows": number}
+    return {"content": seen.hexdigest(), "rows": number, "unread": dict(unread.most_common())}
 
 
 def _as_json(row: Any) -> bytes:

@@ -40,6 +40,8 @@ class SampleSettings:
     today: str
     train_on: str = "auto"
     thinking: str = "keep"
+    template_file: str = ""
+    """Where the template comes from, for messages; empty = with the tokenizer."""
 
     @property
     def policy(self) -> Policy:
@@ -107,7 +109,8 @@ class _RowEncoder:
         self._tokenizer, self._settings = tokenizer, settings
         self._vocab = vocab
         self._bytes = "H" if word_encoder.id_bytes(vocab) == 2 else "I"
-        self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today))
+        name = f"the chat template {settings.template_file}".rstrip()
+        self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today), name)
         added, unknown = tokenizer.get_added_tokens_decoder(), getattr(tokenizer.model, "unk_token", None)
         self._special = {id for id, token in added.items() if token.special and token.content != unknown}
         self._blank = {self._encode(blank)[0][0] for blank in ("\n", "\n\n", " ") if len(self._encode(blank)[0]) == 1}

@@ -22,6 +22,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.objective_traits import most_answers
 
+_TOKENS_AT_ONCE = 2**22
 _CHARACTER = 4
 """The most bytes of one, and so the most tokens that may be half of it."""
 
@@ -40,6 +41,8 @@ class FittedSamples:
     """Of those left out: samples without a trained token in their first S."""
     cut_tokens: int
     """Tokens behind the ends of rows."""
+    trained: int
+    """Tokens that an epoch trains."""
 
 
 @final
@@ -113,13 +116,14 @@ class SampleRows:
         for one in long.tolist():
             for place in np.flatnonzero(lengths[one] > self._lengths[one]).tolist():
                 self._lengths[one, place] = self._whole_characters(one, place, tokenizer)
-        trains = np.array([self._trains(one) for one in range(len(lengths))], dtype=bool)
+        trained = self._trained().reshape(self._lengths.shape)
+        trains = (trained > 0).all(1)
         stays = trains & (whole <= self._sequence) if data.overlong == "drop" else trains
         self._kept = np.flatnonzero(stays)
         cut = whole[stays] - self._lengths[stays].sum(1)
         return FittedSamples(
             kept=len(self._kept), overlong=len(long), left_out=int((~stays).sum()), untrained=int((~trains).sum()),
-            cut_tokens=int(cut.sum()),
+            cut_tokens=int(cut.sum()), trained=int(trained[stays].sum()),
         )  # fmt: skip
 
     def _whole_characters(self, one: int, place: int, tokenizer: Tokenizer) -> int:
@@ -131,15 +135,20 @@ class SampleRows:
                 return length
         return 0
 
-    def _trains(self, one: int) -> bool:
-        """Whether of each of them any token but the first, which nothing predicts, is trained."""
+    def _trained(self) -> NDArray[np.int64]:
+        """[samples] trained tokens of each, but for the first, which nothing predicts; some samples at a time."""
         assert self._stream.marks is not None, "samples have marks"
-        first = one * self._together
-        begins = self._stream.starts[first : first + self._together].tolist()
-        return all(
-            bool((self._stream.marks[begin + 1 : begin + length] & TRAINED).any())
-            for begin, length in zip(begins, self._lengths[one].tolist(), strict=True)
-        )
+        lengths = self._lengths.reshape(-1)
+        found, starts, first = np.zeros(len(lengths), dtype=np.int64), self._stream.starts, 0
+        while first < len(found):
+            last = max(first + 1, int(np.searchsorted(starts, starts[first] + _TOKENS_AT_ONCE)))
+            offset, here = int(starts[first]), slice(first, last)
+            begins = starts[here] + 1
+            ends = np.maximum(begins - 1 + lengths[here], begins)
+            before = np.append(0, np.cumsum(self._stream.marks[offset : int(ends[-1])] & TRAINED > 0))
+            found[here] = before[ends - offset] - before[begins - offset]
+            first = last
+        return found
 
     def _gather(self, places: NDArray[np.int64]) -> Sequences:
         """These rows; what no sample fills is a document of its own without targets."""

@@ -69,12 +69,23 @@ def sample(row: Row) -> Sample:
     """What a row is; DataError names the place and what is wrong there."""
     where, fields = row
     present = {name: value for name, value in fields.items() if value is not None}
-    for needed, make in _FORMS:
+    for needed, _, make in _FORMS:
         if needed <= present.keys():
             return make(present, spoken(where))
-    has = ", ".join(str(name) if name in present else f"{name} (null)" for name in fields) or "no fields"
-    known = "; ".join(" + ".join(sorted(needed)) for needed, _ in _FORMS)
-    raise DataError(f"{spoken(where)}: the columns ({has}) are none of: {known}")
+    known = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
+    raise DataError(f"{spoken(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {known}")
+
+
+def _columns(fields: Mapping[str, Any]) -> str:
+    """What a row or a turn has."""
+    return ", ".join(f"{name} (null)" if value is None else str(name) for name, value in fields.items())
+
+
+def unread(fields: Mapping[str, Any]) -> set[str]:
+    """Columns of a row with something in them that its sample is not made of."""
+    present = {name for name, value in fields.items() if value is not None}
+    known = next((needed | beside for needed, beside, _ in _FORMS if needed <= present), present)
+    return {str(name) for name in present - known}
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
@@ -235,7 +246,7 @@ def _turn(turn: Any, what: str) -> Message:
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
     found = {name: _without_null(value) for name, value in turn.items() if value is not None}
     if not isinstance(found.get("role"), str) or not found["role"]:
-        raise DataError(f"{what} has no role, it has: {', '.join(map(str, turn)) or 'nothing'}")
+        raise DataError(f"{what} has no role, it has: {_columns(turn) or 'nothing'}")
     found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
     content = found.get("content")
     if isinstance(content, list):
@@ -263,13 +274,13 @@ def _without_null(value: Any) -> Any:
     return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
-_FORMS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any], str], Sample]], ...] = (
-    (frozenset({"chosen", "rejected"}), _preference),
-    (frozenset({"messages"}), _conversation),
-    (frozenset({"conversations"}), _sharegpt),
-    (frozenset({"prompt", "completion"}), _prompt_completion),
-    (frozenset({"instruction", "output"}), _alpaca),
-    (frozenset({"input_ids"}), _token_ids),
-    (frozenset({"text"}), _plain_text),
+_FORMS: tuple[tuple[frozenset[str], frozenset[str], Callable[[Mapping[str, Any], str], Sample]], ...] = (
+    (frozenset({"chosen", "rejected"}), frozenset({"prompt", "tools"}), _preference),
+    (frozenset({"messages"}), frozenset({"tools"}), _conversation),
+    (frozenset({"conversations"}), frozenset({"system", "tools"}), _sharegpt),
+    (frozenset({"prompt", "completion"}), frozenset({"tools"}), _prompt_completion),
+    (frozenset({"instruction", "output"}), frozenset({"input", "system"}), _alpaca),
+    (frozenset({"input_ids"}), frozenset({"labels"}), _token_ids),
+    (frozenset({"text"}), frozenset(), _plain_text),
 )
-"""Columns that a row must have, and what it then is; the first that fits."""
+"""Columns that a row must have, those that are read beside, and what it then is; the first that fits."""

@@ -1,12 +1,15 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.corpus import Corpus, Stream
+from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.run_reading import SourceReading, readings
 from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
 from meshwright.data.windows import IGNORED, Sequences
@@ -53,6 +56,8 @@ class SampleFigures:
     """Tokens of a sample: the shortest, a quarter, half, three quarters, nine tenths, the longest."""
     overlong: int
     """Longer than a row."""
+    policy: str
+    """What becomes of those: data.overlong."""
     left_out: int
     """Of which no row has anything."""
     cut_tokens: int
@@ -86,52 +91,72 @@ class DataView:
     tokens: tuple[Token, ...]
     samples: SampleFigures | None = None
     """None = text."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Of samples: columns that none is made of, and how many rows have each."""
+    sources: tuple[SourceReading, ...] = ()
+    """Of a mixture: each source, and what the run reads of it."""
 
 
 def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
-    source, tokenizer, both = Source(data), corpus.tokenizer, (corpus.train, corpus.validation)
-    if corpus.train.pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
-        recipe = replace(recipe, objective=PREFERENCES[0] if corpus.train.pairs else CROSS_ENTROPY)
+    pairs = any(part.pairs for part in corpus.train.parts)
+    if pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
+        recipe = replace(recipe, objective=PREFERENCES[0] if pairs else CROSS_ENTROPY)
+    sources, tokenizer = [Source(one) for one in data.sources or (data,)], corpus.tokenizer
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
-    short = -(-max(0, corpus.validation.num_tokens - 1) // recipe.sequence)
+    short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in corpus.validation.parts)
     sample, packed, tokens = _sample(corpus, sampler)
-    num_bytes, num_tokens = (sum(getattr(stream, f"num_{what}") for stream in both) for what in ("bytes", "tokens"))
+    run = recipe.over(len(sampler))
     return DataView(
-        source=source.title,
-        files=len(source.files),
-        passed_over=tuple(str(path) for path in source.passed_over),
+        source=data.title if data.mixture else sources[0].title,
+        files=sum(len(source.files) for source in sources),
+        passed_over=tuple(str(path) for source in sources for path in source.passed_over),
         tokenizer=data.tokenizer,
         vocab=tokenizer.vocab,
         bos=None if tokenizer.bos is None else tokenizer.spell(tokenizer.bos),
         eos=None if tokenizer.eos is None else tokenizer.spell(tokenizer.eos),
         sequence=recipe.sequence,
-        bytes_per_token=num_bytes / num_tokens,
+        bytes_per_token=_bytes_per_token(corpus),
         train=_figures(corpus.train, len(sampler)),
         validation=_figures(corpus.validation, len(aside) if data.form == "samples" else short),
         fingerprint=corpus.fingerprint,
         sample=sample,
         packed=packed,
         tokens=tokens,
-        samples=_sample_figures(corpus.train, sampler) if isinstance(sampler, SampleRows) else None,
+        samples=_sample_figures(corpus.train, sampler, data) if data.form == "samples" else None,
+        unread=corpus.unread,
+        sources=readings(data, run, corpus.train, sampler) if data.mixture else (),
     )
 
 
-def _sample_figures(stream: TokenStream, sampler: SampleRows) -> SampleFigures:
-    lengths = np.diff(np.append(stream.starts, len(stream.tokens)))
+def _bytes_per_token(corpus: Corpus) -> float:
+    num_bytes, num_tokens = (
+        sum(getattr(stream, f"num_{what}") for stream in (corpus.train, corpus.validation))
+        for what in ("bytes", "tokens")
+    )
+    return float(num_bytes / num_tokens)
+
+
+def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> SampleFigures:
+    """Of all sources together."""
+    lengths = [np.diff(np.append(part.starts, part.size)) for part in stream.parts]
+    parts = [
+        one for one in (sampler.rows if isinstance(sampler, MixedRows) else [sampler]) if isinstance(one, SampleRows)
+    ]
     return SampleFigures(
-        trained_share=stream.num_tokens / len(stream.tokens),
-        lengths=tuple(np.quantile(lengths, QUANTILES, method="nearest").tolist()),
-        overlong=sampler.fitted.overlong,
-        left_out=sampler.fitted.left_out,
-        cut_tokens=sampler.fitted.cut_tokens,
-        waste=sampler.packed.waste,
-        pairs=stream.pairs,
+        trained_share=stream.num_tokens / stream.size,
+        lengths=tuple(np.quantile(np.concatenate(lengths), QUANTILES, method="nearest").tolist()),
+        overlong=sum(one.fitted.overlong for one in parts),
+        policy=data.overlong,
+        left_out=sum(one.fitted.left_out for one in parts),
+        cut_tokens=sum(one.fitted.cut_tokens for one in parts),
+        waste=sum(one.packed.waste * len(one) for one in parts) / len(sampler),
+        pairs=any(part.pairs for part in stream.parts),
     )
 
 
-def _figures(stream: TokenStream, windows: int) -> StreamFigures:
+def _figures(stream: Stream, windows: int) -> StreamFigures:
     return StreamFigures(
         documents=stream.num_documents, bytes=stream.num_bytes, tokens=stream.num_tokens, windows=windows
     )
@@ -142,7 +167,7 @@ def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Tok
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
     found = sampler.take(chosen, 1)
     rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
-    spell, marks = corpus.tokenizer.spell, _marks(found, isinstance(sampler, SampleRows))
+    spell, marks = corpus.tokenizer.spell, _marks(found, corpus.train.parts[0].marks is not None)
     tokens = tuple(
         Token(
             id=token,

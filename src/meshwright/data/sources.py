@@ -90,7 +90,9 @@ class Source:
             yield from rows.hub(self._dataset, self._data.path)
         for path in self.files:
             if path.suffix not in _ROWS:
-                raise DataError(f"{path} holds no rows: fine-tuning reads {', '.join(_ROWS)} files and hub datasets")
+                raise DataError(
+                    f"{path} holds no rows: fine-tuning reads .jsonl, .json and .parquet files, and hub datasets"
+                )
             yield from _ROWS[path.suffix](path)
 
     def signature(self) -> str:

@@ -6,7 +6,7 @@ very first is a target once. Letters: B sequences, S tokens.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Sequences:
     """[B, A] of pairs: the number in the stream of the sample that each document of a row is, the better one of a pair
     first, -1 = none; None = there are no pairs."""
 
-    def rows(self, which: slice) -> "Sequences":
+    def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
         return Sequences(
             tokens=self.tokens[which],
@@ -46,6 +46,19 @@ class Sequences:
             packed=self.packed,
             answers=None if self.answers is None else self.answers[which],
         )
+
+
+class NumberedRows(Protocol):
+    """Rows of tokens, each one sample of a run."""
+
+    def __len__(self) -> int:
+        """Of one epoch."""
+
+    def take(self, cursor: int, count: int) -> Sequences:
+        """Rows [cursor, cursor + count) of the run."""
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
+        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
 
 
 @final

@@ -12,6 +12,10 @@ SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.de
 """A section given as one word: which key of the section the word is the value of."""
 STARTS_FROM = ("model", "cluster", "cluster.device")
 """Sections with the extra key `preset`: begin with that one and change what else is given."""
+INSTEAD = {"data.path": "mixture", "data.mixture": "path"}
+"""Keys that stand in place of another key of their section: a change of one takes the other away."""
+LENGTHS = ("recipe.steps", "recipe.epochs", "recipe.tokens")
+"""Keys that say how long a run is; the last two are 0 where they do not."""
 MOVED = {"init": ("model", "init")}
 """Field of the Plan -> section and key that it has in a file: a shape has no weights, a model has."""
 

@@ -45,7 +45,9 @@ def located(tree: Given, file: Path) -> Given:
         if given is not None and isinstance(given.value, str):
             items[section] = _moved(given, f"{section}.{key}", base)
         elif given is not None and isinstance(given.value, dict):
-            items[section] = Given({k: _moved(v, f"{section}.{k}", base) for k, v in given.value.items()}, given.where)
+            items[section] = Given(
+                {k: _moved_in(v, f"{section}.{k}", base) for k, v in given.value.items()}, given.where
+            )
     return Given(items, tree.where)
 
 
@@ -65,6 +67,7 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     data, model = dict(document["data"]), dict(document["model"])
     data |= {key: full(f"data.{key}", data[key]) for key in DATA_PATHS}
+    data["mixture"] = [{**one, "path": full("data.path", one["path"])} for one in data["mixture"]]
     model |= {"init": full("model.init", model["init"])} if "init" in model else {}
     return {**document, "model": model, "data": data, "run": full("run", document["run"])}
 
@@ -85,7 +88,8 @@ def _with_paths(plan: Plan, change: Callable[[str], str]) -> Plan:
         return change(value) if _is_name(key, value) else value
 
     paths: dict[str, Any] = {key: changed(f"data.{key}", getattr(plan.data, key)) for key in DATA_PATHS}
-    data = replace(plan.data, **paths)
+    mixture = tuple(replace(one, path=changed("data.path", one.path)) for one in plan.data.mixture)
+    data = replace(plan.data, **paths, mixture=mixture)
     return replace(plan, data=data, run=changed("run", plan.run), init=changed("model.init", plan.init))
 
 
@@ -93,6 +97,19 @@ def shown(path: Path) -> str:
     """Relative to the current folder where it lies below it, as people wrote it."""
     here = Path(os.path.realpath(Path.cwd()))
     return str(path.relative_to(here)) if here in path.parents else str(path)
+
+
+def _moved_in(given: Given, key: str, base: Path) -> Given:
+    """As _moved; of data.mixture the path of each source."""
+    if key != "data.mixture" or not isinstance(given.value, list):
+        return _moved(given, key, base)
+    sources = [
+        Given({k: _moved(v, f"data.{k}", base) for k, v in one.value.items()}, one.where)
+        if isinstance(one.value, dict)
+        else one
+        for one in given.value
+    ]
+    return Given(sources, given.where)
 
 
 def _moved(given: Given, key: str, base: Path) -> Given:
@@ -118,12 +135,14 @@ def _is_folder(value: str, base: Path) -> bool:
 
 def _is_name(key: str, value: str) -> bool:
     """Whether the value of a key names a place of the file system."""
-    return key in WORDS and value not in WORDS[key] and not value.startswith(BEGINNINGS.get(key, ("\0",)))
+    return (
+        key in WORDS and bool(value) and value not in WORDS[key] and not value.startswith(BEGINNINGS.get(key, ("\0",)))
+    )
 
 
 def _is_path(key: str, value: str) -> bool:
     """Whether it names one relative to some folder."""
-    return _is_name(key, value) and bool(value) and not os.path.isabs(value) and not value.startswith("~")
+    return _is_name(key, value) and not os.path.isabs(value) and not value.startswith("~")
 
 
 def _started_in(own: Path, run: Given) -> Path | None:

@@ -12,7 +12,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from meshwright.planfile.keys import SHORTHAND, STARTS_FROM, join, own_name, own_word, part_of, sections, suggestion
+from meshwright.planfile.keys import (
+    INSTEAD,
+    LENGTHS,
+    SHORTHAND,
+    STARTS_FROM,
+    join,
+    own_name,
+    own_word,
+    part_of,
+    sections,
+    suggestion,
+)
+from meshwright.planfile.mixtures import MAY_BE_MIXED, mixture_of
 from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
@@ -52,7 +64,7 @@ def read(
     tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
-    for override in _without_epochs(overrides):
+    for override in _of_one_length(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
@@ -81,14 +93,11 @@ def _named(name: str, given: Given) -> Iterator[str]:
         yield from _named(join(name, own_name(name, key) if name in sections() else key), item)
 
 
-def _without_epochs(overrides: Sequence[str]) -> Sequence[str]:
-    """The overrides; where the last that says how long the run is gives steps alone, epochs no longer count."""
+def _of_one_length(overrides: Sequence[str]) -> Sequence[str]:
+    """The overrides; the last that says how long the run is takes the other keys of LENGTHS away."""
     for override in reversed(overrides):
-        keys = said(override)
-        if "recipe.epochs" in keys:
-            return overrides
-        if "recipe.steps" in keys:
-            return [*overrides, "recipe.epochs=0"]
+        if keys := said(override) & set(LENGTHS):
+            return [*overrides, *(f"{key}=0" for key in LENGTHS[1:] if key not in keys)]
     return overrides
 
 
@@ -114,6 +123,8 @@ class _Reader:
         given_as: dict[str, str] = {}
         for key, item in given.value.items():
             name = own_name(section, key)
+            if join(section, name) in MAY_BE_MIXED and (mixture := mixture_of(item)):
+                key, name, item = self._mixed(section, mixture)
             if name not in sections()[section]:
                 # Only the first problem is told, and a search for the nearest name takes a millisecond.
                 advice = "" if self.problems else f": {suggestion(section, key)}"
@@ -124,6 +135,12 @@ class _Reader:
                 given_as[name] = key
                 found[name] = self._item(section, key, name, item)
         return Given(found, given.where)
+
+    def _mixed(self, section: str, mixture: Given) -> tuple[str, str, Given]:
+        """The key, its name and the value that a mixture in a short form is in a section."""
+        if section:
+            return "mixture", "mixture", mixture
+        return "data", "data", Given({"mixture": mixture}, mixture.where)
 
     def _item(self, section: str, key: str, name: str, item: Given) -> Given:
         if key.replace("-", "_") != name:
@@ -139,6 +156,8 @@ class _Reader:
         name = own_name("", path[0])
         if len(path) == 1 and isinstance(value.value, str) and name in SHORTHAND and name not in STARTS_FROM:
             path = (name, SHORTHAND[name])
+        if len(path) == 1 and isinstance(value.value, list) and name == "data":
+            path = (name, "mixture")
         for key in reversed(path):
             value = Given({key: value}, value.where)
         return _put(tree, self.named(value, ""), len(path), "")
@@ -182,6 +201,7 @@ class _Reader:
         if self.problems:
             self._raise()
         found = Plan(**values, init=self.init)
+        found = replace(found, recipe=found.recipe.over()) if found.recipe.tokens else found
         own = os.path.join(self.init, "tokenizer.json")
         if found.init == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
             return found
@@ -290,6 +310,7 @@ def _put(tree: Given, over: Given, levels: int, section: str) -> Given:
         tree = Given({SHORTHAND[section]: tree}, tree.where)
     items = dict(tree.value) if isinstance(tree.value, dict) else {}
     for key, item in over.value.items():
+        items.pop(INSTEAD.get(join(section, key), ""), None)
         items[key] = _put(items.get(key, Given(None, "")), item, levels - 1, join(section, key))
     return Given(items, tree.where or over.where)
 

@@ -1,6 +1,7 @@
 """Plan: the four nouns together with the data and the run folder. It is what is run."""
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.spec.cluster import Cluster
@@ -18,12 +19,41 @@ RANDOM = "random"
 """`Plan.init` of a run whose weights are drawn."""
 
 
+STDLIB = "stdlib"
+"""`Data.path` of the Python standard library's source."""
+LEAST_SHARE = 1 / 2**16
+"""Of a mixture: shares are kept to this fraction (data/interleaving.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSource:
+    """One of several sources that are trained on together."""
+
+    path: str
+    """As data.path."""
+    weight: float
+    """Its share of the trained tokens, beside the weights of the others: 7 and 3 are 70 % and 30 %."""
+    text_field: str = ""
+    """Field of its .jsonl and .parquet rows; empty = data.text_field."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise PlanError("data.mixture: a path is empty: give a file, a folder, a glob, or stdlib")
+        if not 0 < self.weight < math.inf:
+            raise PlanError(
+                f"data.mixture: weight={self.weight:g} of {self.path} must be above 0: leave the source out, or give "
+                "it a share"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """Where the text is and how it becomes tokens."""
 
-    path: str = "stdlib"
+    path: str = STDLIB
     """A file, folder or glob; `stdlib` = the Python standard library's source here; `hub:NAME` = a hub dataset."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several sources in place of `path`: {path, weight} each. Weights are shares of the trained tokens."""
     tokenizer: str = "auto"
     """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
     text_field: str = "text"
@@ -48,7 +78,9 @@ class Data:
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise PlanError(f"data.validation={self.validation} is a share: it must lie in [0, 1)")
-        if not self.path:
+        if self.mixture:
+            self._check_mixture()
+        elif not self.path:
             raise PlanError("data.path is empty: give a file, a folder, a glob, or stdlib")
         roles = self.train_on.split(",")
         if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
@@ -63,6 +95,39 @@ class Data:
                 f"data.limit_bytes={self.limit_bytes} cuts text, and data.form=samples reads whole rows: leave it out, "
                 "and give a shorter file"
             )
+
+        if self.form == "samples" and self.tokenizer.startswith("bpe:"):
+            raise PlanError(
+                f"data.tokenizer={self.tokenizer} is trained on text, and data.form=samples takes the tokenizer of its "
+                "model: leave it out, or give a tokenizer.json"
+            )
+
+    def _check_mixture(self) -> None:
+        """A mixture stands in place of the path."""
+        if self.path not in ("", STDLIB):
+            raise PlanError(f"data.path={self.path} and data.mixture: give one of them")
+        object.__setattr__(self, "path", "")
+        whole = sum(source.weight for source in self.mixture)
+        for source in self.mixture:
+            share = source.weight / whole
+            if share < LEAST_SHARE:
+                raise PlanError(
+                    f"data.mixture: weight={source.weight:g} of {source.path} is a share of {share:.2g}, and "
+                    f"shares are kept to 1/{round(1 / LEAST_SHARE):,}: leave the source out, or raise its weight"
+                )
+
+    @property
+    def title(self) -> str:
+        """What people call it: the path, or the sources of a mixture as `a.jsonl:0.7,b.jsonl:0.3`."""
+        return self.path or ",".join(f"{source.path}:{source.weight:g}" for source in self.mixture)
+
+    @property
+    def sources(self) -> "tuple[Data, ...]":
+        """The same settings for each source of a mixture by itself."""
+        return tuple(
+            replace(self, path=one.path, mixture=(), text_field=one.text_field or self.text_field)
+            for one in self.mixture
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +161,9 @@ class Plan:
         found += preference_violations(
             self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
         )
+        paths = [source.path for source in self.data.mixture]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            found.append(f"data.mixture has {twice} twice: give it once, with the sum of both weights")
         if self.data.form == "samples" and self.data.packing != "off" and not self.recipe.document_mask:
             found.append(
                 "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "

@@ -36,6 +36,8 @@ class Recipe:
     """Optimizer steps of the whole run."""
     epochs: float = 0.0
     """So many times over the data in place of `steps`; 0 = `steps`."""
+    tokens: int = 0
+    """So many tokens in place of `steps`; 0 = `steps`."""
     sequence: int = 256
     """Tokens of one sequence."""
     global_batch: int = 32
@@ -138,6 +140,10 @@ class Recipe:
             )
         if not 0 <= self.epochs < math.inf:
             raise PlanError(f"recipe.epochs={self.epochs} must be a number of 0 (recipe.steps) or more")
+        if not 0 <= self.tokens < 2**63:
+            raise PlanError(f"recipe.tokens={self.tokens} must be a number of 0 (recipe.steps) or more")
+        if self.epochs and self.tokens:
+            raise PlanError(f"recipe.epochs={self.epochs:g} and recipe.tokens={self.tokens}: give one of them")
         if not self.epsilon > 0 or not math.isfinite(self.epsilon):
             raise PlanError(f"recipe.epsilon={self.epsilon} must be above 0")
         for field in ("momentum", "beta1", "beta2", "dropout"):
@@ -158,7 +164,7 @@ class Recipe:
             raise PlanError(
                 "recipe.epochs with recipe.batch_ramp: give recipe.steps, for steps read more and more rows"
             )
-        if self.warmup_steps > self.steps and not self.epochs:
+        if self.warmup_steps > self.steps and not self.epochs and not self.tokens:
             raise PlanError(
                 f"recipe.warmup_steps={self.warmup_steps} exceeds recipe.steps={self.steps}: "
                 f"take recipe.warmup_steps={self.steps // 10}"
@@ -177,18 +183,30 @@ class Recipe:
         """How optimizer states are stored."""
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
 
-    def over(self, rows: int) -> "Recipe":
-        """The same with the steps that `epochs` mean for so many rows of data; itself without any."""
-        if not self.epochs:
+    def over(self, rows: int = 0) -> "Recipe":
+        """The same with the steps that `tokens` mean, or `epochs` for so many rows of data; itself without either."""
+        if not self.epochs and not self.tokens:
             return self
-        steps = max(1, math.ceil(self.epochs * rows / self.global_batch))
+        steps = (
+            self._steps_of(self.tokens) if self.tokens else max(1, math.ceil(self.epochs * rows / self.global_batch))
+        )
         follows = self.warmup_steps == min(20, self.steps // 10)
         if self.warmup_steps > steps and not follows:
+            length = f"recipe.tokens={self.tokens}" if self.tokens else f"recipe.epochs={self.epochs:g}"
             raise PlanError(
-                f"recipe.warmup_steps={self.warmup_steps} exceeds the {steps} steps of recipe.epochs={self.epochs:g}: "
+                f"recipe.warmup_steps={self.warmup_steps} exceeds the {steps} steps of {length}: "
                 f"take recipe.warmup_steps={steps // 10}"
             )
         return replace(self, steps=steps, warmup_steps=-1 if follows else self.warmup_steps)
+
+    def _steps_of(self, tokens: int) -> int:
+        """Steps that read so many tokens, or the first more."""
+        steps = seen = 0
+        for border in (*(stage.tokens for stage in self.batch_ramp if stage.tokens < tokens), tokens):
+            each = self.global_batch_at(seen) * self.sequence
+            more = max(0, -(-(border - seen) // each))
+            steps, seen = steps + more, seen + more * each
+        return steps
 
     @property
     def global_batches(self) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
-from meshwright.data.numbered_rows import numbered_rows, remarks_on
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.run_reading import announced
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -33,7 +34,7 @@ from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, seed_everything
+from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -113,8 +114,9 @@ def run(
         reference.measure(state.engine, share)
         if reference.said:
             foreseen = _also_said(foreseen, ("reference", reference.said))
-        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus), *remarks_on(rows, plan.data))
-        foreseen = _also_said(foreseen, *(("note", remark) for remark in remarks))
+        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
+        reads = announced(plan.data, plan.recipe, corpus.train, rows)
+        foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
@@ -270,12 +272,14 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
                 f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
                 f"take recipe.{key}={there}, or start a new run from its export"
             )
+    if (there := values.get("weights", [])) != (here := mixture_weights(plan.data)):
+        raise _other_place(found, f"weights {_listed(there)} of its sources", f"weights {_listed(here)}")
     for what in DATA_KEYS if plan.data.form == "samples" else ():
         there, here = values.get(what), getattr(plan.data, what)
         if there != here:
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
-        raise _other_place(found, "other text or another split or tokenizer", f"data.path={plan.data.path}")
+        raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
     _check_base(state, plan, found, values)
     tensors = state.tensors()
     checkpoint.load(found, tensors, verified=True)
@@ -291,6 +295,10 @@ def _check_base(state: TrainState, plan: Plan, found: Path, values: dict[str, An
             f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
             "was trained with, unchanged"
         )
+
+
+def _listed(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
 
 
 def _other_place(found: Path, there: str, here: str) -> CheckpointError:

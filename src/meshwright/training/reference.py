@@ -90,7 +90,8 @@ class Reference:
             return
         began = time.perf_counter()
         train, validation = (
-            self._table(engine, share, stream) for stream in (self.corpus.train, self.corpus.validation)
+            self._table(engine, share, stream.parts[0])  # of one source: no mixture has pairs
+            for stream in (self.corpus.train, self.corpus.validation)
         )
         self.tables = AnswerTables(train=train, validation=validation)
         took = duration(time.perf_counter() - began)

@@ -31,8 +31,8 @@ def run_info(
             f"global batch {many(batch, 'sequence')} = micro-batch {layout.micro_batch_of(batch)} "
             f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
         ),
-        train_tokens=len(corpus.train.tokens),
-        bytes_per_token=validation.num_bytes / max(1, validation.num_tokens),
+        train_tokens=corpus.train.size,
+        bytes_per_token=validation.bytes_per_token,
         peak_flop_per_s=device.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
         losses=losses,
         foreseen=foreseen.sentences,

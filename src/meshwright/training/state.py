@@ -108,6 +108,7 @@ class TrainState:
             "seed": recipe.seed,
             **{key: getattr(recipe, key) for key in STATE_KEYS},
             **{key: getattr(settings, key) for key in DATA_KEYS if settings.form == "samples"},
+            **({"weights": mixture_weights(settings)} if len(settings.mixture) > 1 else {}),
             "data": data,
             "tokenizer": tokenizer,
             **({"base": self.base} if self.base else {}),
@@ -122,6 +123,11 @@ class TrainState:
         if "skipping" in values:  # an older checkpoint has none
             self.skipper.restore(values["skipping"])
         set_rng_state(tensors, values["random"], self.engine.mesh.rank)
+
+
+def mixture_weights(data: Data) -> list[float]:
+    """Of the sources of a mixture, of which the place in the data depends; one source by itself needs none."""
+    return [source.weight for source in data.mixture] if len(data.mixture) > 1 else []
 
 
 def seed_everything(seed: int) -> None:

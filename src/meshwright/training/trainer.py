@@ -10,14 +10,14 @@ import torch
 
 from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
-from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.parallel.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
-from meshwright.spec import Plan
+from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
@@ -25,6 +25,7 @@ from meshwright.store.saver import Saver
 from meshwright.training import device
 from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
 from meshwright.training.evaluate import evaluate
+from meshwright.training.held_out_scores import score_sources
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
@@ -34,7 +35,7 @@ from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from meshwright.training.stopping import StopAgreement
-from meshwright.training.watch import Foreseen, RunInfo, Summary, Watcher, numbers
+from meshwright.training.watch import EvalMetrics, Foreseen, RunInfo, Summary, Watcher, numbers
 
 
 def reads_late(device: torch.device) -> bool:
@@ -90,7 +91,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
-        sampler = self._rows(self.corpus.train, shuffle=True)
+        sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
         rows = PackedRows(sampler, recipe.document_mask, self.task.of_training)
         feed = Feed(rows, self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
@@ -128,10 +129,7 @@ class Trainer:
     @property
     def _length(self) -> str:
         """The key that says how long the run is."""
-        return "epochs" if self.plan.recipe.epochs else "steps"
-
-    def _rows(self, stream: TokenStream, *, shuffle: bool) -> NumberedRows:
-        return numbered_rows(self.plan.data, self.plan.recipe, self.corpus, stream, shuffle=shuffle)
+        return next((key for key in ("epochs", "tokens") if getattr(self.plan.recipe, key)), "steps")
 
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
@@ -236,23 +234,9 @@ class Trainer:
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         """The held-out loss, recorded and told; None where nothing is held out."""
-        recipe, progress, stream = self.plan.recipe, self.state.progress, self.corpus.validation
-        if stream.num_tokens < 2:
-            return None
-        batches = held_out(
-            self._rows(stream, shuffle=False),
-            self.device,
-            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=recipe.eval_sequences,
-            document_mask=recipe.document_mask,
-            share=self.share,
-            of_answers=self.task.of_validation,
-        )
-        per_byte, objective = stream.num_tokens / max(1, stream.num_bytes), self.task.objective
-        metrics = evaluate(
-            self.state.engine, batches, step=progress.step, tokens_per_byte=per_byte, objective=objective
-        )
-        if not metrics.tokens:
+        recipe, progress = self.plan.recipe, self.state.progress
+        metrics = score_sources(self.plan.data, self.corpus.validation, recipe.eval_sequences, self._score)
+        if metrics is None:
             return None
         if not math.isfinite(metrics.loss):
             raise self._not_finite(
@@ -264,6 +248,22 @@ class Trainer:
         log.append({"step": progress.step, "kind": "eval", **numbers(metrics)})
         self._tell("evaluated", metrics)
         return metrics.loss
+
+    def _score(self, data: Data, stream: TokenStream, limit: int) -> EvalMetrics:
+        """Of one source, at most `limit` rows."""
+        recipe = self.plan.recipe
+        batches = held_out(
+            numbered_rows(data, recipe, self.corpus, stream, shuffle=False),
+            self.device,
+            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
+            limit=limit,
+            document_mask=recipe.document_mask,
+            share=self.share,
+            of_answers=self.task.of_validation,
+        )
+        per_byte, objective = stream.num_tokens / max(1, stream.num_bytes), self.task.objective
+        step = self.state.progress.step
+        return evaluate(self.state.engine, batches, step=step, tokens_per_byte=per_byte, objective=objective)
 
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
@@ -320,7 +320,7 @@ class Trainer:
         progress, validation = self.state.progress, self.corpus.validation
         bits = None
         if progress.eval_loss is not None and not self.plan.recipe.traits.pairs:
-            bits = progress.eval_loss / math.log(2) * validation.num_tokens / max(1, validation.num_bytes)
+            bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,

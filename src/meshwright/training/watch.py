@@ -90,6 +90,18 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceScore:
+    """An evaluation on what is held out of one source of a mixture."""
+
+    path: str
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    tokens: int
+    """Tokens that were scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
     """One evaluation on held-out text."""
 
@@ -104,6 +116,8 @@ class EvalMetrics:
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """As StepMetrics."""
+    sources: tuple[SourceScore, ...] | None = None
+    """Of a mixture: each source by itself, of which the figures above are means by weight. None = there is one text."""
 
 
 def numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:

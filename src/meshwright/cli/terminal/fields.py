@@ -40,14 +40,14 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
 
 def _data(info: RunInfo) -> str:
     """The text, its tokens, and how often the run reads it."""
-    from meshwright.data.advice import tokens_of_run
+    from meshwright.data.advice import how_often, tokens_of_run
 
-    text = f"{info.plan.data.path}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
-    if info.plan.data.form == "samples":  # rows are padded, so that tokens do not say how often they are read
-        epochs = info.plan.recipe.epochs
-        return f"{text}, read {epochs:g} times" if epochs else text
-    times = tokens_of_run(info.plan) / max(1, info.train_tokens)
-    return f"{text}, read {times:.1f} times" if times >= 1.05 else f"{text}, {times:.0%} of it is read"
+    data = info.plan.data
+    name = many(len(data.mixture), "source") if data.mixture else data.path
+    text = f"{name}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
+    if data.mixture or data.form == "samples":  # the lines of sources and of rows say it
+        return text
+    return f"{text}, {how_often(tokens_of_run(info.plan.recipe) / max(1, info.train_tokens))}"
 
 
 def layout_line(layout: Layout) -> str:
@@ -123,7 +123,8 @@ def held_out(metrics: EvalMetrics) -> str:
     if metrics.perplexity is not None and metrics.bits_per_byte is not None:
         parts += [f"perplexity {metrics.perplexity:.4g}", f"{metrics.bits_per_byte:.3f} bits per byte"]
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.figures.items()]
-    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens"
+    each = "".join(f"; {one.path} {one.loss:.4f}" for one in metrics.sources or ())
+    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}"
 
 
 def closing(summary: Summary, device: str) -> str:

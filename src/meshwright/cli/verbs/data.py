@@ -11,6 +11,7 @@ from meshwright import planfile
 from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
+from meshwright.data.advice import named_columns
 from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, view
 from meshwright.spec import Data
 from meshwright.spec.units import MIB, count
@@ -27,7 +28,8 @@ def show(plan: Path | None, overrides: list[str], json: bool) -> None:
         print_json(found)
         return
     out = console()
-    for part in (_figures(found), _legend(found), _sequence(found)):
+    sources = [_sources(found)] if found.sources else []
+    for part in (_figures(found), *sources, _legend(found), _sequence(found)):
         out.print(part)
 
 
@@ -55,6 +57,26 @@ def _figures(found: DataView) -> Table:
     return table
 
 
+def _sources(found: DataView) -> Table:
+    """Each source of a mixture, and how often the run reads it."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("source")
+    for heading in (
+        "share",
+        "tokens",
+        "bytes per token",
+        "windows",
+        "read",
+        *(("cut", "left out") * bool(found.samples)),
+    ):
+        table.add_column(heading, justify="right")
+    for one in found.sources:
+        figures = (f"{one.share:.1%}", count(one.tokens), f"{one.bytes_per_token:.2f}", f"{one.rows:,}")
+        fitted = (f"{one.overlong:,}", f"{one.left_out:,}") if found.samples else ()
+        table.add_row(one.path, *figures, f"{one.times:.2g} times", *fitted)
+    return table
+
+
 def _row(side: StreamFigures) -> tuple[str, ...]:
     return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
 
@@ -66,6 +88,8 @@ def _legend(found: DataView) -> Text:
         names = ", ".join(Path(path).name for path in found.passed_over[:_NAMES_SHOWN])
         more = ", ..." if len(found.passed_over) > _NAMES_SHOWN else ""
         lines.append(f"passed over as binary: {len(found.passed_over)} ({names}{more})")
+    if found.unread:
+        lines.append(f"columns that are not read: {named_columns(found.unread)}")
     if found.samples is not None:
         lines += _sample_lines(found, found.samples)
         return Text("\n".join([*lines, ""]))
@@ -84,7 +108,8 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
     return [
         f"{samples.trained_share:.1%} of the tokens of samples are trained; rows are {1 - samples.waste:.1%} full",
         f"tokens of a sample: {low} to {high}, half of them {half} or fewer ({quarter} to {most}; nine tenths {long})",
-        f"{about} longer than {found.sequence}: {samples.overlong:,}; left out: {samples.left_out:,}; {cut}",
+        f"{about} longer than {found.sequence}: {samples.overlong:,} (data.overlong={samples.policy}); left out: "
+        f"{samples.left_out:,}; {cut}",
         f"row {found.sample}: {green}, what is masked grey, padding shown as dots:",
     ]
 

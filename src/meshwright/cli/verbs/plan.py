@@ -108,7 +108,8 @@ def _check_place(save: Path, model: str) -> None:
 def _command(best: "Plan", file: Path) -> Iterator[str]:
     """How the saved plan is run, and what of it nobody has chosen."""
     cluster, recipe = best.cluster, best.recipe
-    yield f"Written to {file}; data ({best.data.path}) and learning rate ({recipe.learning_rate:g}) are as in the plan."
+    kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
+    yield f"Written to {file}; {kept} are as in the plan."
     if cluster.devices == 1:
         yield f"Command: meshwright train {file}"
     elif cluster.nodes == 1:

@@ -119,8 +119,8 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
 
 def first_words(corpus: "Corpus") -> str:
     """A prompt that belongs to the data: the first definition of the held-out text where that is source code, else its
-    first words; of the training text where nothing is held out."""
-    stream = corpus.validation if corpus.validation.num_tokens else corpus.train
+    first words; of the training text where nothing is held out, of a mixture its first source."""
+    stream = (corpus.validation if corpus.validation.num_tokens else corpus.train).parts[0]
     marks = {corpus.tokenizer.bos, corpus.tokenizer.eos}
     ids = [token for token in stream.read(0, min(READ_TOKENS, stream.num_tokens)).tolist() if token not in marks]
     text = printable(corpus.tokenizer.decode(ids))
@@ -182,6 +182,7 @@ def _longer(plan: "Plan", steps: int) -> str:
 def _opening(plan: "Plan") -> str:
     from meshwright.data.sources import Source
 
-    source = Source(plan.data)
-    size = sum(path.stat().st_size for path in source.files)
-    return f"Found the {source.title}, {size / MIB:.1f} MiB of text. Nothing leaves this machine."
+    sources = [Source(data) for data in plan.data.sources or (plan.data,)]
+    size = sum(path.stat().st_size for source in sources for path in source.files)
+    names = ", ".join(source.title for source in sources)
+    return f"Found the {names}, {size / MIB:.1f} MiB of text. Nothing leaves this machine."

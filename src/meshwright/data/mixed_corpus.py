@@ -1,0 +1,81 @@
+"""The corpus of a mixture: each source is encoded and cached by itself, so that other weights encode nothing anew."""
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from meshwright.data.cache_folder import default_root, new_folder
+from meshwright.data.corpus import Corpus, MixedStream
+from meshwright.data.sources import Source
+from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
+from meshwright.spec import Data
+from meshwright.spec.errors import DataError
+
+_TRAIN_BPE_CHARACTERS = 2**25
+
+
+def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None = None) -> Corpus:
+    """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source."""
+    one = replace(data, tokenizer=_tokenizer(data, cache_root or default_root()))
+    found = [make(source) for source in one.sources]
+    weights = tuple(source.weight for source in data.mixture)
+    fingerprint = found[0].fingerprint
+    if len(found) > 1:
+        together = repr([part.fingerprint for part in found])
+        fingerprint = hashlib.blake2b(together.encode(), digest_size=20).hexdigest()
+    return Corpus(
+        train=MixedStream(parts=tuple(part for one in found for part in one.train.parts), weights=weights),
+        validation=MixedStream(parts=tuple(part for one in found for part in one.validation.parts), weights=weights),
+        tokenizer=found[0].tokenizer,
+        fingerprint=fingerprint,
+        key=fingerprint[:24],
+        unread=sum((Counter(part.unread) for part in found), Counter()),
+    )
+
+
+def _tokenizer(data: Data, root: Path) -> str:
+    """The one that all sources are read with, as a value of data.tokenizer that no folder changes."""
+    sources = [Source(one) for one in data.sources]
+    if data.tokenizer == "auto":
+        beside = [source.folder / "tokenizer.json" for source in sources if source.folder is not None]
+        files = {file.resolve(): file for file in beside if file.is_file()}
+        known = {Tokenizer.load(file.parent).fingerprint: file for file in files.values()}
+        if len(known) > 1:
+            names = " and ".join(str(file) for file in islice(known.values(), 2))
+            raise DataError(f"a mixture has one tokenizer, and its sources have {names}: name one with data.tokenizer")
+        return str(next(iter(known.values()), "auto"))
+    if not data.tokenizer.startswith("bpe:"):
+        return data.tokenizer
+    return str(_trained(data, sources, root) / "tokenizer.json")
+
+
+def _trained(data: Data, sources: list[Source], root: Path) -> Path:
+    """The folder of a tokenizer that is trained on equal parts of every source, whatever their weights."""
+    signatures = repr([source.signature() for source in sources])
+    digest = hashlib.blake2b(signatures.encode(), digest_size=20).hexdigest()
+    folder = root / "tokenizers" / f"{digest}-{trained_vocab(data.tokenizer)}"
+    with contextlib.suppress(DataError):
+        Tokenizer.load(folder)
+        return folder
+    made = choose(data.tokenizer, None, _samples(sources))
+    with new_folder(folder) as new:
+        made.save(new)
+    return folder
+
+
+def _samples(sources: list[Source]) -> Iterator[str]:
+    """The beginning of each source, 32 MiB in all."""
+    for source in sources:
+        left = _TRAIN_BPE_CHARACTERS // len(sources)
+        for document in source.documents():
+            for piece in document.pieces:
+                yield piece
+                left -= len(piece)
+                if left <= 0:
+                    break
+            if left <= 0:
+                break

@@ -1,0 +1,114 @@
+"""What a run reads of each of its sources, said before its first step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.data.advice import how_often, tokens_of_run
+from meshwright.data.corpus import MixedStream, Stream, TokenStream
+from meshwright.data.mixed_rows import MixedRows
+from meshwright.data.sample_rows import SampleRows
+from meshwright.data.windows import NumberedRows
+from meshwright.spec import Data, Recipe
+from meshwright.spec.units import count, many
+
+MOST_TIMES = 4
+"""Repeated more often, a text teaches ever less (Muennighoff et al. 2023, arXiv:2305.16264)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReading:
+    """One source, and what the run reads of it."""
+
+    path: str
+    share: float
+    """Of the trained tokens."""
+    tokens: int
+    """Of one pass, trained or not."""
+    bytes_per_token: float
+    """Of what is trained."""
+    rows: int
+    """Of one pass."""
+    times: float
+    """How often the run reads them."""
+    overlong: int = 0
+    """Samples longer than a row; 0 of text."""
+    left_out: int = 0
+    """Samples that no row has."""
+    cut_tokens: int = 0
+    """Of samples: behind the ends of rows."""
+
+
+def readings(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[SourceReading, ...]:
+    """Of each source of a mixture, in its order, or of the one source. `rows` are those of `stream`, shuffled."""
+    number = tokens_of_run(recipe) // recipe.sequence
+    if not isinstance(stream, MixedStream) or not isinstance(rows, MixedRows):
+        assert isinstance(stream, TokenStream), "only a mixture has a mixed stream"
+        return (_reading(data, 1.0, stream, rows, number),)
+    each = zip(data.sources, stream.weights, stream.parts, rows.rows, rows.interleaving.counts(number), strict=True)
+    whole = sum(stream.weights)
+    return tuple(_reading(one, weight / whole, part, own, read) for one, weight, part, own, read in each)
+
+
+def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, read: int) -> SourceReading:
+    fitted = rows.fitted if isinstance(rows, SampleRows) else None
+    return SourceReading(
+        path=data.path,
+        share=share,
+        tokens=stream.size,
+        bytes_per_token=stream.bytes_per_token,
+        rows=len(rows),
+        times=read / len(rows),
+        overlong=fitted.overlong if fitted else 0,
+        left_out=fitted.left_out if fitted else 0,
+        cut_tokens=fitted.cut_tokens if fitted else 0,
+    )
+
+
+def announced(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[tuple[str, str], ...]:
+    """(label, sentence) rows for the first lines of a run: each source of a mixture, the rows of samples, and notes on
+    what does not fit or is repeated often."""
+    found = readings(data, recipe, stream, rows)
+    if isinstance(rows, MixedRows):
+        said = [("source", _source(one)) for one in found]
+        parts = list(zip(found, rows.rows, strict=True))
+    else:
+        said = [("rows", _rows(found[0], rows))] if isinstance(rows, SampleRows) else []
+        parts = [(found[0], rows)]
+    notes = [note for one, own in parts for note in _notes(one, own, data)]
+    return (*said, *(("note", note) for note in notes))
+
+
+def _source(one: SourceReading) -> str:
+    return (
+        f"{one.path}: {one.share:.1%} of the trained tokens, {count(one.tokens)} tokens of {one.bytes_per_token:.2f} "
+        f"bytes in {many(one.rows, 'row')}, {how_often(one.times)}"
+    )
+
+
+def _rows(one: SourceReading, rows: SampleRows) -> str:
+    kept = many(rows.fitted.kept, "pair" if rows.pairs else "sample")
+    return f"{kept} in {many(one.rows, 'row')}, {1 - rows.packed.waste:.1%} full, {how_often(one.times)}"
+
+
+def _notes(one: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
+    name = f"{one.path}: " if data.mixture else ""
+    if isinstance(rows, SampleRows):
+        yield from (f"{name}{remark}" for remark in fit(rows, data))
+    if data.mixture and one.times > MOST_TIMES:
+        yield (
+            f"{name}repeated {one.times:.1f} times, and beyond {MOST_TIMES} a repetition teaches little: take a lower "
+            "weight, fewer steps, or more text"
+        )
+
+
+def fit(rows: SampleRows, data: Data) -> Iterator[str]:
+    """What becomes of samples, or pairs, that do not fit."""
+    fitted, what = rows.fitted, "pair" if rows.pairs else "sample"
+    if fitted.overlong and data.overlong == "truncate":
+        yield (
+            f"{many(fitted.overlong, what)} longer than a row lost {many(fitted.cut_tokens, 'token')} and the end "
+            f"of an answer: a longer recipe.sequence keeps them, data.overlong=drop leaves such {what}s out"
+        )
+    if fitted.left_out:
+        short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
+        yield f"{many(fitted.left_out, what)} left out{short}; `meshwright data show` has the lengths"

@@ -1,0 +1,87 @@
+"""Rows that cannot be trained on: one line that names file, line and column, and exit code 2."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["data", "show", "data.form=samples", "recipe.sequence=64", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err.removeprefix("meshwright: ").removesuffix("\n")
+
+
+def turns(*given: Any) -> str:
+    return json.dumps({"messages": given})
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ('{"messages": [{"role": "user" "content": 1}]}', ", column 31: broken JSON, Expecting ',' delimiter"),
+        ('{"messages": [', ", column 15: broken JSON, Expecting value"),
+        ("[1]", ": a row is an object with fields, not list"),
+        (turns({"content": "a"}), ": message 1 of 'messages' has no role, it has: content"),
+        (turns({"role": None, "content": "a"}), ": message 1 of 'messages' has no role, it has: role (null), content"),
+        (turns(), ": the conversation has no message"),
+        (turns("a"), ": message 1 of 'messages' is str, not an object"),
+        (turns({"role": "user", "content": 3}), ": message 1 of 'messages': the content is int, not text"),
+        (
+            '{"question": "a", "answer": null}',
+            ": the columns (question, answer (null)) are none of: chosen + rejected; messages; conversations; "
+            "completion + prompt; instruction + output; input_ids; text",
+        ),
+        ('{"input_ids": [1, 9999999]}', ": token 9999999 is outside the tokenizer's vocabulary of 2,048"),
+        (turns({"role": "user", "content": "\ud800"}), ": the text holds half a surrogate pair, which is no Unicode "
+                                                       "text"),
+    ],
+)  # fmt: skip
+def test_a_row_is_named_with_its_line(row: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps(GOOD), "", row, json.dumps(GOOD)]
+    Path("chat.jsonl").write_text("\n".join(lines))
+    assert refused(capsys, "data=chat.jsonl") == f"chat.jsonl, line 3{sentence}"
+
+
+def test_a_row_of_a_mixture_is_named_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))
+    Path("b.jsonl").write_text(json.dumps(GOOD) + "\n{")
+    said = "b.jsonl, line 2, column 2: broken JSON, Expecting property name enclosed in double quotes"
+    assert refused(capsys, "data=a.jsonl:1,b.jsonl:1") == said
+
+
+def test_an_array_is_named_with_line_and_column(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.json").write_text(f"[{json.dumps(GOOD)},\n {{]")
+    said = "chat.json, line 2, column 3: broken JSON, Expecting property name enclosed in double quotes"
+    assert refused(capsys, "data=chat.json") == said
+
+
+def test_a_template_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text(json.dumps(GOOD))
+    Path("own.jinja").write_text("a\n{{ messages[9].role }}")
+    said = "chat.jsonl, line 1: the chat template own.jinja fails in line 2: list object has no element 9"
+    assert refused(capsys, "data=chat.jsonl", "data.template=own.jinja") == said
+
+
+def test_samples_longer_than_a_row_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))
+    said = refused(capsys, "data=chat.jsonl", "data.overlong=refuse", "recipe.sequence=8", "data.validation=0")
+    assert said.startswith("data.path=chat.jsonl: 2 of 2 samples are longer than recipe.sequence=8 tokens")
+
+
+def test_conversations_given_as_text_lead_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text(json.dumps(GOOD))
+    said = refused(capsys, "data=chat.jsonl", "data.form=text")
+    assert said == "chat.jsonl, line 1: no field 'text', it has: messages; `meshwright tune` trains on such rows"
