@@ -25,7 +25,9 @@ def plan(objective: ObjectiveName, layout: dict[str, object]) -> Plan:
     return Plan(model=SHAPE, data=data, layout=made, recipe=recipe, cluster=presets.cluster("h100x8", 1))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])], ids=str
+)
 def test_peak_and_traffic_are_those_of_the_dry_run(layout: dict[str, object]) -> None:
     asked = plan("dpo", layout)
     asked.check()

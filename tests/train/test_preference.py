@@ -153,6 +153,7 @@ LAYOUTS = {
     "pp": ("layout.pp=2", "layout.schedule=1f1b", "layout.micro_batch=1"),
     "zero": ("layout.dp_shard=2", "layout.zero=2", "layout.micro_batch=1"),
 }
+SLOW = ((), pytest.mark.slow)
 FOUR = {
     "cp-pp": ("layout.cp=2", "layout.pp=2", "layout.micro_batch=2"),
     "tp-dp": ("layout.tp=2", "layout.dp_replicate=2", "layout.zero=0", "layout.micro_batch=1"),
@@ -172,7 +173,7 @@ def same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> Non
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (step, name)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name != "cp"]) for name in LAYOUTS])
 def test_every_layout_is_one_device(folder: Path, name: str) -> None:
     """And sends what the planner says, but for the documents that cp ranks tell each other."""
     expected = pairs.curve(str(folder), "alone", ())
@@ -264,6 +265,7 @@ def test_drawn_weights_are_a_reference_too(folder: Path) -> None:
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and found[-1]["loss"] < found[0]["loss"]
 
 
+@pytest.mark.slow
 def test_experts_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pairs.write(tmp_path, shape=replace(MOE, vocab=2048, max_positions=64))
