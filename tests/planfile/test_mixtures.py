@@ -1,10 +1,11 @@
 """Mixtures in a plan file and on the command line: every short form means the same list of sources."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from meshwright.planfile import absolute, read, without_folders, write
+from meshwright.planfile import absolute, read, schema, without_folders, write
 from meshwright.spec import Data
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import MixtureSource
@@ -101,3 +102,15 @@ def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
     plan.write_text("run: r\ndata:\n  - a:1\n  - {path: b, weight: lots}\n")
     with pytest.raises(PlanError, match=r"plan\.yaml:4: data\.mixture\.1\.weight=lots must be a number"):
         read(plan)
+
+
+def test_editors_are_told_of_every_form() -> None:
+    """The part of the schema that a list has, read as an editor reads it."""
+    found = schema()
+    word, sections, listed = found["properties"]["data"]["anyOf"]
+    assert word["type"] == "string" and sections["$ref"] == "#/$defs/Data" and listed["type"] == "array"
+    assert listed["items"] == found["$defs"]["Data"]["properties"]["mixture"]["items"]
+    pattern, source = listed["items"]["anyOf"]
+    assert re.search(pattern["pattern"], "a.jsonl:0.7") and not re.search(pattern["pattern"], "a.jsonl:0.7 or so")
+    assert set(found["$defs"]["MixtureSource"]["properties"]) == {"path", "weight", "text_field"}
+    assert source["$ref"] == "#/$defs/MixtureSource"

@@ -6,7 +6,8 @@ from meshwright.planfile.text import Given
 from meshwright.spec.errors import PlanError
 
 MAY_BE_MIXED = ("data", "data.path", "data.mixture")
-_WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)")
+WEIGHTED = r"(.+):(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
+"""A source as a word: PATH:WEIGHT."""
 _FORM = "data=a.jsonl:0.7,b.jsonl:0.3"
 
 
@@ -20,7 +21,7 @@ def mixture_of(given: Given) -> Given | None:
     if not isinstance(given.value, str) or "," not in given.value:
         return None
     parts = given.value.split(",")
-    weighted = [part for part in parts if _WEIGHTED.fullmatch(part)]
+    weighted = [part for part in parts if re.fullmatch(WEIGHTED, part)]
     if not weighted:
         return None
     if len(weighted) < len(parts):
@@ -33,7 +34,8 @@ def _source(item: Given) -> Given:
     """One source: `PATH:WEIGHT` as its keys, a mapping as it is."""
     if not isinstance(item.value, str):
         return item
-    found = _WEIGHTED.fullmatch(item.value)
+    found = re.fullmatch(WEIGHTED, item.value)
     if found is None:
         raise PlanError(f"data: {item.value} has no weight: give {{path: {item.value}, weight: 1}}, or {item.value}:1")
-    return Given({key: Given(word, item.where) for key, word in found.groupdict().items()}, item.where)
+    path, weight = (Given(word, item.where) for word in found.groups())
+    return Given({"path": path, "weight": weight}, item.where)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from meshwright.planfile.keys import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
+from meshwright.planfile.mixtures import WEIGHTED
 from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets
@@ -111,6 +112,7 @@ def schema() -> dict[str, Any]:
         _describe(found if not section else found["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
         _allow_word(found, section, kinds)
+    _allow_list(found)
     for axis in MAY_BE_AUTO:
         degree = found["$defs"]["Layout"]["properties"][axis]
         degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
@@ -185,3 +187,12 @@ def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> N
     about = known.get("description", "")
     whole = {"$ref": f"#/$defs/{kinds[section].__name__}"}
     holder["properties"][key] = {"anyOf": [word, whole, *none], "description": about}
+
+
+def _allow_list(found: dict[str, Any]) -> None:
+    """`data` may be a list of the sources of a mixture, and each of them a word, `PATH:WEIGHT`."""
+    one = {
+        "anyOf": [{"type": "string", "pattern": f"^{WEIGHTED}$"}, {"$ref": f"#/$defs/{_kind('data.mixture').__name__}"}]
+    }
+    found["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = one
+    found["properties"]["data"]["anyOf"].append({"type": "array", "items": one})
