@@ -22,9 +22,8 @@ from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import locate, weights
-from meshwright.training.batches import held_out
 from meshwright.training.device import pick_device
-from meshwright.training.evaluate import evaluate
+from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.precision import DTYPES
 from meshwright.training.watch import EvalMetrics
 
@@ -132,6 +131,11 @@ class TrainedModel:
         run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
         if sequences < 0:
             raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
+        rows = self.held_out_rows(data, sequences)
+        return rows.evaluate(on_one_device(self.model), self.model.embed.weight.device)
+
+    def held_out_rows(self, data: str | Path | None, sequences: int) -> HeldOutRows:
+        """What `evaluate` scores."""
         settings, corpus = self._corpus(data)
         stream = corpus.validation if data is None else corpus.train
         if stream.num_tokens < 2:
@@ -139,15 +143,13 @@ class TrainedModel:
                 f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
-        batches = held_out(
-            numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
-            self.model.embed.weight.device,
-            rows=max(1, ROWS_TOKENS // recipe.sequence),
-            limit=sequences,
+        return HeldOutRows(
+            rows=numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
+            stream=stream,
             document_mask=recipe.document_mask,
+            at_once=max(1, ROWS_TOKENS // recipe.sequence),
+            limit=sequences,
         )
-        per_byte = stream.num_tokens / max(1, stream.num_bytes)
-        return evaluate(on_one_device(self.model), batches, step=0, tokens_per_byte=per_byte)
 
     def _corpus(self, path: str | Path | None) -> tuple[Data, Corpus]:
         """With a path the whole text there, read as the run read its own; without one what the run trained on and held

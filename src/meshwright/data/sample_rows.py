@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from meshwright.data import packing
 from meshwright.data.corpus import TokenStream
 from meshwright.data.order import permute
+from meshwright.data.rendering import ROLES
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.windows import IGNORED, Sequences
@@ -128,27 +129,38 @@ class SampleRows:
         shape = (len(places), self._sequence)
         tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         documents, positions = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        roles = np.zeros(shape, dtype=np.uint8)
         for row, place in enumerate(places.tolist()):
-            self._fill(self.packed.row(place), tokens[row], targets[row], documents[row], positions[row])
+            self._fill(self.packed.row(place), tokens[row], targets[row], documents[row], positions[row], roles[row])
         return Sequences(
-            tokens=tokens, targets=targets, documents=documents, positions=positions,
+            tokens=tokens, targets=targets, documents=documents, positions=positions, roles=roles,
             packed=bool((documents[:, -1] > 0).any()),
         )  # fmt: skip
 
     def _fill(
         self, samples: NDArray[np.int64], tokens: NDArray[np.int64], targets: NDArray[np.int64],
-        documents: NDArray[np.int32], positions: NDArray[np.int32],
+        documents: NDArray[np.int32], positions: NDArray[np.int32], roles: NDArray[np.uint8],
     ) -> None:  # fmt: skip
         assert self._stream.marks is not None, "samples have marks"
         place, number = 0, 0
         for number, sample in enumerate(self._kept[samples].tolist(), start=1):
             begin, length = int(self._stream.starts[sample]), int(self._lengths[sample])
             here, ids = slice(place, place + length), self._stream.read(begin, begin + length)
-            trained = self._stream.marks[begin + 1 : begin + length] & TRAINED > 0
+            marks = self._stream.marks[begin + 1 : begin + length]
+            trained = marks & TRAINED > 0
             tokens[here], documents[here], positions[here] = ids, number - 1, np.arange(length)
             targets[place : place + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
+            roles[place : place + length - 1] = marks & ~np.uint8(TRAINED)
             place += length
         documents[place:], positions[place:] = number, np.arange(len(tokens) - place)
+
+
+def trained_roles(stream: TokenStream) -> tuple[str, ...]:
+    """Who says what is trained, `other` among them: of text nobody."""
+    if stream.marks is None:
+        return ()
+    found = np.unique(stream.marks[stream.marks & TRAINED > 0] & ~np.uint8(TRAINED))
+    return tuple(ROLES[number] for number in found.tolist())
 
 
 def _ends_whole(tokens: NDArray[Any], tokenizer: Tokenizer) -> bool:

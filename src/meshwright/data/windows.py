@@ -32,6 +32,8 @@ class Sequences:
     """Place of the token within its document, from 0 at the row's start."""
     packed: bool
     """Whether any row holds a document's border."""
+    roles: NDArray[np.uint8] | None = None
+    """Who says each target, as its place in rendering.ROLES; None = text, which nobody says."""
 
     def rows(self, which: slice) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
@@ -41,6 +43,7 @@ class Sequences:
             documents=self.documents[which],
             positions=self.positions[which],
             packed=self.packed,
+            roles=None if self.roles is None else self.roles[which],
         )
 
 

@@ -60,10 +60,12 @@ WHOLE = Share()
 
 
 def to_batch(
-    sequences: "Sequences", device: torch.device, *, document_mask: bool, share: Share = WHOLE, rows: int = 0
-) -> Batch:
+    sequences: "Sequences", device: torch.device, *, document_mask: bool, share: Share = WHOLE, rows: int = 0,
+    by_role: bool = False,
+) -> Batch:  # fmt: skip
     """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
-    up with rows that have no target, so that every rank makes the same passes over the same shapes."""
+    up with rows that have no target, so that every rank makes the same passes over the same shapes. `by_role`: with
+    who says each target, as `more["roles"]`."""
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
@@ -89,6 +91,7 @@ def to_batch(
         documents_of_rows=(*_documents_of(sequences), *[(1, targets.shape[1])] * (rows - len(kept))) if packed else (),
         masked=document_mask,
         cut=share.columns is not None,
+        more={"roles": put(sequences.roles, 0)} if by_role and sequences.roles is not None else {},
     )
 
 
@@ -223,6 +226,7 @@ def held_out(
     limit: int,
     document_mask: bool,
     share: Share = WHOLE,
+    by_role: bool = False,
 ) -> Iterator[Batch]:
     """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
 
@@ -232,7 +236,7 @@ def held_out(
         if number == 0:
             rows = -(-len(sequences.tokens) // share.parts)
         own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
-        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows)
+        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows, by_role=by_role)
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

@@ -2,28 +2,70 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from meshwright.data.corpus import TokenStream
+from meshwright.data.numbered_rows import NumberedRows
+from meshwright.data.rendering import ROLES
+from meshwright.data.sample_rows import trained_roles
 from meshwright.parallel import Engine
-from meshwright.training.batches import Batch, valid_tokens
+from meshwright.training.batches import WHOLE, Batch, Share, held_out, valid_tokens
+from meshwright.training.role_loss import RowPass
 from meshwright.training.step import EVALUATION, MicroPass
-from meshwright.training.watch import EvalMetrics
+from meshwright.training.watch import EvalMetrics, RoleLoss
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_byte: float) -> EvalMetrics:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRows:
+    """Which rows are scored, and how they are read."""
+
+    rows: NumberedRows
+    stream: TokenStream
+    """Where they come from."""
+    document_mask: bool
+    at_once: int
+    """Of each rank, in one forward pass."""
+    limit: int
+    """At most so many, spread evenly; 0 = all."""
+
+    def batches(self, device: torch.device, share: Share = WHOLE, *, by_role: bool = False) -> Iterator[Batch]:
+        """This rank's part of them; `by_role`: with who says each target."""
+        return held_out(
+            self.rows, device, rows=self.at_once, limit=self.limit, document_mask=self.document_mask, share=share,
+            by_role=by_role,
+        )  # fmt: skip
+
+    def evaluate(self, engine: Engine, device: torch.device, share: Share = WHOLE, *, step: int = 0) -> EvalMetrics:
+        """Loss, perplexity and bits per byte; by role where several roles are trained."""
+        by_role = len(trained_roles(self.stream)) > 1
+        per_byte = self.stream.num_tokens / max(1, self.stream.num_bytes)
+        batches = self.batches(device, share, by_role=by_role)
+        return evaluate(engine, batches, step=step, tokens_per_byte=per_byte, by_role=by_role)
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_byte: float, by_role: bool = False
+) -> EvalMetrics:
     """Mean loss a token over all valid targets; bits per byte = loss / ln 2 x tokens per byte of the held-out text.
 
     Bits per byte compare models with different tokenizers; nats per token do not. A pipeline is given as many batches
-    at once as it has ranks; the host waits for the device once, at the end.
+    at once as it has ranks; the host waits for the device once, at the end. `by_role`: also the loss of each role, for
+    which batches say who says what (batches.held_out).
     """
     started = time.perf_counter()
-    loss, counted = summed_loss(engine, batches)
-    tokens = int(counted.item())
-    mean = loss.item() / max(1, tokens)
+    if by_role:
+        nats, counts = (part.tolist() for part in role_losses(engine, batches))
+        total, tokens = sum(nats), round(sum(counts))
+    else:
+        loss, counted = summed_loss(engine, batches)
+        nats, counts, total, tokens = [], [], loss.item(), int(counted.item())
+    mean = total / max(1, tokens)
     return EvalMetrics(
         step=step,
         loss=mean,
@@ -31,21 +73,61 @@ def evaluate(engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_
         bits_per_byte=mean / math.log(2) * tokens_per_byte,
         tokens=tokens,
         seconds=time.perf_counter() - started,
+        roles=_roles(nats, counts) if by_role else None,
     )
+
+
+def _roles(nats: Sequence[float], counts: Sequence[float]) -> dict[str, RoleLoss]:
+    """Of the roles that said something."""
+    return {
+        name: RoleLoss(loss=own / count, tokens=round(count))
+        for name, own, count in zip(ROLES, nats, counts, strict=True)
+        if count
+    }
 
 
 def summed_loss(engine: Engine, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """Loss summed over all valid targets of all ranks, and their number, () float64 each. Like a training step this
     runs on fake tensors too: nothing is read."""
-    training = engine.model.training
     total, tokens = torch.zeros((), dtype=torch.float64), 0
+    with _evaluating(engine):
+        for some in _runs(batches, engine.mesh["pp"].size):
+            tokens += valid_tokens(some)
+            total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
+        return engine.sum_loss(total), engine.total(tokens, total.device)
+
+
+def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
+    """(2, R) float64 of all ranks: nats, and valid targets, of each of rendering.ROLES."""
+    total = torch.zeros(2, len(ROLES), dtype=torch.float64)
+    with _evaluating(engine):
+        for some in _runs(batches, engine.mesh["pp"].size):
+            passes = [RowPass(one) for one in some]
+            engine.evaluate(passes)
+            found = torch.stack([one.found.sum(1, dtype=torch.float64) for one in passes]).sum(0)
+            total = total.to(found.device) + found
+        return engine.sum_loss(total)
+
+
+def row_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
+    """(2, B, R) float64 on the host, of the rows of one device's batches: nats, and valid targets."""
+    with _evaluating(engine):
+        found = []
+        for batch in batches:
+            one = RowPass(batch)
+            engine.evaluate([one])
+            found.append(one.found.double().cpu())
+        return torch.cat(found, dim=1) if found else torch.zeros(2, 0, len(ROLES), dtype=torch.float64)
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    """Inside, nothing is dropped out and no graph is kept."""
+    training = engine.model.training
     try:
         engine.eval()
         with torch.no_grad():
-            for some in _runs(batches, engine.mesh["pp"].size):
-                tokens += valid_tokens(some)
-                total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
-            return engine.sum_loss(total), engine.total(tokens, total.device)
+            yield
     finally:
         if training:
             engine.train()

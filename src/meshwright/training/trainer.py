@@ -23,8 +23,8 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
-from meshwright.training.evaluate import evaluate
+from meshwright.training.batches import Feed, PackedRows, Share, split
+from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
@@ -234,17 +234,11 @@ class Trainer:
         recipe, progress, stream = self.plan.recipe, self.state.progress, self.corpus.validation
         if stream.num_tokens < 2:
             return None
-        batches = held_out(
-            self._rows(stream, shuffle=False),
-            self.device,
-            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=recipe.eval_sequences,
-            document_mask=recipe.document_mask,
-            share=self.share,
-        )
-        metrics = evaluate(
-            self.state.engine, batches, step=progress.step, tokens_per_byte=stream.num_tokens / max(1, stream.num_bytes)
-        )
+        rows = HeldOutRows(
+            rows=self._rows(stream, shuffle=False), stream=stream, document_mask=recipe.document_mask,
+            at_once=self.plan.layout.micro_batch_of(recipe.global_batch), limit=recipe.eval_sequences,
+        )  # fmt: skip
+        metrics = rows.evaluate(self.state.engine, self.device, self.share, step=progress.step)
         if not metrics.tokens:
             return None
         if not math.isfinite(metrics.loss):

@@ -88,6 +88,15 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLoss:
+    """Of what one role says on held-out conversations."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
     """One evaluation on held-out text."""
 
@@ -99,6 +108,8 @@ class EvalMetrics:
     tokens: int
     """Tokens that were scored."""
     seconds: float
+    roles: Mapping[str, RoleLoss] | None = None
+    """Of conversations in which several roles are trained, the part of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

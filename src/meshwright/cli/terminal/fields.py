@@ -121,8 +121,14 @@ def held_out(metrics: EvalMetrics) -> str:
     """An evaluation in one phrase."""
     return (
         f"loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g}, {metrics.bits_per_byte:.3f} bits per byte "
-        f"on {count(metrics.tokens)} tokens"
+        f"on {count(metrics.tokens)} tokens{_by_role(metrics)}"
     )
+
+
+def _by_role(metrics: EvalMetrics) -> str:
+    """The loss of each role, where several are trained."""
+    roles = metrics.roles or {}
+    return f"; {', '.join(f'{name} {one.loss:.4f}' for name, one in roles.items())}" if len(roles) > 1 else ""
 
 
 def closing(summary: Summary, device: str) -> str:
