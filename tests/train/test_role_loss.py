@@ -1,6 +1,7 @@
 """Held-out loss by role: what each role's tokens lose by one whole forward pass, summing to the whole loss, under every
 kind of layout."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_each_token_is_counted_for_who_says_it(files: Path) -> None:
     assert trained_roles(stream) == ("user", "assistant") and stream.marks is not None
     sums, counts = dict.fromkeys(metrics.roles, 0.0), dict.fromkeys(metrics.roles, 0)
     borders = [*stream.starts.tolist(), len(stream.tokens)]
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in itertools.pairwise(borders):
         ids = stream.tokens[begin:end].astype("int64")
         with torch.no_grad():
             logs = trained.model(torch.tensor(ids)[None])[0].log_softmax(-1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.precision import DTYPES
 from meshwright.training.watch import EvalMetrics
+
+if TYPE_CHECKING:
+    from meshwright.data.chat_template import ChatTemplate
 
 LONGEST = 2048
 """Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""
@@ -116,14 +120,19 @@ class TrainedModel:
     def encode_chat(self, said: str) -> list[int]:
         """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
         DataError where the template fails."""
+        tokenizer, template = self.chat_template()
+        text = template.render([{"role": "user", "content": said}], prompt=True).text
+        ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
+        return ids
+
+    def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
+        """The tokenizer, and what writes conversations for it. PlanError without a tokenizer."""
         from meshwright.data.chat_template import DEFAULT, ChatTemplate
 
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json, and so no chat template: give the prompt as token ids")
-        template = ChatTemplate(self.tokenizer.chat_template or DEFAULT, self.tokenizer.spelled, date.today())
-        text = template.render([{"role": "user", "content": said}], prompt=True).text
-        ids: list[int] = self.tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
-        return ids
+        return tokenizer, ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
 
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:

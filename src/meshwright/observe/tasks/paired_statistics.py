@@ -37,7 +37,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class Aggregate:
     """How items become a figure."""
 
     kind: Kind
@@ -53,7 +53,7 @@ class Figure:
         return float(sums[:, 0].sum() / sums[:, 1].sum())
 
 
-def estimate(items: Sequence[Any], figure: Figure) -> Estimate:
+def estimate(items: Sequence[Any], figure: Aggregate) -> Estimate:
     """The figure with its standard error."""
     value = figure.of(items)
     if figure.kind == "other":
@@ -61,7 +61,7 @@ def estimate(items: Sequence[Any], figure: Figure) -> Estimate:
     return Estimate(value=value, error=_linear_error(_sums(items, figure.kind)))
 
 
-def difference(before: Sequence[Any], after: Sequence[Any], figure: Figure) -> Estimate:
+def difference(before: Sequence[Any], after: Sequence[Any], figure: Aggregate) -> Estimate:
     """after - before of the same items, in the same order."""
     value = figure.of(after) - figure.of(before)
     if figure.kind == "other":

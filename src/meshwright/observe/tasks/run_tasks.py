@@ -13,12 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
+import lm_eval.api.task
 from lm_eval.api.metrics import mean
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from meshwright.observe.tasks.harness_model import HarnessModel, TextModel
-from meshwright.observe.tasks.paired_statistics import Figure
+from meshwright.observe.tasks.paired_statistics import Aggregate
 from meshwright.observe.tasks.task_files import write_task
 from meshwright.spec.errors import DataError, MeshwrightError
 
@@ -37,7 +38,7 @@ class TaskFigure:
     """What was taken out of answers before; `none` = nothing."""
     items: Mapping[str, Any]
     """What each item gave, by its number and content: equal names are the same item."""
-    figure: Figure
+    figure: Aggregate
     higher_is_better: bool | None
 
 
@@ -63,6 +64,8 @@ def run_tasks(
 
 
 def _loaded(config: Mapping[str, Any], folder: Path) -> Any:
+    if "dataset_kwargs" in config:  # nothing is left behind, nothing old is taken
+        config = {**config, "dataset_kwargs": {**config["dataset_kwargs"], "cache_dir": str(folder / "data")}}
     try:
         return TaskManager(include_defaults=False).load([str(write_task(config, folder))])
     except Exception as error:  # whatever a task's own code, YAML and data fail with
@@ -100,8 +103,8 @@ def _figures(name: str, task: Any, found: Any) -> Iterator[TaskFigure]:
         )  # fmt: skip
 
 
-def _figure(combine: Callable[[Sequence[Any]], float]) -> Figure:
-    return Figure(kind="mean") if combine is mean else Figure(kind="other", combine=combine)
+def _figure(combine: Callable[[Sequence[Any]], float]) -> Aggregate:
+    return Aggregate(kind="mean") if combine is mean else Aggregate(kind="other", combine=combine)
 
 
 @contextlib.contextmanager
@@ -109,7 +112,8 @@ def _quiet() -> Iterator[None]:
     """Without the notes and bars of the harness and of its data sets."""
     loggers = [logging.getLogger(name) for name in _QUIET]
     levels = [logger.level for logger in loggers]
-    bars = datasets.are_progress_bars_disabled()
+    bars, requests_bar = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm
+    lm_eval.api.task.tqdm = lambda items, **_: items  # has no switch of its own
     datasets.disable_progress_bars()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -118,6 +122,7 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of other people's libraries
             yield
     finally:
+        lm_eval.api.task.tqdm = requests_bar
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if not bars:
