@@ -66,7 +66,7 @@ class EvaluationAnswer(Answer):
         """What the difference is, in one sentence; empty for one model."""
         if self.against is None:
             return ""
-        rest = ("worse", "changed", "within noise", "too few items")
+        rest: tuple[Verdict, ...] = ("worse", "changed", "within noise", "too few items")
         others = "".join(f", {self.counted(kind)} {kind}" for kind in rest if self.counted(kind))
         return f"{self.counted('better')} of {many(len(self.figures), 'figure')} better{others}"
 

@@ -98,7 +98,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Of whole texts: log p in nats of every token, in windows as long as the model's positions."""
-        pairs, owners = [], []
+        pairs: list[_Pair] = []
+        owners: list[int] = []
         for owner, request in enumerate(requests):
             for prompt, continuation in self._windows(self._text.tokenizer.encode(request.args[0], special=True)):
                 pairs.append(_Pair(len(pairs), prompt, continuation))

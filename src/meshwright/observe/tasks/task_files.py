@@ -16,7 +16,7 @@ BUILDERS: Final = ("json", "csv", "parquet", "text", "arrow")
 """What `dataset_path` may be beside a folder: a format whose files `dataset_kwargs.data_files` names."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
     """YAML in which `!function module.name` is allowed and not followed."""
 
 
