@@ -3,7 +3,9 @@ kind of layout."""
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,18 @@ from meshwright.cli.main import main
 from meshwright.data import prepare
 from meshwright.data.rendering import ROLES
 from meshwright.data.sample_rows import SampleRows, trained_roles
+from meshwright.observe.ranks import on_ranks
+from meshwright.observe.tiny_models import shrink
+from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.mesh import Made
+from meshwright.spec import Layout
 from meshwright.training import loop
-from meshwright.training.evaluate import row_losses
+from meshwright.training.batches import Share, select, split
+from meshwright.training.evaluate import role_losses, row_losses, summed_loss
 from tests.train.running import Notes
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 from tests.train.test_tuning import plan
+from tests.train.tiny import batch
 
 TRAINED = ["data.train_on=assistant,user", "data.validation=0.3", "recipe.eval_sequences=0", "recipe.steps=2"]
 
@@ -85,3 +94,41 @@ def test_rows_by_themselves_add_up(files: Path) -> None:
     whole = trained.evaluate()
     assert found[0].sum().item() / found[1].sum().item() == pytest.approx(whole.loss, rel=1e-6)
     assert int(found[1].sum()) == whole.tokens
+
+
+ROWS, LENGTH = 4, 12
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2, "sp": True},
+    {"dp_shard": 2, "zero": 3},
+    {"pp": 2},
+    {"cp": 2, "zero": 0},
+]
+
+
+def _by_layout(layouts: list[dict[str, Any]]) -> list[list[float]]:
+    """Nats and targets by role, twice, and the whole loss as training evaluates it."""
+    made: Made = {}
+    found = []
+    said = torch.randint(len(ROLES), (ROWS, LENGTH), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
+    whole = replace(batch(ROWS, LENGTH, valid=[12, 3, 7, 12]), more={"roles": said})
+    for each in layouts:
+        layout = Layout(compile="off", micro_batch=2, **each)
+        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+        engine = build_engine(shrink("llama-3.1-8b"), layout, mesh=mesh)
+        share = Share(
+            index=mesh["data"].index if layout.cp == 1 else 0, parts=layout.dp, columns=engine.columns(LENGTH)
+        )
+        batches = split(select(whole, share), 1)
+        sums = [role_losses(engine, batches) for _ in range(2)]
+        assert torch.equal(*sums)
+        found.append([*sums[0].flatten().tolist(), *(one.item() for one in summed_loss(engine, batches))])
+    return found
+
+
+def test_every_layout_finds_the_same() -> None:
+    [alone] = _by_layout([{}])
+    roles = len(ROLES)
+    assert sum(alone[:roles]) == pytest.approx(alone[-2]) and sum(alone[roles : 2 * roles]) == alone[-1]
+    for rank in on_ranks(2, _by_layout, LAYOUTS):
+        for each, found in zip(LAYOUTS, rank, strict=True):
+            assert found == pytest.approx(alone, rel=1e-5), each
