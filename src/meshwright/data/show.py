@@ -7,6 +7,8 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus, TokenStream
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.rendering import ROLES
+from meshwright.data.sample_encoder import TRAINED
 from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
 from meshwright.data.windows import IGNORED, Sequences
@@ -40,6 +42,36 @@ class Token:
     """None = ignored."""
     mark: Literal["", "trained", "masked", "padding"] = ""
     """Of a sample's token: whether it is trained. Empty = text, all of which is."""
+    role: str = ""
+    """Who says it, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """One row of the run."""
+
+    number: int
+    packed: bool
+    """Whether a document ends in it."""
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBin:
+    """How many documents, or samples, have `begin` to `end` tokens, the end included."""
+
+    begin: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTokens:
+    """Of samples that are trained on: what one role says."""
+
+    role: str
+    trained: int
+    masked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +90,8 @@ class SampleFigures:
     """Behind the ends of rows."""
     waste: float
     """Share of all places that no sample fills."""
+    roles: tuple[RoleTokens, ...]
+    """Who says how much; `other` = what a template writes between, and texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +115,21 @@ class DataView:
     """Number of the sample shown: the first of the run's that holds a border, else 0."""
     packed: bool
     tokens: tuple[Token, ...]
+    lengths: tuple[LengthBin, ...]
+    """Of what is trained on, before rows cut it."""
     samples: SampleFigures | None = None
     """None = text."""
+    more: tuple[ShownRow, ...] = ()
+    """The rows of the run after the one shown."""
 
 
-def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
-    """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
+def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataView:
+    """Figures and `rows` rows of a prepared corpus; DataError where it is shorter than one sequence."""
     source, tokenizer, both = Source(data), corpus.tokenizer, (corpus.train, corpus.validation)
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = -(-max(0, corpus.validation.num_tokens - 1) // recipe.sequence)
-    sample, packed, tokens = _sample(corpus, sampler)
+    first, *more = _rows(corpus, sampler, rows)
     num_bytes, num_tokens = (sum(getattr(stream, f"num_{what}") for stream in both) for what in ("bytes", "tokens"))
     return DataView(
         source=source.title,
@@ -106,9 +144,11 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
         train=_figures(corpus.train, len(sampler)),
         validation=_figures(corpus.validation, len(aside) if data.form == "samples" else short),
         fingerprint=corpus.fingerprint,
-        sample=sample,
-        packed=packed,
-        tokens=tokens,
+        sample=first.number,
+        packed=first.packed,
+        tokens=first.tokens,
+        lengths=_length_bins(corpus.train),
+        more=tuple(more),
         samples=_sample_figures(corpus.train, sampler) if isinstance(sampler, SampleRows) else None,
     )
 
@@ -122,7 +162,26 @@ def _sample_figures(stream: TokenStream, sampler: SampleRows) -> SampleFigures:
         left_out=sampler.fitted.left_out,
         cut_tokens=sampler.fitted.cut_tokens,
         waste=sampler.packed.waste,
+        roles=_role_tokens(stream),
     )
+
+
+def _role_tokens(stream: TokenStream) -> tuple[RoleTokens, ...]:
+    counts = np.bincount(np.zeros(0, np.uint8) if stream.marks is None else stream.marks, minlength=256)
+    found = (
+        RoleTokens(role=role, trained=int(counts[number | TRAINED]), masked=int(counts[number]))
+        for number, role in enumerate(ROLES)
+    )
+    return tuple(one for one in found if one.trained or one.masked)
+
+
+def _length_bins(stream: TokenStream) -> tuple[LengthBin, ...]:
+    """1, 2 to 3, 4 to 7 ... tokens, from the shortest to the longest."""
+    lengths = np.diff(np.append(stream.starts, len(stream.tokens)))
+    counts = np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1)
+    present = np.flatnonzero(counts)
+    powers = range(int(present[0]), int(present[-1]) + 1) if len(present) else range(0)
+    return tuple(LengthBin(begin=2**power, end=2 ** (power + 1) - 1, count=int(counts[power])) for power in powers)
 
 
 def _figures(stream: TokenStream, windows: int) -> StreamFigures:
@@ -131,12 +190,20 @@ def _figures(stream: TokenStream, windows: int) -> StreamFigures:
     )
 
 
-def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Token, ...]]:
+def _rows(corpus: Corpus, sampler: NumberedRows, rows: int) -> list[ShownRow]:
+    """The first with a border, and those after it."""
     numbers = range(min(_LOOKED_AT, len(sampler)))
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
-    found = sampler.take(chosen, 1)
+    last = min(max(len(sampler), chosen + 1), chosen + rows)
+    return [_row(corpus, sampler, number) for number in range(chosen, last)]
+
+
+def _row(corpus: Corpus, sampler: NumberedRows, number: int) -> ShownRow:
+    found = sampler.take(number, 1)
     rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
     spell, marks = corpus.tokenizer.spell, _marks(found, isinstance(sampler, SampleRows))
+    roles = ["", *(ROLES[role] if role else "" for role in ([] if found.roles is None else found.roles[0].tolist()))]
+    roles += [""] * len(marks)
     tokens = tuple(
         Token(
             id=token,
@@ -145,12 +212,13 @@ def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Tok
             position=position,
             target=None if target == IGNORED else target,
             mark=mark,
+            role="" if mark == "padding" else role,
         )
-        for (token, document, position, target), mark in zip(
-            zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, strict=True
+        for (token, document, position, target), mark, role in zip(
+            zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, roles[: len(marks)], strict=True
         )
     )
-    return chosen, found.packed, tokens
+    return ShownRow(number=number, packed=found.packed, tokens=tokens)
 
 
 def _marks(found: Sequences, samples: bool) -> list[Literal["", "trained", "masked", "padding"]]:
