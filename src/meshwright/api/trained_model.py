@@ -12,17 +12,16 @@ from torch import Tensor
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
-from meshwright.data.cache_folder import read_json
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
-from meshwright.model.hub.directory import GENERATION
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import locate, weights
+from meshwright.store.run_folder import ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.precision import DTYPES
@@ -108,14 +107,9 @@ class TrainedModel:
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text.
         PlanError where there is no tokenizer."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give the prompt as token ids")
-        ids: list[int] = tokenizer.encode(text, special=True).tolist()
-        bos = tokenizer.bos
-        if bos is None or (tokenizer.separator and ids) or ids[:1] == [bos]:
-            return ids
-        return [bos, *ids]
+        return self.tokenizer.begin(text)
 
     def encode_chat(self, said: str) -> list[int]:
         """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
@@ -216,7 +210,7 @@ def _open_run(path: Path, dtype: str | None) -> TrainedModel:
         tokenizer=tokenizer,
         tokenizer_file=str(run.tokenizer),
         plan=run.plan,
-        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *_ends(run.path)))),
+        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *run.end_ids()))),
         path=path,
     )
 
@@ -235,18 +229,6 @@ def _open_hub(path: Path, dtype: str | None) -> TrainedModel:
         tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
         tokenizer_file=str(folder.tokenizer or ""),
         plan=None,
-        stop_ids=_ids(folder.generation.get("eos_token_id")),
+        stop_ids=ids_of(folder.generation.get("eos_token_id")),
         path=path,
     )
-
-
-def _ends(run: Path) -> tuple[int, ...]:
-    """Tokens that end a text, as the model that a run began with says (generation_config.json)."""
-    path = run / GENERATION
-    return _ids(read_json(path).get("eos_token_id")) if path.is_file() else ()
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    """A generation config holds one id, a list of them, or none."""
-    many: Sequence[object] = value if isinstance(value, list) else [value]
-    return tuple(number for number in many if isinstance(number, int))

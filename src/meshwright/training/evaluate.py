@@ -90,7 +90,7 @@ def summed_loss(engine: Engine, batches: Iterable[Batch]) -> tuple[Tensor, Tenso
     """Loss summed over all valid targets of all ranks, and their number, () float64 each. Like a training step this
     runs on fake tensors too: nothing is read."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    with _evaluating(engine):
+    with evaluating(engine):
         for some in _runs(batches, engine.mesh["pp"].size):
             tokens += valid_tokens(some)
             total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
@@ -100,7 +100,7 @@ def summed_loss(engine: Engine, batches: Iterable[Batch]) -> tuple[Tensor, Tenso
 def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
     """(2, R) float64 of all ranks: nats, and valid targets, of each of rendering.ROLES."""
     total = torch.zeros(2, len(ROLES), dtype=torch.float64)
-    with _evaluating(engine):
+    with evaluating(engine):
         for some in _runs(batches, engine.mesh["pp"].size):
             passes = [RowPass(one) for one in some]
             engine.evaluate(passes)
@@ -111,7 +111,7 @@ def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
 
 def row_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
     """(2, B, R) float64 on the host, of the rows of one device's batches: nats, and valid targets."""
-    with _evaluating(engine):
+    with evaluating(engine):
         found = []
         for batch in batches:
             one = RowPass(batch)
@@ -121,7 +121,7 @@ def row_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
 
 
 @contextmanager
-def _evaluating(engine: Engine) -> Iterator[None]:
+def evaluating(engine: Engine) -> Iterator[None]:
     """Inside, nothing is dropped out and no graph is kept."""
     training = engine.model.training
     try:

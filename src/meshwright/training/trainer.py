@@ -29,6 +29,7 @@ from meshwright.training.interrupt import Interrupt
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
+from meshwright.training.run_samples import RunSamples
 from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
@@ -65,6 +66,7 @@ class Trainer:
     """What is known of the run before it begins."""
     saver: Saver = field(init=False)
     ledger: StepLedger = field(init=False)
+    samples: RunSamples = field(init=False)
     late: bool = field(init=False)
     """Whether a step's numbers are read while the next one runs."""
     _stop: StopAgreement = field(init=False)
@@ -76,6 +78,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.late = reads_late(self.device)
         self.ledger = StepLedger(self.state)
+        self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
             self.folder.checkpoints,
             keep_last=self.plan.recipe.keep_last,
@@ -103,8 +106,11 @@ class Trainer:
                     self._begin(feed)
                     evaluates = _due(progress.step, recipe.eval_every, recipe.steps)
                     saves = _due(progress.step, recipe.checkpoint_every, recipe.steps)
-                    self._settle(log, keep=int(self.late and not evaluates and not saves))
+                    samples = self.samples.due(progress.step)
+                    self._settle(log, keep=int(self.late and not (evaluates or saves or samples)))
                     score = self._evaluate(log) if evaluates else None
+                    if samples:
+                        self.samples.take(self.state.engine, progress.step)
                     if saves:
                         self._save(log, score, goes_on=progress.step < recipe.steps)
                         saved = progress.step
@@ -276,7 +282,7 @@ class Trainer:
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         found += [plan.beyond_positions] if plan.beyond_positions else []
-        found += schedule_notes(plan.layout)
+        found += [*schedule_notes(plan.layout), *self.samples.notes()]
         found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
