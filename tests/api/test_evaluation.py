@@ -14,7 +14,7 @@ from tests.train.test_tuning import files as files  # a folder with a model and 
 from tests.train.test_tuning import plan
 from tests.train.test_weights import SHAPES, directory
 
-WORDS = ["data.validation=0.4", "data.packing=off", "data.train_on=assistant,user", "recipe.eval_sequences=0"]
+WORDS = ["data.validation=0.4", "data.train_on=assistant,user", "recipe.eval_sequences=0"]
 
 
 def test_a_run_is_held_against_what_it_began_with(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

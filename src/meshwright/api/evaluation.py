@@ -18,6 +18,7 @@ from meshwright.observe.tasks.task_files import task_configs
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.units import many
+from meshwright.store.model_weights import LAST
 from meshwright.training.evaluate import row_losses
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ HELD_OUT = "held-out"
 TOKENS_PER_PASS = {"cpu": 8192, "cuda": 65536}
 """Of one forward pass over items of tasks."""
 Progress = Callable[[int, int], None]
+Loader = Callable[[], TrainedModel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +133,11 @@ def evaluate(
     limit: int | None = None,
     shots: int | None = None,
     chat: bool = False,
+    checkpoint: str = LAST,
     progress: Progress | None = None,
 ) -> EvaluationAnswer:
-    """Score a model, a run or a Hugging Face directory, and another one (`against`) on the same items.
+    """Score a model, a run or a Hugging Face directory, and another one (`against`) on the same items. `checkpoint` of
+    the run: last, best, or a step; of `against` it is the last.
 
     `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without them the held-out part of
     the run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples before
@@ -149,33 +153,35 @@ def evaluate(
             raise ArgumentError(f"{name}={value} must be {least} or more")
     if other is not None and not other.is_dir():
         raise ArgumentError(f"against={other} does not exist: give a run folder or a Hugging Face directory")
+    models = [lambda: load(path, dtype, checkpoint=checkpoint), *([lambda: load(other, dtype)] if other else [])]
     if places:
-        found = _on_tasks(path, other, places, dtype, limit, shots, chat, progress)
+        found = _on_tasks(models, places, limit, shots, chat, progress)
     else:
-        found = _on_held_out(path, other, data, dtype, sequences)
+        if other is not None:
+            _check_tokenizers(path, other)
+        found = _on_held_out(models, data, sequences)
     return EvaluationAnswer(run=path, against=other, figures=tuple(found))
 
 
 def _on_tasks(
-    path: Path, other: Path | None, places: Sequence[str], dtype: str | None, limit: int | None, shots: int | None,
-    chat: bool, progress: Progress | None,
+    models: Sequence[Loader], places: Sequence[str], limit: int | None, shots: int | None, chat: bool,
+    progress: Progress | None,
 ) -> list[EvaluatedFigure]:  # fmt: skip
     if find_spec("lm_eval") is None:
         raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
     configs = task_configs(places)
     from meshwright.observe.tasks.run_tasks import run_tasks
 
-    def scored(place: Path) -> "list[TaskFigure]":
-        text = _text_model(load(place, dtype), chat=chat)
-        return run_tasks(configs, text, limit=limit, shots=shots, progress=progress)
+    def scored(loaded: Loader) -> "list[TaskFigure]":
+        return run_tasks(configs, _text_model(loaded(), chat=chat), limit=limit, shots=shots, progress=progress)
 
-    after = scored(path)
-    before = {} if other is None else {(one.task, one.metric, one.filter): one for one in scored(other)}
+    after, *others = (scored(one) for one in models)  # one after the other: they need not have room at once
+    before = {(one.task, one.metric, one.filter): one for other in others for one in other}
     found = []
     for one in after:
         metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
         twin = before.get((one.task, one.metric, one.filter))
-        first = None if other is None else {} if twin is None else twin.items
+        first = None if not others else {} if twin is None else twin.items
         found.append(_figure(one.task, metric, one.figure, one.items, first, one.higher_is_better))
     return found
 
@@ -192,14 +198,10 @@ def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
     )  # fmt: skip
 
 
-def _on_held_out(
-    path: Path, other: Path | None, data: str | Path | None, dtype: str | None, sequences: int
-) -> list[EvaluatedFigure]:
-    """Nats per token, of all and of each role, by row."""
-    if other is not None:
-        _check_tokenizers(path, other)
-    opened = load(path, dtype)
-    rows = opened.held_out_rows(data, sequences)
+def _on_held_out(models: Sequence[Loader], data: str | Path | None, sequences: int) -> list[EvaluatedFigure]:
+    """Nats per token, of all and of each role; items are conversations, or windows of a text."""
+    opened = models[0]()
+    rows = opened.held_out_rows(data, sequences, apart=True)
 
     def scored(found: TrainedModel) -> Mapping[str, Mapping[str, tuple[float, float]]]:
         device = found.model.embed.weight.device
@@ -208,7 +210,7 @@ def _on_held_out(
 
     after = scored(opened)
     del opened  # two models need not have room at once
-    before = None if other is None else scored(load(other, dtype))
+    before = scored(models[1]()) if len(models) > 1 else None
     return [
         _figure(HELD_OUT, metric, Aggregate(kind="ratio"), items, None if before is None else before[metric], False)
         for metric, items in after.items()

@@ -20,7 +20,7 @@ from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
-from meshwright.store.model_weights import locate, weights
+from meshwright.store.model_weights import LAST, locate, weights
 from meshwright.store.run_folder import ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
@@ -137,9 +137,10 @@ class TrainedModel:
         rows = self.held_out_rows(data, sequences)
         return rows.evaluate(on_one_device(self.model), self.model.embed.weight.device)
 
-    def held_out_rows(self, data: str | Path | None, sequences: int) -> HeldOutRows:
-        """What `evaluate` scores."""
+    def held_out_rows(self, data: str | Path | None, sequences: int, *, apart: bool = False) -> HeldOutRows:
+        """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one."""
         settings, corpus = self._corpus(data)
+        settings = replace(settings, packing="off") if apart else settings
         stream = corpus.validation if data is None else corpus.train
         if stream.num_tokens < 2:
             raise DataError(
@@ -179,9 +180,10 @@ class TrainedModel:
 
 
 @checked
-def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
+def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
     """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
-    folder, one of its checkpoints, a Hugging Face directory, or the answer of `train`.
+    folder, one of its checkpoints, a Hugging Face directory, or the answer of `train`. `checkpoint` of a run: last,
+    best (of the lowest held-out loss), or the number of a step.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
     or HubError where it is damaged.
@@ -190,15 +192,17 @@ def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _open_run(path, dtype)
+        return _open_run(path, dtype, checkpoint)
     if (path / "config.json").is_file():
+        if checkpoint != LAST:
+            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
         return _open_hub(path, dtype)
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
     raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
 
 
-def _open_run(path: Path, dtype: str | None) -> TrainedModel:
-    run, checkpoint = locate(path)
+def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
+    run, checkpoint = locate(path, which)
     tokenizer = run.known_tokenizer(checkpoint)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model = build(run.plan.model, dtype=wanted, device=pick_device(), initialize=False)

@@ -26,6 +26,9 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="At most so many items of each task.  [default: all]")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before each item.  [default: as the task says]")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The model's chat template writes the prompts.")] = False,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
+    ] = "last",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it as it was trained.")] = None,
     sequences: Annotated[int, typer.Option(help="At most so many windows of the text; 0 = all.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
@@ -36,7 +39,7 @@ def evaluate(
     from meshwright.cli.terminal.output import print_json
 
     if not tasks and against is None:
-        _held_out(model, data, dtype, sequences, json=json)
+        _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
     from meshwright.api import evaluation
     from meshwright.cli.terminal.eval_answer import answer
@@ -45,7 +48,7 @@ def evaluate(
     with _progress() as progress:
         found = evaluation.evaluate(
             model, tasks=tasks or (), against=against, data=data, dtype=dtype, sequences=sequences, limit=limit,
-            shots=shots, chat=chat, progress=progress,
+            shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())
@@ -53,13 +56,13 @@ def evaluate(
         show(answer(found))
 
 
-def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, *, json: bool) -> None:
+def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
     """One model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
     from meshwright.api.trained_model import load
     from meshwright.cli.terminal import fields
     from meshwright.cli.terminal.output import print_json
 
-    found = load(model, dtype).evaluate(data, sequences=sequences)
+    found = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
     if json:
         figures = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds", "roles")
         print_json({name: getattr(found, name) for name in figures if getattr(found, name) is not None})
