@@ -60,7 +60,7 @@ def evaluate(
     """
     started = time.perf_counter()
     if by_role:
-        nats, counts = (part.tolist() for part in role_losses(engine, batches))
+        nats, counts = role_losses(engine, batches).tolist()
         total, tokens = sum(nats), round(sum(counts))
     else:
         loss, counted = summed_loss(engine, batches)
