@@ -16,7 +16,7 @@ from meshwright.data.rendering import ROLES
 from meshwright.observe.tasks.paired_statistics import Aggregate, Estimate, Verdict, difference, estimate, verdict
 from meshwright.observe.tasks.task_files import task_configs
 from meshwright.parallel import on_one_device
-from meshwright.spec.errors import ArgumentError, DataError, PlanError
+from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import many
 from meshwright.store.model_weights import LAST
 from meshwright.training.evaluate import row_losses
@@ -151,8 +151,9 @@ def evaluate(
     for name, value, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
         if value is not None and value < least:
             raise ArgumentError(f"{name}={value} must be {least} or more")
-    if other is not None and not other.is_dir():
-        raise ArgumentError(f"against={other} does not exist: give a run folder or a Hugging Face directory")
+    for place, named in ((path, ""), *([(other, "against=")] if other is not None else [])):
+        if not place.is_dir():  # said before the harness is loaded, which takes seconds
+            raise RunError(f"{named}{place} does not exist: give a run folder or a Hugging Face directory")
     models = [lambda: load(path, dtype, checkpoint=checkpoint), *([lambda: load(other, dtype)] if other else [])]
     if places:
         found = _on_tasks(models, places, limit, shots, chat, progress)

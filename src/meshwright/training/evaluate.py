@@ -91,7 +91,7 @@ def summed_loss(engine: Engine, batches: Iterable[Batch]) -> tuple[Tensor, Tenso
     runs on fake tensors too: nothing is read."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluating(engine):
-        for some in _runs(batches, engine.mesh["pp"].size):
+        for some in runs(batches, engine.mesh["pp"].size):
             tokens += valid_tokens(some)
             total = total.to(some[0].tokens.device) + engine.evaluate([MicroPass(one, EVALUATION) for one in some])
         return engine.sum_loss(total), engine.total(tokens, total.device)
@@ -101,7 +101,7 @@ def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
     """(2, R) float64 of all ranks: nats, and valid targets, of each of rendering.ROLES."""
     total = torch.zeros(2, len(ROLES), dtype=torch.float64)
     with evaluating(engine):
-        for some in _runs(batches, engine.mesh["pp"].size):
+        for some in runs(batches, engine.mesh["pp"].size):
             passes = [RowPass(one) for one in some]
             engine.evaluate(passes)
             found = torch.stack([one.found.sum(1, dtype=torch.float64) for one in passes]).sum(0)
@@ -133,7 +133,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
             engine.train()
 
 
-def _runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+def runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """`size` batches at a time, as long as there are any."""
     rest = iter(batches)
     while some := list(islice(rest, size)):
