@@ -31,10 +31,10 @@ class RowLoss:
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """In nats."""
         nats = -predictions.log_probabilities(batch.targets)
-        said = batch.more.get("roles", torch.zeros_like(batch.targets)).long()
+        said = batch.more.get("roles", torch.zeros_like(batch.targets))
         both = torch.stack((nats, (batch.targets >= 0).float()))
-        empty = both.new_zeros(2, len(said), len(ROLES))
-        self.found = empty.scatter_add(2, said.expand_as(both), both)
+        # A sum for each role: adding to places at random would be in no fixed order on a GPU.
+        self.found = torch.stack([both.where(said == role, 0.0).sum(2) for role in range(len(ROLES))], dim=2)
         return nats.sum()
 
 

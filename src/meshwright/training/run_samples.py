@@ -61,7 +61,7 @@ def prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
         found = [SamplePrompt(ids=tuple(tokenizer.begin(one))) for one in recipe.sample_prompts]
     else:
         found = _held_out(corpus.validation, recipe.sample_tokens)
-    room = recipe.sequence - recipe.sample_tokens
+    room = max(1, min(recipe.sequence, plan.model.max_positions) - recipe.sample_tokens)
     return [replace(one, ids=one.ids[-room:]) for one in found if one.ids]
 
 
