@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.api.comparing import compare, report
     from meshwright.api.dry_runs import dry_run
+    from meshwright.api.evaluation import evaluate
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.trained_model import load
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "load", "plan", "profile", "report", "train",
-    "tune",
+    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "evaluate", "load", "plan", "profile", "report",
+    "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
-    "compare": "api.comparing", "dry_run": "api.dry_runs", "load": "api.trained_model", "plan": "api.planning",
+    "compare": "api.comparing", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
+    "load": "api.trained_model", "plan": "api.planning",
     "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "tune": "api.tuning",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip

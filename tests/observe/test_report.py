@@ -260,3 +260,31 @@ def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
     few = curves(steps[4999:5002])
     assert few["loss"][1] is None and "loss_low" not in few and few["smooth"][1] is not None
     assert curves([])["step"] == []
+
+
+@in_browser
+def test_samples_of_any_step_are_shown(browser: Browser, tmp_path: Path) -> None:
+    """The last ones first; text of a model is no HTML."""
+    run = write(tmp_path / "run", ALONE, steps=2, ledger=None)
+    lines = [
+        {"step": step, "samples": [{"prompt": "say ", "text": f"<b>{step}</b>", "held_out": "it"}, "no sample"]}
+        for step in range(1, 21)
+    ]
+    (run / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    file = tmp_path / "page.html"
+    file.write_text(page([open_run(run)]), encoding="utf-8")
+    opened(browser, file, 400)
+    assert browser.complaints == [] and count(browser, ".answer") == 1 and count(browser, "#answers b") == 0
+    assert text(browser, ".answer pre") == "say <b>20</b>" and count(browser, "#sample-step option") == 12
+    browser.evaluate(
+        "(() => { const choice = document.getElementById('sample-step'); choice.value = '15';"
+        "choice.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    assert text(browser, ".answer pre") == "say <b>15</b>"
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@in_browser
+def test_without_samples_there_is_no_section(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["full"])
+    assert browser.evaluate("document.getElementById('samples').hidden") is True

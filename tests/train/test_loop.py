@@ -292,11 +292,11 @@ def test_weights_without_a_held_out_loss_are_not_saved(
 ) -> None:
     """What made it NaN is in the weights that the step before left."""
 
-    def broken(model: Any, batches: Any, *, step: int, tokens_per_byte: float, objective: Any) -> EvalMetrics:
+    def broken(model: Any, batches: Any, *, step: int, **_: Any) -> EvalMetrics:
         loss = math.nan if step == 8 else 5.0
         return EvalMetrics(step=step, loss=loss, perplexity=loss, bits_per_byte=loss, tokens=9, seconds=0.0)
 
-    monkeypatch.setattr(trainer, "evaluate", broken)
+    monkeypatch.setattr("meshwright.training.evaluate.evaluate", broken)
     with pytest.raises(NonFiniteLoss, match=r"step 8: the held-out loss is nan; the last good checkpoint is .*000004"):
         loop.run(make(eval_every=4))
     assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [4]

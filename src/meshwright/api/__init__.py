@@ -9,6 +9,7 @@
     training_run     train         -> TrainAnswer; foresight: what is said before the first step
     tuning           tune          -> TrainAnswer
     comparing        compare       -> ComparisonAnswer; report
+    evaluation       evaluate      -> EvaluationAnswer
     trained_model    load          -> TrainedModel: generate, evaluate
     answer           what they have in common; documents: as JSON, markup: as HTML
 

@@ -23,11 +23,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check_page(out: Path, name: str) -> None:
-    """ArgumentError where no page can be written, said before anything is counted. `name`: of a page in a folder."""
+def check_page(out: Path, name: str, *, option: str = "out=") -> None:
+    """ArgumentError where no page can be written, said before anything is counted. `name`: of a page in a folder;
+    `option`: what the file was given as."""
     if out.is_dir():
-        raise ArgumentError(f"out={out} is a folder: name a file, as out={out / name}")
+        raise ArgumentError(f"{option}{out} is a folder: name a file, as {option}{out / name}")
     if out.suffix not in (".html", ".htm"):
-        raise ArgumentError(f"out={out}: name a file that ends in .html, as out={out.with_suffix('.html')}")
+        raise ArgumentError(f"{option}{out}: name a file that ends in .html, as {option}{out.with_suffix('.html')}")
     if not out.parent.is_dir():
-        raise ArgumentError(f"out={out}: there is no folder {out.parent}; make it first")
+        raise ArgumentError(f"{option}{out}: there is no folder {out.parent}; make it first")

@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 from datetime import date
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
-from meshwright.data.cache_folder import read_json
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
-from meshwright.model.hub.directory import GENERATION
 from meshwright.model.low_rank import merged
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
@@ -25,12 +24,15 @@ from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
-from meshwright.store.model_weights import final_weights, locate
-from meshwright.training.batches import held_out
+from meshwright.store.model_weights import LAST, final_weights, locate
+from meshwright.store.run_folder import ids_of
 from meshwright.training.device import pick_device
-from meshwright.training.evaluate import evaluate
+from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.precision import DTYPES
 from meshwright.training.watch import EvalMetrics
+
+if TYPE_CHECKING:
+    from meshwright.data.chat_template import ChatTemplate
 
 LONGEST = 2048
 """Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""
@@ -109,26 +111,26 @@ class TrainedModel:
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text.
         PlanError where there is no tokenizer."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give the prompt as token ids")
-        ids: list[int] = tokenizer.encode(text, special=True).tolist()
-        bos = tokenizer.bos
-        if bos is None or (tokenizer.separator and ids) or ids[:1] == [bos]:
-            return ids
-        return [bos, *ids]
+        return self.tokenizer.begin(text)
 
     def encode_chat(self, said: str) -> list[int]:
         """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
         DataError where the template fails."""
+        tokenizer, template = self.chat_template()
+        text = template.render([{"role": "user", "content": said}], prompt=True).text
+        ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
+        return ids
+
+    def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
+        """The tokenizer, and what writes conversations for it. PlanError without a tokenizer."""
         from meshwright.data.chat_template import DEFAULT, ChatTemplate
 
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json, and so no chat template: give the prompt as token ids")
-        template = ChatTemplate(self.tokenizer.chat_template or DEFAULT, self.tokenizer.spelled, date.today())
-        text = template.render([{"role": "user", "content": said}], prompt=True).text
-        ids: list[int] = self.tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
-        return ids
+        return tokenizer, ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
 
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
@@ -136,7 +138,13 @@ class TrainedModel:
         run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
         if sequences < 0:
             raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
+        rows = self.held_out_rows(data, sequences)
+        return rows.evaluate(on_one_device(self.model), self.model.embed.weight.device)
+
+    def held_out_rows(self, data: str | Path | None, sequences: int, *, apart: bool = False) -> HeldOutRows:
+        """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one."""
         settings, corpus = self._corpus(data)
+        settings = replace(settings, packing="off") if apart else settings
         stream = corpus.validation if data is None else corpus.train
         if stream.num_tokens < 2:
             raise DataError(
@@ -149,15 +157,13 @@ class TrainedModel:
                 "preferences are scored by the run itself, which knows its first weights: its metrics.jsonl has loss "
                 "and accuracy of those held out; give data= a text, or a file of conversations"
             )
-        batches = held_out(
-            numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
-            self.model.embed.weight.device,
-            rows=max(1, ROWS_TOKENS // recipe.sequence),
-            limit=sequences,
+        return HeldOutRows(
+            rows=numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
+            stream=stream,
             document_mask=recipe.document_mask,
+            at_once=max(1, ROWS_TOKENS // recipe.sequence),
+            limit=sequences,
         )
-        per_byte = stream.num_tokens / max(1, stream.num_bytes)
-        return evaluate(on_one_device(self.model), batches, step=0, tokens_per_byte=per_byte)
 
     def _corpus(self, path: str | Path | None) -> tuple[Data, Corpus]:
         """With a path the whole text there, read as the run read its own; without one what the run trained on and held
@@ -184,9 +190,10 @@ class TrainedModel:
 
 
 @checked
-def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
+def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
     """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
     folder, one of its checkpoints, a Hugging Face directory, an adapter in PEFT's format, or the answer of `train`.
+    `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
     or HubError where it is damaged.
@@ -195,8 +202,10 @@ def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _open_run(path, dtype)
+        return _open_run(path, dtype, checkpoint)
     if (path / "config.json").is_file():
+        if checkpoint != LAST:
+            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
         return _open_hub(path, dtype)
     if is_adapter(path):
         return _open_hub(base_folder(path), dtype, adapter=path)
@@ -204,8 +213,8 @@ def load(path: Place, dtype: str | None = "fp32") -> TrainedModel:
     raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
 
 
-def _open_run(path: Path, dtype: str | None) -> TrainedModel:
-    run, checkpoint = locate(path)
+def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
+    run, checkpoint = locate(path, which)
     tokenizer = run.known_tokenizer(checkpoint)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
@@ -217,7 +226,7 @@ def _open_run(path: Path, dtype: str | None) -> TrainedModel:
         tokenizer=tokenizer,
         tokenizer_file=str(run.tokenizer),
         plan=run.plan,
-        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *_ends(run.path)))),
+        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *run.end_ids()))),
         path=path,
     )
 
@@ -239,18 +248,6 @@ def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> Tra
         tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
         tokenizer_file=str(folder.tokenizer or ""),
         plan=None,
-        stop_ids=_ids(folder.generation.get("eos_token_id")),
+        stop_ids=ids_of(folder.generation.get("eos_token_id")),
         path=adapter or path,
     )
-
-
-def _ends(run: Path) -> tuple[int, ...]:
-    """Tokens that end a text, as the model that a run began with says (generation_config.json)."""
-    path = run / GENERATION
-    return _ids(read_json(path).get("eos_token_id")) if path.is_file() else ()
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    """A generation config holds one id, a list of them, or none."""
-    many: Sequence[object] = value if isinstance(value, list) else [value]
-    return tuple(number for number in many if isinstance(number, int))

@@ -75,11 +75,11 @@ class TrainAnswer(Answer):
         """The document that `meshwright train --json` prints."""
         return {"run": str(self.run), **asdict(self.summary)}
 
-    def load(self, dtype: str | None = "fp32") -> "TrainedModel":
-        """The trained model."""
+    def load(self, dtype: str | None = "fp32", *, checkpoint: str = "last") -> "TrainedModel":
+        """The trained model; `checkpoint`: last, best, or the number of a step."""
         from meshwright.api.trained_model import load
 
-        return load(self.run, dtype)
+        return load(self.run, dtype, checkpoint=checkpoint)
 
     def compare(self, **options: Any) -> "ComparisonAnswer":
         """Planned, dry run and measured of this run, as `compare` has it."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,6 +109,9 @@ app.add_typer(data, name="data")
 @data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
 def data_show(
     words: Words = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Write a page with more rows, for a browser.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
@@ -115,7 +119,7 @@ def data_show(
     from meshwright.cli.verbs.data import show
 
     path, overrides, _ = sort_words(words or ())
-    show(path, overrides, json)
+    show(path, overrides, json, html)
 
 
 @app.callback()

@@ -34,6 +34,7 @@ class Marked:
     text: str
     trained: tuple[Span, ...]
     said: tuple[tuple[Span, str], ...] = ()
+    """Who says what; of two that overlap, the later one is right."""
     ends: bool = True
     """Whether the template ends it; other texts get an end-of-text token."""
 
@@ -63,7 +64,8 @@ def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> l
     if trained is None:
         return _by_answer(messages, one, template, policy)
     _check_complete(messages, one, full.text)
-    return [Marked(text=full.text, trained=tuple(trained), said=_said(messages, full.text))]
+    spans = tuple(span for span, _ in trained)
+    return [Marked(text=full.text, trained=spans, said=(*_said(messages, full.text), *_by_role(trained)))]
 
 
 def prompt(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> str:
@@ -78,22 +80,32 @@ def role_of(message: Message) -> str:
     return name if name in ROLES else "other"
 
 
+Trained = tuple[Span, str]
+"""What is trained, and who says it; an empty role = several do."""
+
+
+def _by_role(trained: Sequence[Trained]) -> tuple[Trained, ...]:
+    """Those that one role says, its calls of tools and its end-of-turn token included."""
+    return tuple(one for one in trained if one[1])
+
+
 def _trained(
     messages: Sequence[Message], one: Conversation, full: Rendered, template: ChatTemplate, policy: Policy
-) -> list[Span] | None:
+) -> list[Trained] | None:
     """The spans; None where the template renders earlier turns otherwise."""
     if policy.train_on == "all":
-        return [(0, len(full.text))]
+        return [((0, len(full.text)), "")]
     wanted = _wanted(messages, one, policy)
     if policy.train_on == "auto" and one.prompt and wanted == list(range(one.prompt, len(messages))):
         begin = _prompt_end(messages[: one.prompt], one, full.text, template)
-        return None if begin is None else [(begin, len(full.text))]
+        return None if begin is None else [((begin, len(full.text)), "assistant")]
     if not wanted:
         return []
     if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
-        return _marked_turns(messages, one, full, wanted, template)
-    found = [_turn(messages, turn, one, full.text, template) for turn in wanted]
-    return None if None in found else [span for span in found if span is not None]
+        marked = _marked_turns(messages, one, full, wanted, template)
+        return None if marked is None else [(span, "assistant") for span in marked]
+    found = [(_turn(messages, turn, one, full.text, template), role_of(messages[turn])) for turn in wanted]
+    return None if any(span is None for span, _ in found) else [(span, role) for span, role in found if span]
 
 
 def _wanted(messages: Sequence[Message], one: Conversation, policy: Policy) -> list[int]:
@@ -170,7 +182,8 @@ def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTem
                 "is not known: put {% generation %} around the answers in the template, or take data.train_on=all"
             )
         _check_complete(messages[: turn + 1], one, text)
-        found.append(Marked(text=text, trained=(span,), said=_said(messages[: turn + 1], text)))
+        said = (*_said(messages[: turn + 1], text), (span, role_of(messages[turn])))
+        found.append(Marked(text=text, trained=(span,), said=said))
     return found
 
 

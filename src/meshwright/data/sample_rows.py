@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import packing
-from meshwright.data.corpus import TokenStream
+from meshwright.data.corpus import Stream, TokenStream
 from meshwright.data.order import permute
+from meshwright.data.rendering import ROLES
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.windows import IGNORED, Sequences
@@ -155,29 +156,32 @@ class SampleRows:
         shape = (len(places), self._sequence)
         tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         documents, positions = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        roles = np.zeros(shape, dtype=np.uint8)
         answers = np.full((len(places), most_answers(self._sequence)), -1, dtype=np.int64)
         for row, place in enumerate(places.tolist()):
             samples = self.samples_of(place)
-            self._fill(samples, tokens[row], targets[row], documents[row], positions[row])
+            self._fill(samples, tokens[row], targets[row], documents[row], positions[row], roles[row])
             if self._stream.pairs:
                 answers[row, : len(samples)] = samples
         return Sequences(
-            tokens=tokens, targets=targets, documents=documents, positions=positions,
+            tokens=tokens, targets=targets, documents=documents, positions=positions, roles=roles,
             packed=bool((documents[:, -1] > 0).any()), answers=answers if self._stream.pairs else None,
         )  # fmt: skip
 
     def _fill(
         self, samples: Sequence[int], tokens: NDArray[np.int64], targets: NDArray[np.int64],
-        documents: NDArray[np.int32], positions: NDArray[np.int32],
+        documents: NDArray[np.int32], positions: NDArray[np.int32], roles: NDArray[np.uint8],
     ) -> None:  # fmt: skip
         assert self._stream.marks is not None, "samples have marks"
         place, number = 0, 0
         for number, sample in enumerate(samples, start=1):
             begin, length = int(self._stream.starts[sample]), int(self._lengths.flat[sample])
             here, ids = slice(place, place + length), self._stream.read(begin, begin + length)
-            trained = self._stream.marks[begin + 1 : begin + length] & TRAINED > 0
+            marks = self._stream.marks[begin + 1 : begin + length]
+            trained = marks & TRAINED > 0
             tokens[here], documents[here], positions[here] = ids, number - 1, np.arange(length)
             targets[place : place + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
+            roles[place : place + length - 1] = marks & ~np.uint8(TRAINED)
             place += length
         documents[place:], positions[place:] = number, np.arange(len(tokens) - place)
 
@@ -190,6 +194,13 @@ def shared(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
         return np.minimum(lengths, sequence)
     left: NDArray[np.int64] = np.maximum(sequence // size, sequence - lengths[:, ::-1])
     return np.minimum(lengths, left)
+
+
+def trained_roles(stream: Stream) -> tuple[str, ...]:
+    """Who says what is trained, `other` among them: of text nobody."""
+    marks = [part.marks for part in stream.parts if part.marks is not None]
+    found = {number for one in marks for number in np.unique(one[one & TRAINED > 0] & ~np.uint8(TRAINED)).tolist()}
+    return tuple(ROLES[number] for number in sorted(found))
 
 
 def _ends_whole(tokens: NDArray[Any], tokenizer: Tokenizer) -> bool:

@@ -9,7 +9,9 @@ import numpy as np
 from meshwright.data.corpus import Corpus, Stream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.rendering import ROLES
 from meshwright.data.run_reading import SourceReading, readings
+from meshwright.data.sample_encoder import TRAINED
 from meshwright.data.sample_rows import SampleRows
 from meshwright.data.sources import Source
 from meshwright.data.windows import IGNORED, Sequences
@@ -44,6 +46,36 @@ class Token:
     """None = ignored."""
     mark: Literal["", "trained", "masked", "padding"] = ""
     """Of a sample's token: whether it is trained. Empty = text, all of which is."""
+    role: str = ""
+    """Who says it, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """One row of the run."""
+
+    number: int
+    packed: bool
+    """Whether a document ends in it."""
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBin:
+    """How many documents, or samples, have `begin` to `end` tokens, the end included."""
+
+    begin: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTokens:
+    """Of samples that are trained on: what one role says."""
+
+    role: str
+    trained: int
+    masked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +96,8 @@ class SampleFigures:
     """Behind the ends of rows."""
     waste: float
     """Share of all places that no sample fills."""
+    roles: tuple[RoleTokens, ...]
+    """Who says how much; `other` = what a template writes between, and texts."""
     pairs: bool = False
     """Each two documents of a row are a better and a worse answer."""
 
@@ -89,16 +123,20 @@ class DataView:
     """Number of the sample shown: the first of the run's that holds a border, else 0."""
     packed: bool
     tokens: tuple[Token, ...]
+    lengths: tuple[LengthBin, ...]
+    """Of what is trained on, before rows cut it."""
     samples: SampleFigures | None = None
     """None = text."""
+    more: tuple[ShownRow, ...] = ()
+    """The rows of the run after the one shown."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Of samples: columns that none is made of, and how many rows have each."""
     sources: tuple[SourceReading, ...] = ()
     """Of a mixture: each source, and what the run reads of it."""
 
 
-def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
-    """Figures and a sample of a prepared corpus; DataError where it is shorter than one sequence."""
+def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataView:
+    """Figures and `rows` rows of a prepared corpus; DataError where it is shorter than one sequence."""
     pairs = any(part.pairs for part in corpus.train.parts)
     if pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
         recipe = replace(recipe, objective=PREFERENCES[0] if pairs else CROSS_ENTROPY)
@@ -106,7 +144,7 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in corpus.validation.parts)
-    sample, packed, tokens = _sample(corpus, sampler)
+    first, *more = _rows(corpus, sampler, rows)
     run = recipe.over(len(sampler))
     return DataView(
         source=data.title if data.mixture else sources[0].title,
@@ -121,9 +159,11 @@ def view(data: Data, recipe: Recipe, corpus: Corpus) -> DataView:
         train=_figures(corpus.train, len(sampler)),
         validation=_figures(corpus.validation, len(aside) if data.form == "samples" else short),
         fingerprint=corpus.fingerprint,
-        sample=sample,
-        packed=packed,
-        tokens=tokens,
+        sample=first.number,
+        packed=first.packed,
+        tokens=first.tokens,
+        lengths=_length_bins(corpus.train),
+        more=tuple(more),
         samples=_sample_figures(corpus.train, sampler, data) if data.form == "samples" else None,
         unread=corpus.unread,
         sources=readings(data, run, corpus.train, sampler) if data.mixture else (),
@@ -152,8 +192,30 @@ def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> Sample
         left_out=sum(one.fitted.left_out for one in parts),
         cut_tokens=sum(one.fitted.cut_tokens for one in parts),
         waste=sum(one.packed.waste * len(one) for one in parts) / len(sampler),
+        roles=_role_tokens(stream),
         pairs=any(part.pairs for part in stream.parts),
     )
+
+
+def _role_tokens(stream: Stream) -> tuple[RoleTokens, ...]:
+    counts = sum(
+        (np.bincount(part.marks, minlength=256) for part in stream.parts if part.marks is not None),
+        start=np.zeros(256, dtype=np.int64),
+    )
+    found = (
+        RoleTokens(role=role, trained=int(counts[number | TRAINED]), masked=int(counts[number]))
+        for number, role in enumerate(ROLES)
+    )
+    return tuple(one for one in found if one.trained or one.masked)
+
+
+def _length_bins(stream: Stream) -> tuple[LengthBin, ...]:
+    """1, 2 to 3, 4 to 7 ... tokens, from the shortest to the longest."""
+    lengths = np.concatenate([np.diff(np.append(part.starts, part.size)) for part in stream.parts])
+    counts = np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1)
+    present = np.flatnonzero(counts)
+    powers = range(int(present[0]), int(present[-1]) + 1) if len(present) else range(0)
+    return tuple(LengthBin(begin=2**power, end=2 ** (power + 1) - 1, count=int(counts[power])) for power in powers)
 
 
 def _figures(stream: Stream, windows: int) -> StreamFigures:
@@ -162,12 +224,20 @@ def _figures(stream: Stream, windows: int) -> StreamFigures:
     )
 
 
-def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Token, ...]]:
+def _rows(corpus: Corpus, sampler: NumberedRows, rows: int) -> list[ShownRow]:
+    """The first with a border, and those after it."""
     numbers = range(min(_LOOKED_AT, len(sampler)))
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
-    found = sampler.take(chosen, 1)
+    last = min(max(len(sampler), chosen + 1), chosen + rows)
+    return [_row(corpus, sampler, number) for number in range(chosen, last)]
+
+
+def _row(corpus: Corpus, sampler: NumberedRows, number: int) -> ShownRow:
+    found = sampler.take(number, 1)
     rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
     spell, marks = corpus.tokenizer.spell, _marks(found, corpus.train.parts[0].marks is not None)
+    roles = ["", *(ROLES[role] if role else "" for role in ([] if found.roles is None else found.roles[0].tolist()))]
+    roles += [""] * len(marks)
     tokens = tuple(
         Token(
             id=token,
@@ -176,12 +246,13 @@ def _sample(corpus: Corpus, sampler: NumberedRows) -> tuple[int, bool, tuple[Tok
             position=position,
             target=None if target == IGNORED else target,
             mark=mark,
+            role="" if mark == "padding" else role,
         )
-        for (token, document, position, target), mark in zip(
-            zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, strict=True
+        for (token, document, position, target), mark, role in zip(
+            zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, roles[: len(marks)], strict=True
         )
     )
-    return chosen, found.packed, tokens
+    return ShownRow(number=number, packed=found.packed, tokens=tokens)
 
 
 def _marks(found: Sequences, samples: bool) -> list[Literal["", "trained", "masked", "padding"]]:

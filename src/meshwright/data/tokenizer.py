@@ -186,6 +186,14 @@ class Tokenizer:
         flags = b"\0" + b"\1" * (len(parts) - 1)
         return np.frombuffer(b"".join(self.encode_raw(parts, flags)), dtype=self.dtype)
 
+    def begin(self, text: str) -> list[int]:
+        """Ids of a text that is to be gone on with: begun like a document if there is a mark for that alone, or if
+        there is no text. Special tokens are read as such."""
+        ids: list[int] = self.encode(text, special=True).tolist()
+        if self.bos is None or (self.separator and ids) or ids[:1] == [self.bos]:
+            return ids
+        return [self.bos, *ids]
+
     def encode_raw(self, texts: Sequence[str], flags: Raw) -> list[Raw]:
         """Ids of every piece as the bytes of `dtype`; flags[i] = 1 where piece i continues the document before it."""
         return self._encoder(texts, flags)

@@ -35,6 +35,8 @@ class Sequences:
     answers: NDArray[np.int64] | None = None
     """[B, A] of pairs: the number in the stream of the sample that each document of a row is, the better one of a pair
     first, -1 = none; None = there are no pairs."""
+    roles: NDArray[np.uint8] | None = None
+    """Who says each target, as its place in rendering.ROLES; None = text, which nobody says."""
 
     def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
@@ -45,6 +47,7 @@ class Sequences:
             positions=self.positions[which],
             packed=self.packed,
             answers=None if self.answers is None else self.answers[which],
+            roles=None if self.roles is None else self.roles[which],
         )
 
 

@@ -57,11 +57,12 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
     probabilities = logits.softmax(0).cpu()
     if probabilities.isnan().any():
-        raise _broken()
+        raise broken()
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _broken() -> RunError:
+def broken() -> RunError:
+    """What is raised where the weights of a model make no numbers."""
     return RunError(
         "the model's logits are no numbers (NaN or infinite): its weights are broken; take another checkpoint"
     )
@@ -110,7 +111,7 @@ def _continue(
         token = pick(logits, sampling, generator)
         logprob = float(logits.log_softmax(0)[token])
         if math.isnan(logprob):
-            raise _broken()
+            raise broken()
         found.ids.append(token)
         found.logprobs.append(logprob)
         if on_token:

@@ -21,6 +21,9 @@ class Past(Protocol):
     ) -> Tensor:
         """Keeps k and v of S new positions; q (B, S, H, E) over all so far -> (B, S, H, V). `attend`: the kernel."""
 
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (B',) of the batch; one may be there several times."""
+
 
 class LayerCache:
     """Past keys and values of one layer, in buffers that double when full. Tensors (B, T, K, E)."""
@@ -44,6 +47,11 @@ class LayerCache:
         self.length = end
         return self._keys[:, :end], self._values[:, :end]
 
+    def select(self, rows: Tensor) -> None:
+        """As Past."""
+        self._keys = None if self._keys is None else self._keys[rows]
+        self._values = None if self._values is None else self._values[rows]
+
     def _put(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
         if buffer is None or buffer.shape[1] < end:
             grown = torch.empty(new.shape[0], max(64, 2 * end), *new.shape[2:], dtype=new.dtype, device=new.device)
@@ -64,3 +72,8 @@ class Cache:
     def length(self) -> int:
         """Positions held."""
         return self.layers[0].length
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (B',) of the batch; one may be there several times."""
+        for layer in self.layers:
+            layer.select(rows)

@@ -243,6 +243,13 @@ class Predictions:
         (cp). Each of these must then add the same to the step's loss: its share of it, as `Objective.count` counts."""
         return self.model.seams.whole_sums(sums)
 
+    def logits_at(self, places: Tensor) -> Tensor:
+        """Logits (B, V) fp32 at one position (B,) of each row; of this rank's part of the vocabulary where it is
+        shared."""
+        first = torch.arange(len(places), device=places.device) * self._x.shape[1]
+        linear = self.model.kernels.linear
+        return self._at_head(lambda x, weight: linear(x[first + places], weight).float())
+
     def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         flat, model = self._x.flatten(0, 1), self.model
         if model.shape.tied:

@@ -116,10 +116,16 @@ class Recipe:
     """Checkpoints kept beside the best one."""
     log_every: int = 1
     """Steps between lines of the log; metrics.jsonl has every step."""
+    sample_every: int = 0
+    """Steps between samples of what the model answers, kept in samples.jsonl; 0 = none."""
+    sample_prompts: tuple[str, ...] = ()
+    """What it is asked then; empty = the beginnings of three held-out documents or conversations."""
+    sample_tokens: int = 64
+    """At most so many new tokens of a sample."""
 
     def __post_init__(self) -> None:
         positive = ("steps", "sequence", "global_batch", "keep_last", "log_every")
-        every = ("noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every")
+        every = ("noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every", "sample_every")
         for field in positive:
             if not 1 <= getattr(self, field) < 2**31:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
@@ -159,6 +165,11 @@ class Recipe:
             raise PlanError(
                 f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
                 "at most 1 (0.1 = a tenth)"
+            )
+        if self.sample_every and not 1 <= self.sample_tokens < self.sequence:
+            raise PlanError(
+                f"recipe.sample_tokens={self.sample_tokens} must be at least 1 and below recipe.sequence="
+                f"{self.sequence}, so that a prompt has room before them"
             )
         if self.epochs and self.batch_ramp:
             raise PlanError(

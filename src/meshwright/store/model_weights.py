@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.model.low_rank import merged
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError
+from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.spec.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
@@ -19,12 +19,22 @@ MASTER = "optimizer.master."
 """Where a checkpoint of a run below fp32 keeps its weights in full."""
 
 
-def locate(source: Path) -> tuple[RunFolder, Path]:
-    """The run and the checkpoint that `source` means, verified: one of its checkpoints, or a run folder and its newest
-    that is whole."""
+LAST, BEST = "last", "best"
+"""Which checkpoint of a run: the newest that is whole, or that of the lowest held-out loss."""
+
+
+def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
+    """The run and the checkpoint that `source` means, verified: one of its checkpoints, or a run folder and `which` of
+    them: last, best, or the number of a step. ArgumentError, CheckpointError."""
     if checkpoint_folder.is_one(source) and not (source / "plan.yaml").is_file():
+        if which != LAST:
+            raise ArgumentError(
+                f"checkpoint={which}: {source} is a checkpoint already; give the run folder, or leave it"
+            )
         return RunFolder.open(source.resolve().parent.parent), checkpoints.named(source)
     run = RunFolder.open(source)
+    if which != LAST:
+        return run, checkpoints.named(_chosen(run, which))
     found = checkpoints.newest_whole(checkpoint_folder.newest_first(run.checkpoints))
     if found is None:
         raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
@@ -48,6 +58,26 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
     for name, tensor in base_weights(plan, trained):
         low = adapter_parts(name, adapters)
         yield name, (merged(tensor.float(), low, lora) if low else tensor).to(wanted)
+
+
+def _chosen(run: RunFolder, which: str) -> Path:
+    """The best one, or that of a step."""
+    there = checkpoint_folder.listing(run.checkpoints)
+    if which == BEST:
+        found = checkpoints.best(run.checkpoints)
+        if found is None:
+            raise CheckpointError(
+                f"checkpoint=best: no checkpoint of {run.path} has a held-out loss, so that none is the best: take "
+                "checkpoint=last, or train with data.validation and checkpoints at evaluations"
+            )
+        return found
+    if not which.isdigit():
+        raise ArgumentError(f"checkpoint={which} is not known: take last, best, or the number of a step")
+    one = next((saved.path for saved in there if saved.step == int(which)), None)
+    if one is None:
+        steps = ", ".join(str(saved.step) for saved in there) or "none"
+        raise CheckpointError(f"checkpoint={which}: {run.path} has no checkpoint of that step, it has: {steps}")
+    return one
 
 
 def weights(checkpoint: Path, wanted: torch.dtype, *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:

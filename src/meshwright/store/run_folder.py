@@ -3,13 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshwright import planfile
 from meshwright.data import Tokenizer
+from meshwright.model.hub.directory import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.store import checkpoint_folder
@@ -21,7 +22,8 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, dryrun.json, ledger.json, loss.png, reference.safetensors,
+    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, dryrun.json, ledger.json, loss.png,
+    reference.safetensors,
     checkpoints/, hf/. A context manager."""
 
     path: Path
@@ -92,6 +94,11 @@ class RunFolder:
         return self.path / "dryrun.json"
 
     @property
+    def samples(self) -> Path:
+        """What the model answered while it was trained: one JSON object a line, as metrics."""
+        return self.path / "samples.jsonl"
+
+    @property
     def loss_plot(self) -> Path:
         """The picture of the loss."""
         return self.path / "loss.png"
@@ -110,6 +117,10 @@ class RunFolder:
                 f"{self.tokenizer} is not the tokenizer that {saved.name} was trained with: put that one back"
             )
         return found
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, as the model that the run began with says (generation_config.json)."""
+        return ids_of((read_json(self.path / GENERATION) or {}).get("eos_token_id"))
 
     def refuse_taken(self) -> None:
         """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""
@@ -144,6 +155,7 @@ class RunFolder:
         self._keep_tokenizer(tokenizer, [saved for saved in found if not saved.problem])
         if not found:  # killed before its first checkpoint: the run starts again, and so do its metrics
             self.metrics.unlink(missing_ok=True)
+            self.samples.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         if not found:
             self.keep_plan()
@@ -167,6 +179,12 @@ class RunFolder:
             tokenizer.save(self.path)
         else:
             self.tokenizer.unlink(missing_ok=True)
+
+
+def ids_of(value: object) -> tuple[int, ...]:
+    """Token ids of a generation config, which holds one, a list of them, or none."""
+    several: Sequence[object] = value if isinstance(value, list) else [value]
+    return tuple(number for number in several if isinstance(number, int))
 
 
 def keep(file: Path, document: Mapping[str, Any]) -> None:

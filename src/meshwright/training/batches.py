@@ -74,9 +74,11 @@ def to_batch(
     share: Share = WHOLE,
     rows: int = 0,
     of_answers: OfAnswers | None = None,
+    by_role: bool = False,
 ) -> Batch:
     """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
-    up with rows that have no target, so that every rank makes the same passes over the same shapes."""
+    up with rows that have no target, so that every rank makes the same passes over the same shapes. `by_role`: with
+    who says each target, as `more["roles"]`."""
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
@@ -91,6 +93,7 @@ def to_batch(
         return torch.as_tensor(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     kept = targets if share.columns is None else targets[:, list(share.columns)]
+    roles = put(sequences.roles, 0) if by_role and sequences.roles is not None else None
     valid_of_rows = [*(kept >= 0).sum(axis=1).tolist(), *[0] * (rows - len(kept))]
     return Batch(
         tokens=put(sequences.tokens, 0),
@@ -102,14 +105,16 @@ def to_batch(
         documents_of_rows=(*_documents_of(sequences), *[(1, targets.shape[1])] * (rows - len(kept))) if packed else (),
         masked=document_mask,
         cut=share.columns is not None,
-        **_of_answers(sequences, device, rows, of_answers),
+        **_of_answers(sequences, device, rows, of_answers, roles),
     )
 
 
-def _of_answers(sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None) -> dict[str, Any]:
-    """The fields of a batch that its answers have."""
+def _of_answers(
+    sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None, roles: Tensor | None
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of a batch that its answers have; and who says its targets."""
     if sequences.answers is None:
-        return {}
+        return {} if roles is None else {"more": {"roles": roles}}
     filled = np.full((max(0, rows - len(sequences.answers)), sequences.answers.shape[1]), -1)
     answers = np.concatenate((sequences.answers, filled))
     more = wanted(answers) if wanted is not None else {}
@@ -254,6 +259,7 @@ def held_out(
     document_mask: bool,
     share: Share = WHOLE,
     of_answers: OfAnswers | None = None,
+    by_role: bool = False,
 ) -> Iterator[Batch]:
     """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
 
@@ -263,7 +269,9 @@ def held_out(
         if number == 0:
             rows = -(-len(sequences.tokens) // share.parts)
         own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
-        yield to_batch(own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers)
+        yield to_batch(
+            own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers, by_role=by_role
+        )
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:

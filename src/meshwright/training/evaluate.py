@@ -2,37 +2,78 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from meshwright.data.corpus import Stream
+from meshwright.data.numbered_rows import NumberedRows
+from meshwright.data.rendering import ROLES
+from meshwright.data.sample_rows import trained_roles
 from meshwright.parallel import Engine
-from meshwright.training.batches import Batch, valid_tokens
+from meshwright.training.batches import WHOLE, Batch, OfAnswers, Share, held_out, valid_tokens
+from meshwright.training.role_loss import RowPass
 from meshwright.training.step import CROSS_ENTROPY, EVALUATION, MicroPass, Objective
-from meshwright.training.watch import EvalMetrics
+from meshwright.training.watch import EvalMetrics, RoleLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutRows:
+    """Which rows are scored, by which objective, and how they are read."""
+
+    rows: NumberedRows
+    stream: Stream
+    """Where they come from."""
+    document_mask: bool
+    at_once: int
+    """Of each rank, in one forward pass."""
+    limit: int
+    """At most so many, spread evenly; 0 = all."""
+    objective: Objective = CROSS_ENTROPY
+    of_answers: OfAnswers | None = None
+    """What the objective reads of answers."""
+
+    def batches(self, device: torch.device, share: Share = WHOLE, *, by_role: bool = False) -> Iterator[Batch]:
+        """This rank's part of them; `by_role`: with who says each target."""
+        return held_out(
+            self.rows, device, rows=self.at_once, limit=self.limit, document_mask=self.document_mask, share=share,
+            of_answers=self.of_answers, by_role=by_role,
+        )  # fmt: skip
+
+    def evaluate(self, engine: Engine, device: torch.device, share: Share = WHOLE, *, step: int = 0) -> EvalMetrics:
+        """Loss, perplexity and bits per byte; by role where several roles are trained."""
+        by_role = self.objective is CROSS_ENTROPY and len(trained_roles(self.stream)) > 1
+        per_byte = self.stream.num_tokens / max(1, self.stream.num_bytes)
+        batches = self.batches(device, share, by_role=by_role)
+        return evaluate(engine, batches, step=step, tokens_per_byte=per_byte, objective=self.objective, by_role=by_role)
 
 
 def evaluate(
-    engine: Engine,
-    batches: Iterable[Batch],
-    *,
-    step: int,
-    tokens_per_byte: float,
-    objective: Objective = CROSS_ENTROPY,
-) -> EvalMetrics:
+    engine: Engine, batches: Iterable[Batch], *, step: int, tokens_per_byte: float,
+    objective: Objective = CROSS_ENTROPY, by_role: bool = False,
+) -> EvalMetrics:  # fmt: skip
     """Mean loss a token over all valid targets; bits per byte = loss / ln 2 x tokens per byte of the held-out text. Of
     another objective its own mean, and what it reports.
 
     Bits per byte compare models with different tokenizers; nats per token do not. A pipeline is given as many batches
-    at once as it has ranks; the host waits for the device once, at the end.
+    at once as it has ranks; the host waits for the device once, at the end. `by_role`: also the loss of each role, for
+    which batches say who says what (batches.held_out).
     """
     started = time.perf_counter()
-    sums, counted = summed_loss(engine, batches, objective)
-    count, tokens = counted.tolist()
-    mean, *figures = (sums / max(1.0, count)).tolist()
+    figures: list[float] = []
+    nats: list[float] = []
+    counts: list[float] = []
+    if by_role:
+        nats, counts = role_losses(engine, batches).tolist()
+        mean, tokens = sum(nats) / max(1.0, sum(counts)), round(sum(counts))
+    else:
+        sums, counted = summed_loss(engine, batches, objective)
+        count, tokens = counted.tolist()
+        mean, *figures = (sums / max(1.0, count)).tolist()
     text = objective is CROSS_ENTROPY
     return EvalMetrics(
         step=step,
@@ -42,7 +83,17 @@ def evaluate(
         tokens=int(tokens),
         seconds=time.perf_counter() - started,
         figures=dict(zip(objective.figures, figures, strict=True)),
+        roles=_roles(nats, counts) if by_role else None,
     )
+
+
+def _roles(nats: Sequence[float], counts: Sequence[float]) -> dict[str, RoleLoss]:
+    """Of the roles that said something."""
+    return {
+        name: RoleLoss(loss=own / count, tokens=round(count))
+        for name, own, count in zip(ROLES, nats, counts, strict=True)
+        if count
+    }
 
 
 def summed_loss(
@@ -63,9 +114,32 @@ def summed_loss(
         return engine.sum_loss(total), engine.mesh["data"].all_reduce(totals)
 
 
+def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
+    """(2, R) float64 of all ranks: nats, and valid targets, of each of rendering.ROLES."""
+    total = torch.zeros(2, len(ROLES), dtype=torch.float64)
+    with evaluating(engine):
+        for some in runs(batches, engine.mesh["pp"].size):
+            passes = [RowPass(one) for one in some]
+            engine.evaluate(passes)
+            found = torch.stack([one.found.sum(1, dtype=torch.float64) for one in passes]).sum(0)
+            total = total.to(found.device) + found
+        return engine.sum_loss(total)
+
+
+def row_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
+    """(2, B, R) float64 on the host, of the rows of one device's batches: nats, and valid targets."""
+    with evaluating(engine):
+        found = []
+        for batch in batches:
+            one = RowPass(batch)
+            engine.evaluate([one])
+            found.append(one.found.double().cpu())
+        return torch.cat(found, dim=1) if found else torch.zeros(2, 0, len(ROLES), dtype=torch.float64)
+
+
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """Inside, the model drops nothing out and keeps nothing for a backward pass."""
+    """Inside, nothing is dropped out, and nothing is kept for a backward pass."""
     training = engine.model.training
     try:
         engine.eval()

@@ -285,7 +285,8 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
     checkpoint.load(found, tensors, verified=True)
     state.restore(tensors, values)
     if state.engine.mesh.rank == 0:
-        MetricsLog(folder.metrics).truncate_to(state.progress.step)
+        for path in (folder.metrics, folder.samples):
+            MetricsLog(path).truncate_to(state.progress.step)
 
 
 def _check_base(state: TrainState, plan: Plan, found: Path, values: dict[str, Any]) -> None:

@@ -23,14 +23,15 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedRows, Share, held_out, split
-from meshwright.training.evaluate import evaluate
+from meshwright.training.batches import Feed, PackedRows, Share, split
+from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.held_out_scores import score_sources
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
+from meshwright.training.run_samples import RunSamples
 from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
@@ -69,6 +70,7 @@ class Trainer:
     """What is known of the run before it begins."""
     saver: Saver = field(init=False)
     ledger: StepLedger = field(init=False)
+    samples: RunSamples = field(init=False)
     late: bool = field(init=False)
     """Whether a step's numbers are read while the next one runs."""
     _stop: StopAgreement = field(init=False)
@@ -80,6 +82,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.late = reads_late(self.device)
         self.ledger = StepLedger(self.state)
+        self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
             self.folder.checkpoints,
             keep_last=self.plan.recipe.keep_last,
@@ -108,8 +111,11 @@ class Trainer:
                     self._begin(feed)
                     evaluates = _due(progress.step, recipe.eval_every, recipe.steps)
                     saves = _due(progress.step, recipe.checkpoint_every, recipe.steps)
-                    self._settle(log, keep=int(self.late and not evaluates and not saves))
+                    samples = self.samples.due(progress.step)
+                    self._settle(log, keep=int(self.late and not (evaluates or saves or samples)))
                     score = self._evaluate(log) if evaluates else None
+                    if samples:
+                        self.samples.take(self.state.engine, progress.step)
                     if saves:
                         self._save(log, score, goes_on=progress.step < recipe.steps)
                         saved = progress.step
@@ -252,18 +258,12 @@ class Trainer:
     def _score(self, data: Data, stream: TokenStream, limit: int) -> EvalMetrics:
         """Of one source, at most `limit` rows."""
         recipe = self.plan.recipe
-        batches = held_out(
-            numbered_rows(data, recipe, self.corpus, stream, shuffle=False),
-            self.device,
-            rows=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=limit,
-            document_mask=recipe.document_mask,
-            share=self.share,
-            of_answers=self.task.of_validation,
-        )
-        per_byte, objective = stream.num_tokens / max(1, stream.num_bytes), self.task.objective
-        step = self.state.progress.step
-        return evaluate(self.state.engine, batches, step=step, tokens_per_byte=per_byte, objective=objective)
+        rows = HeldOutRows(
+            rows=numbered_rows(data, recipe, self.corpus, stream, shuffle=False), stream=stream,
+            document_mask=recipe.document_mask, at_once=self.plan.layout.micro_batch_of(recipe.global_batch),
+            limit=limit, objective=self.task.objective, of_answers=self.task.of_validation,
+        )  # fmt: skip
+        return rows.evaluate(self.state.engine, self.device, self.share, step=self.state.progress.step)
 
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """`score`: the held-out loss of these very weights, None where they were not evaluated."""
@@ -289,7 +289,7 @@ class Trainer:
     def _notes(self) -> tuple[str, ...]:
         plan, found = self.plan, compile_notes(self.plan.layout, self.device)
         found += [plan.beyond_positions] if plan.beyond_positions else []
-        found += schedule_notes(plan.layout)
+        found += [*schedule_notes(plan.layout), *self.samples.notes()]
         found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))
         if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
             found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")

@@ -102,6 +102,15 @@ class SourceScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLoss:
+    """Of what one role says on held-out conversations."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
     """One evaluation on held-out text."""
 
@@ -118,6 +127,8 @@ class EvalMetrics:
     """As StepMetrics."""
     sources: tuple[SourceScore, ...] | None = None
     """Of a mixture: each source by itself, of which the figures above are means by weight. None = there is one text."""
+    roles: Mapping[str, RoleLoss] | None = None
+    """Of conversations in which several roles are trained, the part of each."""
 
 
 def numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:

@@ -124,7 +124,13 @@ def held_out(metrics: EvalMetrics) -> str:
         parts += [f"perplexity {metrics.perplexity:.4g}", f"{metrics.bits_per_byte:.3f} bits per byte"]
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.figures.items()]
     each = "".join(f"; {one.path} {one.loss:.4f}" for one in metrics.sources or ())
-    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}"
+    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}{_by_role(metrics)}"
+
+
+def _by_role(metrics: EvalMetrics) -> str:
+    """The loss of each role, where several are trained."""
+    roles = metrics.roles or {}
+    return f"; {', '.join(f'{name} {one.loss:.4f}' for name, one in roles.items())}" if len(roles) > 1 else ""
 
 
 def closing(summary: Summary, device: str) -> str:

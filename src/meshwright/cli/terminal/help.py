@@ -23,7 +23,7 @@ GROUPS = {
         "profile": "Measure a few real steps of a plan.",
         "compare": "Compare planned, dry run and measured.",
         "report": "Write a page of one or several runs.",
-        "eval": "Score a model on a text.",
+        "eval": "Score a model on text or tasks, before and after.",
     },
     "Share": {
         "export": "Write a run as a Hugging Face directory.",

@@ -76,3 +76,8 @@ def show(lines: Iterable[str]) -> None:
 
 def _unicode() -> bool:
     return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def plus_minus(text: str) -> str:
+    """The sign as the encoding has it."""
+    return text if _unicode() else text.replace("\u00b1", "+-")

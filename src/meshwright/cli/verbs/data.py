@@ -8,22 +8,35 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright import planfile
+from meshwright.api.documents import check_page
 from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
 from meshwright.data.advice import named_columns
 from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, view
+from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
-from meshwright.spec.units import MIB, count
+from meshwright.spec.units import MIB, count, many
+from meshwright.store.durable import one_line, replace_file
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _NAMES_SHOWN = 3
 
 
-def show(plan: Path | None, overrides: list[str], json: bool) -> None:
-    """Print source, split, tokenizer and a packed sequence of a plan (None = the default one)."""
+def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None = None) -> None:
+    """Print source, split, tokenizer and a packed sequence of a plan (None = the default one); `html`: also as a page,
+    with more rows."""
+    if html is not None:
+        check_page(html, "data.html", option="--html ")
     settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
-    found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)))
+    rows = 1 if html is None else rows_of(settings.recipe.sequence)
+    found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)), rows=rows)
+    if html is not None:
+        with one_line(html, "--html "):
+            replace_file(html, page(found).encode())
+        if not json:
+            print(f"{html}: {many(1 + len(found.more), 'row')}; open it in a browser")
+            return
     if json:
         print_json(found)
         return

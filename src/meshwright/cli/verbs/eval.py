@@ -1,5 +1,7 @@
-"""`meshwright eval`: loss, perplexity and bits per byte of a model on a text."""
+"""`meshwright eval`: a model on held-out text or on tasks, alone or against another one."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,20 +15,70 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option("--data", metavar="PATH", help="Text, all of it; without it the run's held-out part.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", metavar="PATH", help="Task of lm-evaluation-harness (YAML), or a folder of them."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="RUN_OR_HF_DIR", help="The model before: differences are paired by item."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many items of each task.  [default: all]")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each item.  [default: as the task says]")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The model's chat template writes the prompts.")] = False,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
+    ] = "last",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it as it was trained.")] = None,
     sequences: Annotated[int, typer.Option(help="At most so many windows of the text; 0 = all.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
-    """Score a model on held-out text: nats per token, perplexity, bits per byte."""
+    """Score a model on held-out text, or on tasks; with --against say what changed, and whether beyond noise."""
     if sequences < 0:
         raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
+    from meshwright.cli.terminal.output import print_json
+
+    if not tasks and against is None:
+        _held_out(model, data, dtype, sequences, checkpoint, json=json)
+        return
+    from meshwright.api import evaluation
+    from meshwright.cli.terminal.eval_answer import answer
+    from meshwright.cli.terminal.screen_text import show
+
+    with _progress() as progress:
+        found = evaluation.evaluate(
+            model, tasks=tasks or (), against=against, data=data, dtype=dtype, sequences=sequences, limit=limit,
+            shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
+        )  # fmt: skip
+    if json:
+        print_json(found.to_dict())
+    else:
+        show(answer(found))
+
+
+def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
+    """One model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
     from meshwright.api.trained_model import load
     from meshwright.cli.terminal import fields
     from meshwright.cli.terminal.output import print_json
 
-    found = load(model, dtype).evaluate(data, sequences=sequences)
+    found = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
     if json:
-        figures = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds")
-        print_json({name: getattr(found, name) for name in figures})
+        figures = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds", "roles")
+        print_json({name: getattr(found, name) for name in figures if getattr(found, name) is not None})
     else:
         print(fields.held_out(found))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from meshwright.cli.terminal.output import console
+
+    out = console(json=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("requests", total=None)
+        yield lambda done, wanted: bar.update(task, completed=done, total=wanted)

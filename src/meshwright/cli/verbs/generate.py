@@ -28,6 +28,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0 = all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
+    ] = "last",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     json: Annotated[
         bool, typer.Option("--json", help="Print ids, log-probabilities and text as one document.")
@@ -45,7 +48,7 @@ def generate(
 
     chosen = DEFAULT_TEMPERATURE if temperature is None else temperature
     Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
-    opened = load(model, dtype)
+    opened = load(model, dtype, checkpoint=checkpoint)
     encode = opened.encode_chat if chat else opened.encode
     ids = given if given is not None else encode(prompt or "")
     answer = partial(

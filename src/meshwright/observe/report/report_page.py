@@ -27,9 +27,12 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import num_parameters
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import pipeline_ranks
+from meshwright.training.run_samples import recorded
 
-SCRIPTS = ("charts.js", "curves.js", "memory.js", "pipeline.js", "rows.js", "page.js")
+SCRIPTS = ("charts.js", "curves.js", "samples.js", "memory.js", "pipeline.js", "rows.js", "page.js")
 """In the order in which they read each other."""
+SAMPLED, LONGEST = 12, 4000
+"""Steps whose samples are shown, and characters of a text."""
 MOMENTS = 400
 """Of a memory timeline; of more, the highest of each stretch."""
 
@@ -82,6 +85,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
         "capacity": _capacity(run),
         "curves": curves(run.steps),
         "evaluations": evaluations(run.evaluations),
+        "samples": _samples(run),
         "last": _last(run),
         "comparison": as_json(found, name),
         "verdict": list(verdict(found)),
@@ -99,6 +103,19 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
             if value is not None
         },
     }
+
+
+def _samples(run: Finished) -> list[dict[str, Any]]:
+    """The last samples, oldest first. RunError: a damaged line."""
+    found = []
+    for one in recorded(run.path / "samples.jsonl")[-SAMPLED:]:
+        items = [
+            {name: str(sample.get(name, ""))[:LONGEST] for name in ("prompt", "text", "held_out")}
+            for sample in one["samples"]
+            if isinstance(sample, dict)
+        ]
+        found.append({"step": one.get("step", 0), "items": items, "problem": str(one.get("problem", ""))})
+    return found
 
 
 def _capacity(run: Finished) -> int | None:

@@ -2,7 +2,7 @@
 
 const RUNS = DATA.runs;
 const SOURCES = [["planned", "planned"], ["dryrun", "dry run"], ["measured", "measured"]];
-const state = {run: 0, along: "step", rank: null};
+const state = {run: 0, along: "step", rank: null, sample: null};
 const chosen = () => RUNS[state.run];
 const colourOf = (n) => `var(--run${n % 6})`;
 const element = (id) => document.getElementById(id);

@@ -68,7 +68,7 @@ function drawPlan() {
 }
 
 function drawAll() {
-  for (const draw of [drawHead, drawTiles, drawSide, drawCurves, drawBars, drawMoments, drawBoxes, drawTraffic, drawTable, drawPlan]) draw();
+  for (const draw of [drawHead, drawTiles, drawSide, drawCurves, drawSamples, drawBars, drawMoments, drawBoxes, drawTraffic, drawTable, drawPlan]) draw();
 }
 
 document.addEventListener("click", (event) => {
@@ -82,6 +82,10 @@ document.addEventListener("change", (event) => {
   if (event.target.id === "along") {
     state.along = event.target.value;
     drawCurves();
+  }
+  if (event.target.id === "sample-step") {
+    state.sample = Number(event.target.value);
+    drawSamples();
   }
   if (event.target.id === "rank") {
     state.rank = event.target.value;

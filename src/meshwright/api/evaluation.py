@@ -1,0 +1,271 @@
+"""`evaluate`: a model on tasks or on held-out text, alone or before and after, with the noise of each figure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.documents import plain
+from meshwright.api.markup import line, table, whole
+from meshwright.api.trained_model import TrainedModel, load
+from meshwright.data import Tokenizer
+from meshwright.data.rendering import ROLES
+from meshwright.observe.tasks.paired_statistics import Aggregate, Estimate, Verdict, difference, estimate, verdict
+from meshwright.observe.tasks.task_files import task_configs
+from meshwright.parallel import on_one_device
+from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
+from meshwright.spec.units import many
+from meshwright.store.model_weights import LAST
+from meshwright.training.evaluate import row_losses
+
+if TYPE_CHECKING:
+    from meshwright.observe.tasks.run_tasks import TaskFigure
+
+HELD_OUT = "held-out"
+"""What a figure on held-out text has as its task."""
+TOKENS_PER_PASS = {"cpu": 8192, "cuda": 65536}
+"""Of one forward pass over items of tasks."""
+Progress = Callable[[int, int], None]
+Loader = Callable[[], TrainedModel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedFigure:
+    """One metric of one task, on the same items of both models where there are two."""
+
+    task: str
+    metric: str
+    items: int
+    higher_is_better: bool | None
+    value: Estimate
+    """Of the model."""
+    before: Estimate | None = None
+    """Of the one it is held against."""
+    difference: Estimate | None = None
+    """value - before, paired by item."""
+    verdict: Verdict | None = None
+    """Whether the difference is beyond noise (two-sided 95 %)."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvaluationAnswer(Answer):
+    """Figures of a model, and of another one beside."""
+
+    run: Path
+    """Where the model is."""
+    against: Path | None
+    figures: tuple[EvaluatedFigure, ...]
+
+    def counted(self, *kinds: Verdict) -> int:
+        """Figures with one of these verdicts."""
+        return sum(one.verdict in kinds for one in self.figures)
+
+    @property
+    def headline(self) -> str:
+        """What the difference is, in one sentence; empty for one model."""
+        if self.against is None:
+            return ""
+        rest: tuple[Verdict, ...] = ("worse", "changed", "within noise", "too few items")
+        others = "".join(f", {self.counted(kind)} {kind}" for kind in rest if self.counted(kind))
+        return f"{self.counted('better')} of {many(len(self.figures), 'figure')} better{others}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright eval --json` prints."""
+        found = {"model": self.run, "against": self.against, "figures": self.figures}
+        return {name: plain(value) for name, value in found.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each figure."""
+        return [
+            {
+                "task": one.task, "metric": one.metric, "items": one.items, "value": one.value.value,
+                "error": one.value.error, "before": one.before and one.before.value,
+                "before_error": one.before and one.before.error,
+                "difference": one.difference and one.difference.value,
+                "difference_error": one.difference and one.difference.error, "verdict": one.verdict,
+            }
+            for one in self.figures
+        ]  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"{self.run}: {self.headline or many(len(self.figures), 'figure')}"
+
+    def _repr_html_(self) -> str:
+        head = ("task", "metric", *(("before",) if self.against else ()), "after" if self.against else "value")
+        more = ("difference", "", "items") if self.against else ("items",)
+        return whole(
+            *([line(self.headline)] if self.against else ()),
+            table((*head, *more), [tuple(cells(one)) for one in self.figures]),
+            line("figures ± standard error; differences are paired by item"),
+        )
+
+
+def cells(one: EvaluatedFigure) -> Iterator[str]:
+    """A figure as the cells of a row: task, metric, before, after, difference, verdict and items."""
+    yield from (one.task, one.metric)
+    if one.before is not None:
+        yield shown(one.before)
+    yield shown(one.value)
+    if one.difference is not None:
+        yield from (shown(one.difference, sign="+"), one.verdict or "")
+    yield f"{one.items:,}"
+
+
+def shown(found: Estimate, sign: str = "") -> str:
+    """`0.583 ± 0.149`."""
+    form = f"{sign}.3f" if abs(found.value) < 1000 else f"{sign}.4g"
+    error = "?" if found.error is None else format(found.error, form.lstrip("+"))
+    return f"{found.value:{form}} ± {error}"
+
+
+@checked
+def evaluate(
+    model: Place,
+    *,
+    tasks: str | Path | Sequence[str] = (),
+    against: Place | None = None,
+    data: str | Path | None = None,
+    dtype: str | None = None,
+    sequences: int = 0,
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    checkpoint: str = LAST,
+    progress: Progress | None = None,
+) -> EvaluationAnswer:
+    """Score a model, a run or a Hugging Face directory, and another one (`against`) on the same items. `checkpoint` of
+    the run: last, best, or a step; of `against` it is the last.
+
+    `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without them the held-out part of
+    the run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples before
+    each item, None = as the task says. `chat`: prompts are written by the model's chat template. ArgumentError,
+    PlanError where the extra `eval` is missing, DataError.
+    """
+    places = [str(tasks)] if isinstance(tasks, str | Path) else [str(one) for one in tasks]
+    path, other = folder_of(model), None if against is None else folder_of(against)
+    if places and data is not None:
+        raise ArgumentError(f"tasks={places[0]} and data={data} are two questions: give one")
+    for name, value, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
+        if value is not None and value < least:
+            raise ArgumentError(f"{name}={value} must be {least} or more")
+    for place, named in ((path, ""), *([(other, "against=")] if other is not None else [])):
+        if not place.is_dir():  # said before the harness is loaded, which takes seconds
+            raise RunError(f"{named}{place} does not exist: give a run folder or a Hugging Face directory")
+    models = [lambda: load(path, dtype, checkpoint=checkpoint), *([lambda: load(other, dtype)] if other else [])]
+    if places:
+        found = _on_tasks(models, places, limit, shots, chat, progress)
+    else:
+        if other is not None:
+            _check_tokenizers(path, other)
+        found = _on_held_out(models, data, sequences)
+    return EvaluationAnswer(run=path, against=other, figures=tuple(found))
+
+
+def _on_tasks(
+    models: Sequence[Loader], places: Sequence[str], limit: int | None, shots: int | None, chat: bool,
+    progress: Progress | None,
+) -> list[EvaluatedFigure]:  # fmt: skip
+    if find_spec("lm_eval") is None:
+        raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
+    configs = task_configs(places)
+    from meshwright.observe.tasks.run_tasks import run_tasks
+
+    def scored(loaded: Loader) -> "list[TaskFigure]":
+        return run_tasks(configs, _text_model(loaded(), chat=chat), limit=limit, shots=shots, progress=progress)
+
+    after, *others = (scored(one) for one in models)  # one after the other: they need not have room at once
+    before = {(one.task, one.metric, one.filter): one for other in others for one in other}
+    found = []
+    for one in after:
+        metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
+        twin = before.get((one.task, one.metric, one.filter))
+        first = None if not others else {} if twin is None else twin.items
+        found.append(_figure(one.task, metric, one.figure, one.items, first, one.higher_is_better))
+    return found
+
+
+def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
+    from meshwright.observe.tasks.harness_model import TextModel
+
+    if opened.tokenizer is None:
+        raise PlanError(f"{opened.path} has no tokenizer.json to read a task with: put its tokenizer there")
+    tokenizer, template = opened.chat_template()
+    return TextModel(
+        model=opened.model, tokenizer=tokenizer, begin=opened.encode, stop_ids=opened.stop_ids,
+        template=template if chat else None, tokens_per_pass=TOKENS_PER_PASS[opened.model.embed.weight.device.type],
+    )  # fmt: skip
+
+
+def _on_held_out(models: Sequence[Loader], data: str | Path | None, sequences: int) -> list[EvaluatedFigure]:
+    """Nats per token, of all and of each role; items are conversations, or windows of a text."""
+    opened = models[0]()
+    rows = opened.held_out_rows(data, sequences, apart=True)
+
+    def scored(found: TrainedModel) -> Mapping[str, Mapping[str, tuple[float, float]]]:
+        device = found.model.embed.weight.device
+        nats, counts = row_losses(on_one_device(found.model), rows.batches(device, by_role=True)).tolist()
+        return _by_role(nats, counts)
+
+    after = scored(opened)
+    del opened  # two models need not have room at once
+    before = scored(models[1]()) if len(models) > 1 else None
+    return [
+        _figure(HELD_OUT, metric, Aggregate(kind="ratio"), items, None if before is None else before[metric], False)
+        for metric, items in after.items()
+    ]
+
+
+def _check_tokenizers(path: Path, other: Path) -> None:
+    """Nats per token of two models compare where their tokens are the same."""
+    one, two = (Tokenizer.load(_run_of(place)).fingerprint for place in (path, other))
+    if one != two:
+        raise ArgumentError(
+            f"against={other} has another tokenizer than {path}, so that losses per token do not compare: compare them "
+            "on tasks=, or each by itself in bits per byte"
+        )
+
+
+def _run_of(place: Path) -> Path:
+    """The folder of a run, also of one of its checkpoints."""
+    return place if (place / "tokenizer.json").is_file() else place.resolve().parent.parent
+
+
+def _by_role(
+    nats: Sequence[Sequence[float]], counts: Sequence[Sequence[float]]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Metric -> row -> (nats, tokens) of rows that have any; of each role where there are several."""
+    present = [role for role in range(len(ROLES)) if any(row[role] for row in counts)]
+    wanted = {"loss": present} | ({f"loss of {ROLES[role]}": [role] for role in present} if len(present) > 1 else {})
+    return {
+        metric: {
+            str(number): (sum(own[role] for role in roles), weight)
+            for number, (own, row) in enumerate(zip(nats, counts, strict=True))
+            if (weight := sum(row[role] for role in roles))
+        }
+        for metric, roles in wanted.items()
+    }
+
+
+def _figure(
+    task: str, metric: str, figure: Aggregate, after: Mapping[str, Any], before: Mapping[str, Any] | None,
+    higher_is_better: bool | None,
+) -> EvaluatedFigure:  # fmt: skip
+    """DataError where two models were not asked the same."""
+    if not after:
+        raise DataError(f"{task}: nothing was scored for {metric}: the data is empty")
+    value = estimate(list(after.values()), figure)
+    if before is None:
+        return EvaluatedFigure(
+            task=task, metric=metric, items=len(after), higher_is_better=higher_is_better, value=value
+        )
+    if before.keys() != after.keys():
+        raise DataError(f"{task}: {metric} has other items for one model than for the other: they cannot be paired")
+    first = [before[name] for name in after]
+    change = difference(first, list(after.values()), figure)
+    return EvaluatedFigure(
+        task=task, metric=metric, items=len(after), higher_is_better=higher_is_better, value=value,
+        before=estimate(first, figure), difference=change, verdict=verdict(change, len(after), higher_is_better),
+    )  # fmt: skip

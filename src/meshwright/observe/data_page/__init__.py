@@ -1,0 +1,1 @@
+"""What is trained as one HTML page for offline use."""

@@ -1,0 +1,79 @@
+"""Many prompts at once: every row is scored and continued as if it were alone, for every kind of attention."""
+
+import math
+
+import pytest
+import torch
+
+from meshwright.model import Sampling, Transformer, generate
+from meshwright.model.prompt_batch import generate_many, score
+from meshwright.spec.errors import PlanError, RunError
+from tests.model.shrunk import KINDS, VOCAB, model, tokens
+
+PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [1], [7, 7, 8, 2], list(range(2, 13))]
+CONTINUATIONS = [[[4], [5, 6, 7]], [[9, 9]], [[1], [2], [3]], [[8, 1, 2, 5, 9, 11], [6]]]
+
+
+def alone(found: Transformer, prompt: list[int], text: list[int]) -> tuple[float, bool]:
+    """By one whole forward pass."""
+    with torch.no_grad():
+        logits = found(torch.tensor([prompt + text]))[0, len(prompt) - 1 : -1].double()
+    logs, wanted = logits.log_softmax(-1), torch.tensor(text)
+    return logs.gather(1, wanted[:, None]).sum().item(), bool((logits.argmax(-1) == wanted).all())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_continuations_are_scored_as_by_whole_passes(name: str) -> None:
+    found = model(name).eval()
+    best = generate(found, PROMPTS[0], max_new_tokens=3).ids
+    asked = [[*CONTINUATIONS[0], best], *CONTINUATIONS[1:]]
+    scores = score(found, PROMPTS, asked)
+    assert scores[0][-1].greedy
+    for prompt, texts, own in zip(PROMPTS, asked, scores, strict=True):
+        for text, one in zip(texts, own, strict=True):
+            logprob, greedy = alone(found, prompt, text)
+            assert one.logprob == pytest.approx(logprob, abs=2e-4) and one.greedy == greedy
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_are_continued_as_by_themselves(name: str) -> None:
+    found = model(name).eval()
+    ways = [Sampling(), Sampling(temperature=0.9, seed=3), Sampling(temperature=0.9, seed=4, top_k=5), Sampling()]
+    many = generate_many(found, PROMPTS, ways, max_new_tokens=9)
+    for prompt, way, made in zip(PROMPTS, ways, many, strict=True):
+        one = generate(found, prompt, max_new_tokens=9, sampling=way)
+        assert made.ids == one.ids and made.logprobs == pytest.approx(one.logprobs, abs=2e-4)
+
+
+def test_rows_end_by_themselves() -> None:
+    """At a stop token, where `ended` says so, and at the last position."""
+    found = model("gpt2-124m").eval()  # learned positions: there is nothing behind the last
+    most = found.shape.max_positions
+    prompts = [PROMPTS[0], PROMPTS[1], tokens(1, most - 2).tolist()[0]]
+    whole = [generate(found, prompt, max_new_tokens=12).ids for prompt in prompts]
+    assert len(whole[2]) == 3
+    stop = whole[0][2]
+    made = generate_many(
+        found, prompts, [Sampling()] * 3, max_new_tokens=12, stop_ids=(stop,),
+        ended=lambda row, ids: row == 1 and len(ids) == 5,
+    )  # fmt: skip
+    assert made[0].ids == whole[0][: whole[0].index(stop) + 1]
+    assert made[1].ids == (whole[1][: whole[1].index(stop) + 1] if stop in whole[1][:5] else whole[1][:5])
+    assert made[2].ids == (whole[2][: whole[2].index(stop) + 1] if stop in whole[2] else whole[2])
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    found = model("gpt2-124m").eval()
+    most = found.shape.max_positions
+    full = tokens(1, most).tolist()[0]
+    assert math.isfinite(score(found, [full], [[[1]]])[0][0].logprob), "the last token needs no position of its own"
+    with pytest.raises(PlanError, match="shorten it"):
+        score(found, [full], [[[1, 2]]])
+    with pytest.raises(PlanError, match="outside the model's vocabulary"):
+        score(found, [[1]], [[[VOCAB]]])
+    with pytest.raises(PlanError, match="empty"):
+        score(found, [[1]], [[[]]])
+    with torch.no_grad():
+        found.norm.weight.fill_(float("nan"))
+    with pytest.raises(RunError, match="no numbers"):
+        generate_many(found, [[1]], [Sampling()], max_new_tokens=2)

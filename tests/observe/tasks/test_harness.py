@@ -1,0 +1,212 @@
+"""Tasks of lm-evaluation-harness: log-likelihoods, texts and answers are those of `transformers` through the harness's
+own model class, on the same directory and the same tasks."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright import evaluate as score_on_tasks
+from meshwright.api.trained_model import load
+from meshwright.cli.main import main
+from meshwright.data import Tokenizer
+from meshwright.observe.tasks.paired_statistics import Aggregate, estimate
+from meshwright.spec.errors import ArgumentError, DataError
+from tests.observe.tasks.task_folder import items, task_folder
+from tests.train.test_tuning import CHATML
+from tests.train.test_weights import SHAPES, directory
+
+harness = pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models and the tasks; data sets of the harness are cached there too."""
+    place = tmp_path_factory.mktemp("harness")
+    directory(place / "llama", SHAPES["llama"])
+    directory(place / "gpt2", SHAPES["gpt2"])
+    directory(place / "other", replace(SHAPES["llama"], ffn=32))
+    for name in ("llama", "other"):
+        (place / name / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    task_folder(place / "tasks")
+    return place
+
+
+def asked(*pairs: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=pair, task_name="asked") for pair in pairs]
+
+
+def ours(place: Path, *, chat: bool = False, tokens: int = 256) -> Any:
+    from meshwright.observe.tasks.harness_model import HarnessModel, TextModel
+
+    opened = load(place)
+    tokenizer, template = opened.chat_template()
+    return HarnessModel(
+        TextModel(
+            model=opened.model, tokenizer=tokenizer, begin=opened.encode, stop_ids=opened.stop_ids,
+            template=template if chat else None, tokens_per_pass=tokens,
+        )
+    )  # fmt: skip
+
+
+def theirs(place: Path) -> Any:
+    pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(place), device="cpu", dtype="float32", batch_size=3)
+
+
+PAIRS = [
+    *((str(one["question"]), str(choice)) for one in items(9) for choice in one["choices"]),  # type: ignore[attr-defined]
+    ("", "hello there"),
+    ("ends with blanks  ", "and goes on"),
+    ("x " * 90, "far beyond the positions"),
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("tokens", [40, 4096])
+def test_log_likelihoods_are_those_of_transformers(folder: Path, name: str, tokens: int) -> None:
+    own = ours(folder / name, tokens=tokens).loglikelihood(asked(*PAIRS))
+    right = theirs(folder / name).loglikelihood(asked(*PAIRS), disable_tqdm=True)
+    assert len(own) == len(PAIRS)
+    for found, wanted, pair in zip(own, right, PAIRS, strict=True):
+        assert found[0] == pytest.approx(wanted[0], abs=2e-4), pair
+        assert found[1] == wanted[1], pair
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_whole_texts_are_those_of_transformers(folder: Path, name: str) -> None:
+    texts = [(str(one["long"]) * 3,) for one in items(14)]
+    assert max(len(Tokenizer.shipped().encode(text)) for (text,) in texts) > 64 * 2 - 1, "windows"
+    own = ours(folder / name).loglikelihood_rolling(asked(*texts))
+    assert own == pytest.approx(theirs(folder / name).loglikelihood_rolling(asked(*texts)), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_answers_are_those_of_transformers(folder: Path, name: str) -> None:
+    """Greedy, cut at the first end, prompts of several lengths; one is longer than the positions."""
+    settings = {"until": ["e", "12"], "max_gen_toks": 7, "do_sample": False}
+    questions = [*((str(one["question"]), settings) for one in items()), ("x " * 90, settings)]
+    own = ours(folder / name).generate_until(asked(*questions))
+    right = [theirs(folder / name).generate_until(asked(one), disable_tqdm=True)[0] for one in questions]
+    assert own == right and len(set(own)) > 2
+
+
+def test_sampled_answers_differ_and_come_again(folder: Path) -> None:
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    own = ours(folder / "llama")
+    first = own.generate_until(asked(*[("what", settings)] * 4))
+    assert len(set(first)) == 4 and own.generate_until(asked(*[("what", settings)] * 4)) == first
+    with pytest.raises(DataError, match="num_beams is not known here"):
+        own.generate_until(asked(("what", {"num_beams": 4})))
+
+
+def test_a_chat_is_written_by_the_template(folder: Path) -> None:
+    own = ours(folder / "llama", chat=True)
+    history = [{"role": "user", "content": "say 3"}]
+    assert own.apply_chat_template(history) == "<user>say 3\n<assistant>"
+    begun = [*history, {"role": "assistant", "content": "Sure:"}]
+    assert own.apply_chat_template(begun, add_generation_prompt=False) == "<user>say 3\n<assistant>Sure:"
+    assert own.chat_template() == CHATML and ours(folder / "llama").chat_template() == ""
+
+
+def test_figures_and_errors_are_those_of_the_harness(folder: Path) -> None:
+    """All tasks, with its own evaluator over `transformers`."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    from meshwright.observe.tasks.task_files import task_configs
+
+    found = {(one.task, one.metric): one for one in score_on_tasks(folder / "llama", tasks=folder / "tasks").figures}
+    paths = [folder / f"{config['task']}.json" for config in task_configs([str(folder / "tasks")])]
+    for path, config in zip(paths, task_configs([str(folder / "tasks")]), strict=True):
+        path.write_text(json.dumps(config))
+    loaded = TaskManager(include_defaults=False).load([str(path) for path in paths])
+    for task in loaded["tasks"].values():
+        task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
+        task.set_fewshot_seed(seed=1234)
+    right = evaluate(theirs(folder / "llama"), loaded, bootstrap_iters=2)
+    compared = 0
+    for task, figures in right["results"].items():
+        for key, value in figures.items():
+            metric, _, chosen = key.partition(",")
+            if not chosen or metric.endswith("_stderr"):
+                continue
+            own = found[task, metric]
+            assert own.value.value == pytest.approx(value, rel=1e-4), (task, metric)
+            error = figures[f"{metric}_stderr,{chosen}"]
+            if task != "texts":  # its error is a bootstrap
+                assert own.value.error == pytest.approx(error), (task, metric)
+            compared += 1
+    assert compared == len(found) == 6
+
+
+def test_two_models_are_paired_by_item(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(folder / "llama"), "--tasks", str(folder / "tasks" / "sums.yaml")]
+    assert main([*words, "--against", str(folder / "other"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["metric"] for one in found["figures"]] == ["acc", "acc_norm"]
+    for one in found["figures"]:
+        assert one["difference"]["value"] == pytest.approx(one["value"]["value"] - one["before"]["value"])
+        assert one["items"] == 12 and one["verdict"] in ("better", "worse", "within noise")
+    assert main([*words, "--against", str(folder / "llama")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("NOT BETTER  0 of 2 figures better, 2 within noise")
+    assert "+0.000 ± 0.000  within noise" in told
+
+
+def test_items_shots_and_chat(folder: Path) -> None:
+    place = folder / "tasks" / "letters.yaml"
+    few = score_on_tasks(folder / "llama", tasks=str(place), limit=5, shots=1, chat=True)
+    assert [one.items for one in few.figures] == [5]
+    assert few.rows()[0]["task"] == "letters" and "<table>" in few._repr_html_()
+
+
+def spoiled(place: Path, change: Callable[[str], str]) -> Path:
+    task_folder(place, "sums")
+    file = place / "sums.yaml"
+    file.write_text(change(file.read_text()))
+    return place
+
+
+CASES: dict[str, tuple[Callable[[str], str], str]] = {
+    "hub": (
+        lambda text: text.replace("json\n", "Rowan/hellaswag\n").replace("dataset_kwargs", "x"),
+        "nothing is downloa",
+    ),
+    "file": (lambda text: text.replace("items.jsonl", "none.jsonl"), "there is no .*none.jsonl"),
+    "yaml": (lambda text: text + "\n  ]: :", "cannot be read"),
+    "split": (lambda text: text.replace("test_split: test", "test_split: dev"), "sums.yaml\\) cannot be loaded|fail"),
+    "field": (lambda text: text.replace("{{question}}", "{{nothing.at.all}}"), "cannot be loaded|the tasks sums fail"),
+    "none": (lambda text: text.replace("task: sums", "x: 1"), "holds no task"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_task_that_cannot_be_run_is_one_sentence(folder: Path, tmp_path: Path, case: str) -> None:
+    change, said = CASES[case]
+    with pytest.raises(DataError, match=said) as caught:
+        score_on_tasks(folder / "llama", tasks=spoiled(tmp_path / "tasks", change))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_contradicts_itself_is_refused(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="two questions"):
+        score_on_tasks(folder / "llama", tasks=folder / "tasks", data="x")
+    with pytest.raises(ArgumentError, match="limit=0 must be 1"):
+        score_on_tasks(folder / "llama", tasks=folder / "tasks", limit=0)
+    with pytest.raises(DataError, match="two tasks are named sums"):
+        score_on_tasks(folder / "llama", tasks=[str(folder / "tasks"), str(folder / "tasks" / "sums.yaml")])
+
+
+def test_a_perplexity_is_that_of_all_tokens() -> None:
+    figure = Aggregate(kind="other", combine=lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
+    found = estimate([(1.0, 2), (5.0, 4), (2.0, 1), (9.0, 8)], figure)
+    assert found.value == pytest.approx(17 / 15) and found.error is not None and found.error > 0
+    assert torch.isfinite(torch.tensor(found.error))

@@ -1,0 +1,145 @@
+"""The page of `data show --html` in a real browser: every token of the rows, what becomes of it by pointer, click and
+keys, light and dark, from 400 to 1400 pixels."""
+
+import json
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.data import prepare
+from meshwright.data.show import DataView, view
+from meshwright.observe.data_page.rows_page import page, rows_of
+from meshwright.spec import Data, Recipe
+from tests.planner.browser import CHROMIUM, Browser
+from tests.train.test_tuning import files as files  # a folder with a model and conversations
+from tests.train.test_tuning import plan
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture
+def chats(files: Path) -> DataView:
+    asked = plan(files, "data.train_on=assistant,user", "recipe.sequence=48")
+    return view(asked.data, asked.recipe, prepare(asked.data), rows=3)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> DataView:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.py").write_text(f"def f{number}():\n\treturn '<b>&amp;</b>'\n" * 2, encoding="utf-8")
+    data, recipe = Data(path=str(folder), validation=0.2), Recipe(sequence=32)
+    return view(data, recipe, prepare(data, cache_root=tmp_path / "cache"), rows=2)
+
+
+def spans(text: str) -> list[str]:
+    """What the page shows of each token, without its marks of line ends."""
+    found = re.findall(r"<i class='k [^']*' data-p='\d+'>(.*?)</i>", text, re.DOTALL)
+    return [unescape(one.replace("<u>\u21b5</u>", "")) for one in found]
+
+
+def test_every_token_of_every_row_is_there(chats: DataView, texts: DataView) -> None:
+    for found in (chats, texts):
+        rows = [found.tokens, *(row.tokens for row in found.more)]
+        assert len(rows) == (3 if found is chats else 2)
+        wanted = [token for row in rows for token in row]
+        shown = spans(page(found))
+        assert len(shown) == len(wanted) == len(rows) * found.sequence
+        for one, token in zip(shown, wanted, strict=True):
+            assert one == ("\u00b7" if token.mark == "padding" else token.text)
+
+
+def test_rows_are_those_of_the_run(chats: DataView) -> None:
+    assert [row.number for row in chats.more] == [chats.sample + 1, chats.sample + 2]
+    assert {token.role for token in chats.tokens if token.mark == "trained"} == {"user", "assistant"}
+    assert chats.samples is not None
+    trained = sum(one.trained for one in chats.samples.roles)
+    assert trained / sum(one.trained + one.masked for one in chats.samples.roles) == chats.samples.trained_share
+    assert sum(one.count for one in chats.lengths) == chats.train.documents
+    assert all(one.begin <= one.end < 2 * one.begin for one in chats.lengths)
+
+
+def test_the_verb_writes_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model={files / 'hf'}", f"data={files / 'chat.jsonl'}", "data.form=samples", "recipe.sequence=32"]
+    out = files / "page.html"
+    assert main(["data", "show", *words, "--html", str(out)]) == 0
+    assert f"{out}: 8 rows; open it in a browser" in capsys.readouterr().out
+    assert out.read_text().startswith("<!doctype html>") and rows_of(32) == 8 and rows_of(2**20) == 1
+    assert main(["data", "show", *words, "--html", str(files)]) == 2
+    assert "is a folder: name a file, as --html" in capsys.readouterr().err
+    assert main(["data", "show", *words, "--html", str(files / "page.txt")]) == 2
+    assert main(["data", "show", *words, "--html", str(out), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["more"]) == 7
+
+
+def opened(browser: Browser, place: Path, found: DataView, width: int = 900, *, dark: bool = False) -> Browser:
+    file = place / "data.html"
+    file.write_text(page(found), encoding="utf-8")
+    browser.complaints.clear()
+    browser.requested.clear()
+    browser.look(width, 1000, dark=dark)
+    browser.open(file)
+    return browser
+
+
+def said(browser: Browser) -> str:
+    return str(browser.evaluate("document.getElementById('said').textContent"))
+
+
+def place_of(browser: Browser, number: int) -> Any:
+    return browser.evaluate(
+        f"(() => {{ const span = document.querySelectorAll('.row')[0].querySelectorAll('.k')[{number}];"
+        "span.scrollIntoView({block: 'center'}); const box = span.getClientRects()[0];"
+        "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+    )
+
+
+@in_browser
+def test_a_token_says_what_becomes_of_it(browser: Browser, tmp_path: Path, chats: DataView) -> None:
+    """By pointing, by a click that stays, and by keys."""
+    opened(browser, tmp_path, chats)
+    assert browser.complaints == [] and [one for one in browser.requested if not one.startswith("file:")] == []
+    first, second = chats.tokens[3], chats.tokens[6]
+    browser.point(*place_of(browser, 3), click=True)
+    assert f"token {first.id} " in said(browser) and f"place 3 of row {chats.sample}" in said(browser)
+    browser.point(*place_of(browser, 6))
+    assert f"token {second.id} " in said(browser)
+    browser.point(2, 2)
+    assert f"token {first.id} " in said(browser), "what was clicked stays"
+    browser.evaluate("document.querySelector('.row').focus()")
+    browser.press("ArrowRight")
+    assert f"token {chats.tokens[4].id} " in said(browser) and "place 4 " in said(browser)
+    browser.press("ArrowLeft")
+    assert "place 3 " in said(browser)
+    trained = next(place for place, token in enumerate(chats.tokens) if token.mark == "trained" and place)
+    browser.point(*place_of(browser, trained), click=True)
+    assert f"said by {chats.tokens[trained].role}; trained: the token before it predicts it" in said(browser)
+
+
+@in_browser
+@pytest.mark.parametrize("width", [400, 900, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_cut_at_any_width(
+    browser: Browser, tmp_path: Path, chats: DataView, texts: DataView, width: int, dark: bool
+) -> None:
+    for found in (chats, texts):
+        opened(browser, tmp_path, found, width, dark=dark)
+        assert browser.complaints == []
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        ink, paper = browser.evaluate(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
+        brightness = [sum(map(int, re.findall(r"\d+", one)[:3])) for one in (ink, paper)]
+        assert (brightness[0] > brightness[1]) == dark
