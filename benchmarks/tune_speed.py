@@ -91,9 +91,10 @@ class Contestant:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._errors.close()
 
     def _read(self) -> dict[str, Any] | None:

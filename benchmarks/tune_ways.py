@@ -66,7 +66,7 @@ class Turns:
 
     def begin(self) -> None:
         """Say that the first step may begin, and wait until it is asked for."""
-        self._answer({"ready": True})
+        self._answer({"ready": True, "peak": resident_peak_bytes() - self.base})
 
     def end(self, loss: float = 0.0) -> None:
         """A step has ended."""
