@@ -130,11 +130,13 @@ class _Chunks:
             yield here, losses, valid
             if self._wants_gradients:
                 logits = logits.to(part.dtype)
-            if self.x_gradient is not None and kept is None:
-                self.x_gradient[here] = cpu_product.multiply(logits, weights)
-            elif self.x_gradient is not None:
-                found = cpu_product.multiply(logits, weights).to(self.x_gradient.dtype)
-                self.x_gradient[here].zero_().index_copy_(0, kept, found)
+            if self.x_gradient is not None:
+                found = cpu_product.multiply(logits, weights)
+                if kept is None:
+                    self.x_gradient[here] = found
+                else:
+                    self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
+                del found
             if self.weight_gradient is not None and in_triton:
                 compat.add_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
