@@ -20,7 +20,7 @@ help:
 	@echo "make lint         ruff, formatting, types"
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
-	@echo "make bench        speed and memory beside transformers; encoding; start-up"
+	@echo "make bench        speed and memory beside transformers, and TRL where it is installed; encoding; start-up"
 	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes)"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
@@ -73,6 +73,7 @@ schema: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.train_speed $(ARGS)
+	$(RUN) -m benchmarks.tune_speed
 	$(RUN) -m benchmarks.encoding
 	$(RUN) -m benchmarks.startup
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from claims.table import Claim, ClaimsError
 from meshwright import __version__
 
-PACKAGES = ("torch", "transformers", "tokenizers")
+PACKAGES = ("torch", "transformers", "tokenizers", "trl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ import torch
 from meshwright import compat
 from meshwright.kernels import cpu_product, fast
 from meshwright.kernels.target import acting_as
+from meshwright.model.transformer import build
+from meshwright.observe.profile.cpu_allocator import watching
+from meshwright.spec import ModelShape
 from tests.counting import Operations
 
 
@@ -87,4 +90,37 @@ def test_compiled_code_calls_it_too() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight)
     found = torch.autograd.grad(compiled.sum(), (x, weight))
     assert torch.equal(eager, compiled) and all(map(torch.equal, wanted, found))
+    torch._dynamo.reset()
+
+
+def test_a_transposed_operand_is_copied_part_by_part() -> None:
+    x, gradient = torch.randn(8192, 64), torch.randn(8192, 256)
+    exact = gradient.double().t() @ x.double()
+    with watching() as seen:
+        found = cpu_product.multiply(gradient.t(), x)
+    assert error(found, exact) < 1e-6 and found.is_contiguous()
+    assert max(total for _, total in seen.totals()) < 0.6 * gradient.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_block_takes_no_more_memory_than_with_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by torch's allocator: forward and backward."""
+    shape = ModelShape(name="block", vocab=256, layers=1, hidden=192, heads=3, kv_heads=1, ffn=512, max_positions=512)
+    model = build(shape).train()
+    [block], x = model.blocks, torch.randn(8, 512, 192, requires_grad=True)
+    sights = model.sights(torch.arange(512).expand(8, -1), 512, None)
+
+    def peak(slow: bool) -> int:
+        monkeypatch.setattr(compat, "blas_is_slow", lambda: slow)
+        torch._dynamo.reset()
+        compiled = torch.compile(block.compute, fullgraph=True, dynamic=False)
+        for _ in range(2):  # the second one is counted: the first compiles
+            with watching() as seen:
+                compiled(x, sights[0], None)[0].sum().backward()
+            model.zero_grad()
+            x.grad = None
+        return max(total for _, total in seen.totals())
+
+    assert peak(True) <= 1.005 * peak(False)
     torch._dynamo.reset()

@@ -54,6 +54,8 @@ CASES = {
     "a-chunk-all-ignored": targets_of(24, ignored=tuple(range(8, 16))),
     "last-chunk-all-ignored": targets_of(17, ignored=(16,)),
     "first-and-last": targets_of(9, ignored=(0, 8)),
+    "most-ignored": targets_of(21, ignored=tuple(range(1, 21, 2)) + (4, 6, 8)),
+    "all-ignored": targets_of(9, ignored=tuple(range(9))),
 }
 
 
@@ -225,3 +227,15 @@ def test_log_probabilities_may_be_differentiated_twice_and_need_no_more_than_a_c
     assert made.largest_numel(columns=VOCAB, but=(WIDTH, VOCAB)) == 8 * VOCAB
     second = torch.autograd.grad(found.sum(), (x, weight))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_ignored_rows_are_not_multiplied(scale: float | None) -> None:
+    x, weight = inputs(24)
+    targets = targets_of(24, ignored=tuple(range(0, 24, 3)))
+    factor = None if scale is None else torch.full((24,), scale)
+    with Operations() as made:
+        fast().linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets, factor).backward()
+    logits = [shape for shape in made.shapes if shape[-1:] == (VOCAB,) and len(shape) == 2]
+    assert {rows for rows, _ in logits} <= {5, 6, WIDTH}, "of eight rows a chunk, two or three are ignored"
+    assert x.grad is not None and not x.grad[targets == IGNORED].any() and x.grad[targets != IGNORED].all()

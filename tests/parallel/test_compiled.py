@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.compat import torch_compile
+from meshwright.kernels import cpu_product
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
@@ -264,7 +266,13 @@ def test_what_compiled_code_leaves_for_later(name: str, recompute: Any, backend:
     layout = Layout(compile="on", recompute=recompute)
     compiled = gradients_of(name, layout, backend)
     assert counters["stats"]["unique_graphs"] == 1 + (name == "deepseek-v3") and not counters["graph_break"]
-    eager = gradients_of(name, replace(layout, compile="off"), backend)
+    assert_as_eager(compiled, gradients_of(name, replace(layout, compile="off"), backend))
+
+
+def assert_as_eager(
+    compiled: tuple[list[int], list[dict[str, Tensor | None]]], eager: tuple[list[int], list[dict[str, Tensor | None]]]
+) -> None:
+    """As many products wait, and gradients are the same."""
     assert compiled[0] == eager[0] and compiled[0][0] > 0 == compiled[0][1]
     for one, other in zip(compiled[1], eager[1], strict=True):
         norm = float(torch.cat([gradient.flatten() for gradient in other.values() if gradient is not None]).norm())
@@ -274,6 +282,20 @@ def test_what_compiled_code_leaves_for_later(name: str, recompute: Any, backend:
             if mine is not None and gradient is not None:
                 apart = float((mine - gradient).abs().max())
                 assert apart <= 1e-5 * max(float(gradient.abs().max()), ZERO * norm), key
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2-small"])
+def test_products_of_onednn_are_left_for_later_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which compiled code makes the gradients in one operator, whatever this processor is."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
+    monkeypatch.setattr(cpu_product, "LEAST", 1)
+    layout = Layout(compile="on")
+    compiled = gradients_of(name, layout, BACKEND)
+    assert_as_eager(compiled, gradients_of(name, replace(layout, compile="off"), BACKEND))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -121,7 +121,8 @@ def _by_layout(layouts: list[dict[str, Any]]) -> list[list[float]]:
         batches = split(select(whole, share), 1)
         sums = [role_losses(engine, batches) for _ in range(2)]
         assert torch.equal(*sums)
-        found.append([*sums[0].flatten().tolist(), *(one.item() for one in summed_loss(engine, batches))])
+        loss, counted = summed_loss(engine, batches)
+        found.append([*sums[0].flatten().tolist(), loss[0].item(), counted[1].item()])
     return found
 
 

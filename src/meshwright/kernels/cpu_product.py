@@ -4,7 +4,8 @@ torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processor
 oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5
 (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
 None has a gradient: autograd functions call them. The product is an operator of its own, so that the compiler, which
-knows oneDNN's with frozen weights alone, does not look inside.
+knows oneDNN's with frozen weights alone, does not look inside. A transposed first operand is copied in the operator,
+part by part: the compiler would make all copies of a backward pass at once.
 """
 
 import torch
@@ -18,16 +19,39 @@ LEAST = 2**20
 """Multiplications from which on oneDNN is the faster one: a call of it costs some 10 microseconds more."""
 AT_ONCE = 2**18
 """Elements of a product that is added to another, or of its first operand, beside which no more are made: 1 MiB."""
+COPIED_AT_ONCE, FEWEST_ROWS = 2**20, 512
+"""Elements of a transposed first operand that are copied at a time, since oneDNN reads rows: 4 MiB. Below 512 rows a
+product is slower; from there on it is as fast as of one copy, or faster: that one leaves the cache."""
 
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if a.is_contiguous() or a.dim() > 2:
+        return compat.onednn_product(a.contiguous(), b, bias)
+    rows = max(FEWEST_ROWS, COPIED_AT_ONCE // a.shape[0])
+    if a.shape[1] <= max(rows, 2 * b.shape[0]):  # parts of the result would be as large as the copy
+        rows = a.shape[1]
+    return _by_parts(a, b, bias, rows)
+
+
+def _by_parts(a: Tensor, b: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """a (M, K) times b (N, K) transposed, summed over runs of K. The result, which lives on, is taken before the
+    copies: malloc would keep the room of each below it."""
+    total = a.new_empty(a.shape[0], b.shape[0])
+    for number, (left, right) in enumerate(zip(a.split(rows, 1), b.split(rows, 1), strict=True)):
+        part = compat.onednn_product(left.contiguous(), right, None if number else bias)
+        total = total.add_(part) if number else total.copy_(part)
+        del part  # else it stands beside the next
+    return total
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[0])
 
 
-_library.impl("cpu_product", compat.onednn_product, "CPU")
+_library.impl("cpu_product", _product, "CPU")
 torch.library.register_fake("meshwright::cpu_product", _shape)
 
 
@@ -42,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N)."""
     if not pays(x, weight.shape[0]):
         return F.linear(x, weight, bias)
-    found: Tensor = torch.ops.meshwright.cpu_product(x.contiguous(), weight, bias)
+    found: Tensor = torch.ops.meshwright.cpu_product(x, weight, bias)
     return found
 
 
@@ -50,7 +74,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a (M, K) times b (K, N) -> (M, N)."""
     if not pays(a, b.shape[1]):
         return torch.mm(a, b)
-    found: Tensor = torch.ops.meshwright.cpu_product(a.contiguous(), b.t(), None)
+    found: Tensor = torch.ops.meshwright.cpu_product(a, b.t(), None)
     return found
 
 

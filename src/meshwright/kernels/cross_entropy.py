@@ -23,6 +23,8 @@ from meshwright.spec.purpose import takes
 IGNORED = -100
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 MIN_CHUNK_ROWS = 256
+FEWEST_LEFT_OUT = 0.25
+"""Share of a chunk's rows that must be ignored for a CPU to leave them out of its products: prompts of fine-tuning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +113,30 @@ class _Chunks:
         in_triton = uses_triton("loss_rows", weights, prefer=self.prefer)
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
-            part = self.x[here].to(weights.dtype)
+            targets, valid = self.targets[here], self.targets[here] != IGNORED
+            each = factor[here] if factor is not None and factor.dim() else factor
+            kept = self._kept(valid)
+            part = (self.x[here] if kept is None else self.x[here][kept]).to(weights.dtype)
             logits = cpu_product.linear(part, weights)
             if not in_triton:
                 logits = logits.float()
-            valid = self.targets[here] != IGNORED
-            each = factor[here] if factor is not None and factor.dim() else factor
             make = self._in_triton if in_triton else self._chunk
-            yield here, make(logits, self.targets[here], valid, each), valid
+            if kept is None:
+                losses = make(logits, targets, valid, each)
+            else:
+                each = each[kept] if each is not None and each.dim() else each
+                found = make(logits, targets[kept], valid[kept], each)
+                losses = found.new_zeros(len(valid)).index_copy_(0, kept, found)
+            yield here, losses, valid
             if self._wants_gradients:
                 logits = logits.to(part.dtype)
             if self.x_gradient is not None:
-                self.x_gradient[here] = cpu_product.multiply(logits, weights)
+                found = cpu_product.multiply(logits, weights)
+                if kept is None:
+                    self.x_gradient[here] = found
+                else:
+                    self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
+                del found
             if self.weight_gradient is not None and in_triton:
                 compat.add_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
@@ -130,6 +144,14 @@ class _Chunks:
             elif self.weight_gradient is not None:
                 self.weight_gradient += cpu_product.multiply(logits.t(), part)
             del logits, part  # else a chunk stands beside the next
+
+    def _kept(self, valid: Tensor) -> Tensor | None:
+        """Which rows of a chunk are multiplied, where not all are: on a CPU, whose host knows the numbers. Parts of a
+        vocabulary exchange whole chunks, as is planned."""
+        if self.vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
+            return None
+        kept = valid.nonzero().flatten()
+        return kept if len(valid) - len(kept) >= FEWEST_LEFT_OUT * len(valid) else None
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
         """The losses (R,) of a chunk; `logits` (R, V) fp32 becomes (softmax - onehot) * factor in place (0 where

@@ -185,6 +185,29 @@ def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights
         is_left(leaf_at(weight), partial(weight_product, flat, rows, weight.dtype))
 
 
+@torch.library.custom_op("meshwright::linears_backward", mutates_args=())
+def linears_backward(
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
+) -> list[Tensor]:
+    """The gradient of x if `of_x`, then those of the weights that `of_weights` names. In compiled code one operator
+    where products are (kernels.cpu_product): the compiler would keep views, sums and copies around each."""
+    flat = x.reshape(-1, x.shape[-1])
+    of_each = [
+        weight_product(gradient.reshape(-1, gradient.shape[-1]), flat, weight.dtype)
+        for gradient, weight, wants in zip(gradients, weights, of_weights, strict=True)
+        if wants
+    ]
+    return [input_gradient(gradients, weights), *of_each] if of_x else of_each
+
+
+@linears_backward.register_fake
+def _(
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
+) -> list[Tensor]:
+    of_each = [weight.new_empty(weight.shape) for weight, wants in zip(weights, of_weights, strict=True) if wants]
+    return [x.new_empty(x.shape), *of_each] if of_x else of_each
+
+
 class _Linears(torch.autograd.Function):
     """Arguments after x, the form and which weights wait in compiled code: n weights, then n biases (or None). Saves x
     once, where a weight is trained.
@@ -206,6 +229,8 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
+        if torch.compiler.is_compiling() and ctx.form == SAME and _are_opaque(x, weights):
+            return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
         wanted = list(ctx.needs_input_grad[3:])
         if found is not None and any(ctx.waiting):
@@ -213,6 +238,29 @@ class _Linears(torch.autograd.Function):
             leave_products(found, x, [gradients[place] for place in left], [weights[place] for place in left])
             wanted = [wants and place not in left for place, wants in enumerate(wanted)]
         return found, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights)
+
+    @staticmethod
+    def in_one(ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+        """As `backward`, in compiled code with products of oneDNN."""
+        of_x, count = ctx.needs_input_grad[0], len(weights)
+        wanted = ctx.needs_input_grad[3:]
+        now = [wants and not waits for wants, waits in zip(wanted[:count], ctx.waiting, strict=True)]
+        found = linears_backward(gradients, x, weights, of_x, now) if of_x or any(now) else []
+        each = iter(found[1:] if of_x else found)
+        if of_x and any(ctx.waiting):
+            left = [place for place, waits in enumerate(ctx.waiting) if waits]
+            leave_products(found[0], x, [gradients[place] for place in left], [weights[place] for place in left])
+        of_weights = [next(each) if wants else None for wants in now]
+        of_biases = [
+            gradient.flatten(0, -2).sum(0) if wants else None
+            for gradient, wants in zip(gradients, wanted[count:], strict=True)
+        ]
+        return found[0] if of_x else None, None, None, *of_weights, *of_biases
+
+
+def _are_opaque(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the compiler does not see into products of x and these."""
+    return any([cpu_product.pays(x, weight.shape[0]) for weight in weights])
 
 
 def linears(

@@ -24,6 +24,7 @@ from meshwright.planner.cost.work import (
     LayerOperation,
     MemoryPass,
     Work,
+    in_fp32,
 )
 from meshwright.planner.kernels.kernel_operations import Product
 
@@ -286,15 +287,6 @@ def _leave(of: Local, name: str, written: LayerOperation) -> LayerOperation:
     return LayerOperation(name=name, forward=put, exchanges=exchanges.leave(of, None if alone else written))
 
 
-def _wide(op: LayerOperation) -> LayerOperation:
-    """Its products in fp32."""
-
-    def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
-        return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
-
-    return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
-
-
 def _activation(of: Local, name: str, tokens: float, ffn: float) -> LayerOperation:
     stack = of.stack
     passes = stack.swiglu_passes if of.gates == 2 else stack.gelu_passes
@@ -320,7 +312,7 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     yield LayerOperation(name="enter experts", exchanges=enter)
     router = _linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
-        router = _wide(router)
+        router = in_fp32(router)
     yield replace(router, exchanges=Exchanges(exchanges.balance(of)))
     moved = copies * shape.hidden * of.width
     up = _stack(of, "experts up", copies, shape.hidden, of.gates * ffn)

@@ -1,6 +1,6 @@
 """What an operation asks of a device: a matrix product, an attention core, a pass over memory; and of a link."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
@@ -71,3 +71,12 @@ class KeptBytes(NamedTuple):
     none: float
     selective: float
     of: Literal["", "norm", "core"] = ""
+
+
+def in_fp32(op: LayerOperation) -> LayerOperation:
+    """The same with its products in fp32."""
+
+    def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
+
+    return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
