@@ -25,7 +25,7 @@ def prepare(
 def holds_pairs(data: Data) -> bool:
     """Whether the first row of the data is a preference. False where no row can be read: `prepare` says why."""
     try:
-        _, row = next(iter(Source(data).rows()), ("", {}))
+        _, row = next(iter(Source((data.sources or (data,))[0]).rows()), ("", {}))
     except DataError:
         return False
     return all(row.get(name) is not None for name in ("chosen", "rejected"))
