@@ -160,7 +160,13 @@ def _values(of: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
     if "$ref" in of:
         return of["$ref"].rpartition("/")[2]
-    names = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "array": "list"}
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "array": "list",
+        "null": "`null`",
+    }
     return names.get(of.get("type", ""), "text")
 
 

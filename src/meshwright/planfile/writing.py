@@ -186,7 +186,8 @@ def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> N
     none = [one for one in known.get("anyOf", ()) if one.get("type") == "null"]
     about = known.get("description", "")
     whole = {"$ref": f"#/$defs/{kinds[section].__name__}"}
-    holder["properties"][key] = {"anyOf": [word, whole, *none], "description": about}
+    default = {name: known[name] for name in ("default",) if none}
+    holder["properties"][key] = {"anyOf": [word, whole, *none], **default, "description": about}
 
 
 def _allow_list(found: dict[str, Any]) -> None:
