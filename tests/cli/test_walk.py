@@ -1,0 +1,91 @@
+"""The walk of docs/tuning.md: a small model is trained on the default text, tuned on a chat file, and answers in its
+form; alone, as the page says it, and under ZeRO-3 on two ranks that are killed in the middle."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.store import checkpoint_folder
+from tests.cli.launched import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = {"cat": "animal", "lemon": "fruit", "blue": "colour", "seven": "number", "melon": "fruit", "dog": "animal"}
+FORM = re.compile(r"[a-z]+: (animal|fruit|colour|number)\.")
+
+
+def commands() -> list[list[str]]:
+    """Of the page's walk, line by line."""
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    block = page[page.index("## A walk of five minutes") :].split("\n\n    ", 1)[1].split("\n\n", 1)[0]
+    return [line.split("  #")[0].split() for line in block.splitlines() if line.strip()]
+
+
+def run(words: list[str], place: Path) -> str:
+    """A command as a user has it, from a folder of his."""
+    program = {"meshwright": [sys.executable, "-m", "meshwright"], "python": [sys.executable]}
+    given = [str(ROOT / word) if word.startswith("examples/") else word for word in words[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(place / "cache")}
+    done = subprocess.run(
+        [*program[words[0]], *given], cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def answers(run_folder: str, place: Path) -> list[str]:
+    found = []
+    for thing in QUESTIONS:
+        words = ["generate", run_folder, "--chat", "--prompt", f"What is {thing}?", "--greedy", "--json"]
+        found.append(json.loads(run(["meshwright", *words, "--max-new-tokens", "12"], place))["text"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("walk")
+    for words in commands():
+        if "--prompt" not in words:  # words of a prompt are several here
+            run(words, place)
+    return place
+
+
+@pytest.mark.slow
+def test_a_tuned_model_answers_in_the_form(walked: Path) -> None:
+    said = answers("runs/chat", walked)
+    assert sum(bool(FORM.match(one)) for one in said) >= len(said) - 1, said
+    right = [f"{thing}: {kind}." for thing, kind in QUESTIONS.items()]
+    assert sum(one.startswith(each) for one, each in zip(said, right, strict=True)) >= 4, said
+    before = answers("base", walked)
+    assert not any(FORM.match(one) for one in before), before
+
+
+@pytest.mark.slow
+def test_two_ranks_that_are_killed_answer_too(walked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(walked)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(walked / "cache"))
+    tune = next(words for words in commands() if words[1] == "tune")
+    words = [word for word in tune[1:] if not word.startswith("run=")]
+    words += ["run=runs/two", "layout.dp_shard=2", "layout.zero=3", "recipe.checkpoint_every=20"]
+
+    def killed(rank: int) -> None:
+        if rank == 0:
+            return
+        if os.fork() == 0:  # one beside it, which waits for a checkpoint and kills it
+            while not checkpoint_folder.listing(walked / "runs" / "two" / "checkpoints"):
+                time.sleep(0.05)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+
+    ended = launch(2, words, walked / "first", fault=killed)
+    assert -signal.SIGKILL in ended.codes
+    again = launch(2, [*words, "resume=auto"], walked / "second")
+    assert again.codes == [0, 0], again.errors
+    said = answers("runs/two", walked)
+    assert sum(bool(FORM.match(one)) for one in said) >= len(said) - 1, said
