@@ -166,6 +166,8 @@ def main() -> None:
     """One contestant."""
     way, folder, precision, threads = sys.argv[1:]
     import torch
+    import torch._dynamo  # torch's optimizers load it in their first step, behind the base of memory
+    import torch._inductor.compile_fx
 
     torch.set_num_threads(int(threads))
     sys.stdout = sys.stderr  # what a trainer prints is not an answer
