@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import prepare
@@ -21,10 +21,10 @@ from meshwright.spec.objective_traits import most_answers
 def rows_of(path: Path, *lines: str, sequence: int = 64, objective: Any = "dpo", **data: Any) -> SampleRows:
     file = path / "pairs.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
-    settings = Data(path=str(file), tokenizer="bytes", form="samples", validation=0, **data)
-    corpus = prepare(settings, cache_root=path / "cache", processes=0)
+    given_data = Data(path=str(file), tokenizer="bytes", form="samples", validation=0, **data)
+    corpus = prepare(given_data, cache_root=path / "cache", processes=0)
     recipe = Recipe(sequence=sequence, objective=objective)
-    found = numbered_rows(settings, recipe, corpus, corpus.train, shuffle=True)
+    found = numbered_rows(given_data, recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(found, SampleRows)
     return found
 
@@ -33,6 +33,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
     return f'{{"prompt": "{prompt}", "chosen": "{chosen}", "rejected": "{rejected}"}}'
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=8), st.integers(4, 64))
 def test_answers_share_a_row_fairly(lengths: list[tuple[int, int]], sequence: int) -> None:
     given_lengths = np.array(lengths)
@@ -93,9 +94,9 @@ def test_objective_and_data_must_agree(tmp_path: Path) -> None:
 def test_pairs_are_shown_whatever_the_objective(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(pair("ab", "c" * n, "de") for n in range(1, 7)), encoding="utf-8")
-    settings = Data(path=str(file), tokenizer="bytes", form="samples")
-    corpus = prepare(settings, cache_root=tmp_path / "cache", processes=0)
-    found = view(settings, Recipe(sequence=32), corpus)
+    given_data = Data(path=str(file), tokenizer="bytes", form="samples")
+    corpus = prepare(given_data, cache_root=tmp_path / "cache", processes=0)
+    found = view(given_data, Recipe(sequence=32), corpus)
     assert found.samples is not None and found.samples.pairs
     trained = {one.document for one in found.tokens if one.mark == "trained"}
     assert trained == set(range(len(trained))) and len(trained) % 2 == 0

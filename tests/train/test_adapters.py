@@ -164,8 +164,9 @@ def test_exports_say_what_the_run_says(files: Path, form: list[str], capsys: pyt
     right = load(files / "run").model(given)
     assert main(["export", str(files / "run"), str(files / "merged")]) == 0
     torch.testing.assert_close(load(files / "merged").model(given), right, rtol=1e-5, atol=1e-5)
-    assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 0
-    if asked.init != "random":
+    random = asked.init == "random"
+    assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 2 * random
+    if not random:
         torch.testing.assert_close(load(files / "adapter").model(given), right, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(load(files / "hf").model(given), right, rtol=1e-3, atol=1e-3)
 

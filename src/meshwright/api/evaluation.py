@@ -13,6 +13,7 @@ from meshwright.api.markup import line, table, whole
 from meshwright.api.trained_model import TrainedModel, load
 from meshwright.data import Tokenizer
 from meshwright.data.rendering import ROLES
+from meshwright.model.hub.adapter import base_folder, is_adapter
 from meshwright.observe.tasks.paired_statistics import Aggregate, Estimate, Verdict, difference, estimate, verdict
 from meshwright.observe.tasks.task_files import task_configs
 from meshwright.parallel import on_one_device
@@ -229,7 +230,9 @@ def _check_tokenizers(path: Path, other: Path) -> None:
 
 
 def _run_of(place: Path) -> Path:
-    """The folder of a run, also of one of its checkpoints."""
+    """The folder of a run, also of one of its checkpoints; that of an adapter's model."""
+    if is_adapter(place):
+        return base_folder(place)
     return place if (place / "tokenizer.json").is_file() else place.resolve().parent.parent
 
 

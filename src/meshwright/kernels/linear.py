@@ -229,7 +229,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        if torch.compiler.is_compiling() and ctx.form == SAME and _are_opaque(x, weights):
+        if torch.compiler.is_compiling() and ctx.form == SAME and x is not None and _are_opaque(x, weights):
             return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
         wanted = list(ctx.needs_input_grad[3:])

@@ -6,6 +6,7 @@ All else of the model is frozen. Read by the inventory, which lists A and B besi
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError
@@ -49,6 +50,11 @@ class LoRAShape:
                     f"model.lora.targets={self.targets}: {name!r} names no matrix; take all, attention, mlp, or names "
                     f"of {', '.join(known)}"
                 )
+
+    def without(self, matrices: Sequence[str]) -> list[str]:
+        """Names that were given and are not among a layer's matrices."""
+        groups = ("all", *NAMES)
+        return [name for name in self.targets.split(",") if name not in groups and name not in matrices]
 
     @property
     def scale(self) -> float:

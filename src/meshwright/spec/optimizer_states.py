@@ -126,7 +126,7 @@ def cut_blocks(shape: ModelShape, tp: int, ep: int, sharers: int) -> tuple[str, 
     for parameter in parameters(shape):
         block, sizes = storage.of(parameter).block, held[parameter.name].sizes
         row, whole = sizes[-1], parameter.shape[-1]
-        if not block:
+        if not block or not parameter.trained:
             continue
         if row < whole and (row % block or whole % row):
             return parameter.name, row, block

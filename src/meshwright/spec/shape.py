@@ -221,6 +221,11 @@ class ModelShape:
             )
         if self.mla is not None:
             self._check_latent()
+        if self.lora is not None and (missing := self.lora.without(self.matrices)):
+            raise PlanError(
+                f"model.lora.targets={self.lora.targets}: this model has no matrix {missing[0]!r}; take names of "
+                f"{', '.join(self.matrices)}"
+            )
         if self.lora is not None and self.lora.dora and self.lora.dropout:
             raise PlanError(
                 "model.lora.dora=true scales all that a matrix makes, and model.lora.dropout is for what the adapter "
@@ -258,6 +263,13 @@ class ModelShape:
                 f"model.positions={self.positions} leaves nothing for model.mla.rope_dim={self.rope_dim} to rotate: "
                 "take model.positions=rope"
             )
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Names of a layer's matrices that an adapter can stand beside: of attention, then of MLPs."""
+        latent = (*(("q_down", "q_up") if self.mla.q_rank else ("q",)), "kv_down", "kv_up") if self.mla else ()
+        attention = latent or ("q", "k", "v")
+        return (*attention, "o", *(("gate",) if self.mlp == "swiglu" else ()), "up", "down")
 
     @property
     def base(self) -> "ModelShape":

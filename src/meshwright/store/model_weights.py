@@ -57,7 +57,8 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
     for name, tensor in base_weights(plan, trained):
         low = adapter_parts(name, adapters)
-        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(wanted)
+        kept = torch.float32 if name.endswith("correction_bias") else wanted  # as everywhere
+        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(kept)
 
 
 def _chosen(run: RunFolder, which: str) -> Path:

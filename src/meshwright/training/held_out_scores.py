@@ -1,12 +1,12 @@
 """The held-out loss of a mixture: that of each source, and their mean by weight."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from meshwright.data.corpus import MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import limits
 from meshwright.spec import Data
-from meshwright.training.watch import EvalMetrics, SourceScore
+from meshwright.training.watch import EvalMetrics, RoleLoss, SourceScore
 
 Score = Callable[[Data, TokenStream, int], EvalMetrics]
 """(settings, what is held out, at most so many rows; 0 = all) -> its loss."""
@@ -35,12 +35,15 @@ def _scored(data: Data, stream: TokenStream, limit: int, score: Score) -> EvalMe
 def _together(each: list[EvalMetrics | None], data: Data, stream: MixedStream) -> EvalMetrics:
     """The mean by weight over the sources that have something held out."""
     scored = {source.path: one for source, one in zip(data.mixture, each, strict=True) if one is not None}
-    loss = stream.mean([one.loss if one else 0.0 for one in each])
+    parts = [pair for pair, one in zip(zip(stream.parts, stream.weights, strict=True), each, strict=True) if one]
+    heard = MixedStream(parts=tuple(part for part, _ in parts), weights=tuple(weight for _, weight in parts))
+    loss = heard.mean([one.loss for one in scored.values()])
     return EvalMetrics(
         step=next(iter(scored.values())).step,
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=loss / math.log(2) / stream.bytes_per_token,
+        bits_per_byte=loss / math.log(2) / heard.bytes_per_token,
+        roles=_roles([one.roles or {} for one in scored.values()], heard.weights) or None,
         tokens=sum(one.tokens for one in scored.values()),
         seconds=sum(one.seconds for one in scored.values()),
         sources=tuple(
@@ -48,3 +51,13 @@ def _together(each: list[EvalMetrics | None], data: Data, stream: MixedStream) -
             for path, one in scored.items()
         ),
     )
+
+
+def _roles(each: list[Mapping[str, RoleLoss]], weights: tuple[float, ...]) -> dict[str, RoleLoss]:
+    """Of each role the mean by weight over the sources that have it."""
+    found = {}
+    for name in dict.fromkeys(name for roles in each for name in roles):
+        some = [(weight, roles[name]) for weight, roles in zip(weights, each, strict=True) if name in roles]
+        loss = sum(weight * one.loss for weight, one in some) / sum(weight for weight, _ in some)
+        found[name] = RoleLoss(loss=loss, tokens=sum(one.tokens for _, one in some))
+    return found

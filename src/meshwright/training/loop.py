@@ -97,10 +97,12 @@ def run(
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
+        if found is not None:
+            _check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
-        state.base = base_fingerprint(plan)
+        state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
         share = Share(index=mesh.reader, parts=plan.layout.dp, columns=columns)
         if begins and not drawn:
@@ -261,6 +263,23 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
         checkpoint.load(found, weights, verified=True)
         state.take_weights(weights)
         return
+    tensors = state.tensors()
+    checkpoint.load(found, tensors, verified=True)
+    state.restore(tensors, checkpoint.values(found))
+    if state.engine.mesh.rank == 0:
+        for path in (folder.metrics, folder.samples):
+            MetricsLog(path).truncate_to(state.progress.step)
+
+
+def _check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
+    """CheckpointError where the run cannot go on from there as the plan says: before anything is computed."""
+    if holds_weights_only(found):
+        if plan.model.lora is not None:
+            raise CheckpointError(
+                f"{found} holds all weights, as an import does, and adapters stand beside those of a folder: export "
+                "the run, and give its folder as model=DIR"
+            )
+        return
     values = checkpoint.values(found)
     for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
         if values[what] != now:
@@ -280,18 +299,7 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
         raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
-    _check_base(state, plan, found, values)
-    tensors = state.tensors()
-    checkpoint.load(found, tensors, verified=True)
-    state.restore(tensors, values)
-    if state.engine.mesh.rank == 0:
-        for path in (folder.metrics, folder.samples):
-            MetricsLog(path).truncate_to(state.progress.step)
-
-
-def _check_base(state: TrainState, plan: Plan, found: Path, values: dict[str, Any]) -> None:
-    """CheckpointError where an adapter was trained beside other weights."""
-    if values.get("base", "") != state.base:
+    if values.get("base", "") != base_fingerprint(plan):
         raise CheckpointError(
             f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
             "was trained with, unchanged"

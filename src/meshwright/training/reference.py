@@ -24,7 +24,7 @@ from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.agree import FirstRank
 from meshwright.spec import Plan
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.units import duration
 from meshwright.store import checkpoint
@@ -71,6 +71,11 @@ class Reference:
         self._weights, self.said, self.tables = known
 
     @property
+    def first_weights(self) -> str:
+        """Hash of the weights that answers are compared with; empty where they are with none."""
+        return self._weights
+
+    @property
     def lost(self) -> bool:
         """The run goes on, and the first weights must be had once more."""
         return self._missing and self._goes_on
@@ -109,9 +114,15 @@ class Reference:
     def _look(self) -> tuple[str, str, AnswerTables | None]:
         """(hash of the first weights, what is said, tables) on the first rank."""
         kept = self.run / store.NAME
+        began = str(checkpoint.values(self.found).get("first_weights", "")) if self._goes_on and self.found else ""
         if self._goes_on and (tables := store.read(kept, self._settings, None)) is not None:
-            return "", f"log-probabilities that the run began with, {kept}", tables
+            return began, f"log-probabilities that the run began with, {kept}", tables
         weights = store.weights_of(self.plan, None if self._goes_on else self.found)
+        if self._goes_on and began and began != weights:
+            raise PlanError(
+                f"{kept} is gone, or was computed in another precision or on another kind of device, and the weights "
+                f"that the run began with are not those of model.init={self.plan.init}: put file or weights back"
+            )
         for path in (kept, store.cached(self._settings, weights)):
             if (tables := store.read(path, self._settings, weights)) is not None:
                 if path != kept:

@@ -4,7 +4,7 @@ in the user's cache by content, for other runs over the same weights and pairs."
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from meshwright.data.cache_folder import default_root, read_json, write_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
+from meshwright.spec.shape import ModelShape
 from meshwright.store import commit
 from meshwright.store.durable import replace_file
 
@@ -39,7 +40,12 @@ def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
     products are computed."""
     recipe = plan.recipe
     computed = recipe.precision, recipe.products, recipe.tf32, device
-    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, plan.model)
+    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, _model(plan))
+
+
+def _model(plan: Plan) -> ModelShape:
+    """What the numbers depend on: adapters begin as nothing, and a name is no number."""
+    return replace(plan.model.base, name="")
 
 
 def weights_of(plan: Plan, begins_with: Path | None) -> str:
@@ -48,7 +54,7 @@ def weights_of(plan: Plan, begins_with: Path | None) -> str:
     if begins_with is not None:
         return _hash((begins_with / commit.NAME).read_bytes())
     if plan.init == RANDOM:
-        return _hash(RANDOM, plan.recipe.seed, plan.model)
+        return _hash(RANDOM, plan.recipe.seed, _model(plan))
     files = sorted(Path(plan.init).glob("*.safetensors"))
     if not files:
         raise PlanError(f"model.init={plan.init} has no weights, under which answers are compared: put them back there")

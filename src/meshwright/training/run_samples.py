@@ -60,7 +60,7 @@ def prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
     elif recipe.sample_prompts:
         found = [SamplePrompt(ids=tuple(tokenizer.begin(one))) for one in recipe.sample_prompts]
     else:
-        found = _held_out(corpus.validation.parts[0], recipe.sample_tokens)
+        found = [one for part in corpus.validation.parts for one in _held_out(part, recipe.sample_tokens)][:PROMPTS]
     room = max(1, min(recipe.sequence, plan.model.max_positions) - recipe.sample_tokens)
     return [replace(one, ids=one.ids[-room:]) for one in found if one.ids]
 

@@ -55,6 +55,8 @@ class TrainState:
     skipper: StepSkipper = field(default_factory=StepSkipper)
     base: str = ""
     """Which frozen weights an adapter is trained beside (store/base_weights.py)."""
+    first_weights: str = ""
+    """Of a run that compares answers with those of its first weights: their hash (training/reference.py)."""
 
     def model_tensors(self, *, trained: bool = False) -> dict[str, Tensor]:
         """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole.
@@ -112,6 +114,7 @@ class TrainState:
             "data": data,
             "tokenizer": tokenizer,
             **({"base": self.base} if self.base else {}),
+            **({"first_weights": self.first_weights} if self.first_weights else {}),
             "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
             "random": rng_state()[1],

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import RANDOM
 
 
 def export(
@@ -57,6 +58,11 @@ def write_directory(
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     if adapter and run.plan.model.lora is None:
         raise PlanError(f"{run.path} trained all weights and has no adapter: leave --adapter out")
+    if adapter and run.plan.init == RANDOM:
+        raise PlanError(
+            f"{run.path} trained an adapter beside drawn weights, which no folder holds: export the merged model, "
+            "without --adapter"
+        )
     if adapter:
         given = dict(weights(checkpoint, torch.float32, verified=True))
         with one_line(out, "OUT"):

@@ -29,8 +29,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 """Ours and theirs."""
-UNREAD = ("modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora", "use_bdlora")
+UNREAD = (
+    "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
+    "alora_invocation_tokens",
+)  # fmt: skip
 """Entries of a config that change what is computed and have no place here."""
+BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin (init_lora_weights) that leave the weights as they are: others change them on each load."""
 
 
 def save_adapter(
@@ -146,7 +151,13 @@ def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str,
              for part, theirs in PARTS.items() if f"{name}.{theirs}" in stored}
             for name in (name.removesuffix(".weight") for name in binding.theirs)
         ]  # fmt: skip
-        if all(read):
+        wanted = {"a", "b", "magnitude"} if lora.dora else {"a", "b"}
+        if any(read) and any(set(one) != wanted for one in read):
+            raise HubError(
+                f"{folder}: not all of {', '.join(PARTS[part] for part in sorted(wanted))} are there for "
+                f"{next(iter(binding.theirs))}, or for only some of its experts: save the adapter again"
+            )
+        if any(read):
             found |= _ours(binding, read, shape, config, lora)
     if stored:
         raise HubError(f"{folder}: {next(iter(stored))} adapts no matrix of {shape.name}: it is for another model")
@@ -222,6 +233,11 @@ def _read(folder: Path) -> dict[str, Any]:
     for key in UNREAD:
         if config.get(key):
             raise HubError(f"{folder}/{CONFIG}: {key} is not supported")
+    if config.get("init_lora_weights") not in BEGINNINGS:
+        raise HubError(
+            f"{folder}/{CONFIG}: init_lora_weights={config['init_lora_weights']!r} changes the model's weights: save "
+            "it in PEFT as a plain LoRA (path_initial_model_for_weight_conversion)"
+        )
     if config.get("bias", "none") != "none":
         raise HubError(f"{folder}/{CONFIG}: bias={config['bias']!r} is not supported (supported: none)")
     if not (folder / WEIGHTS).is_file():
