@@ -39,6 +39,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
+    # Which rows nobody scores a CPU may ask, and no other device is asked.
+    monkeypatch.setattr("meshwright.kernels.cross_entropy._Chunks._kept", lambda self, valid: None)
 
 
 class Functions(TorchFunctionMode):

@@ -26,7 +26,7 @@ def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     states = optimizer.tensors()
     return {
         "parameters": list(now),
-        "shards": list(own),
+        "shards": [*own, *optimizer.frozen],
         "gradients": [p.grad for p in (*now, *own) if p.grad is not None],
         "masters": [t for name, t in states.items() if name.startswith("master.")],
         "moments": [t for name, t in states.items() if name.startswith("moment")],

@@ -53,7 +53,9 @@ class Optimizer:
         """`held`: of each parameter, where the recipe's states are not all AdamW's in fp32 (`of` knows it). `prefer`:
         one of chooser.PREFERENCES, for their kernel. `muon`: what updates the matrices that have one moment.
         `gathered`: Engine.gathered_dtype."""
-        self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        known = dict(parameters)
+        self.parameters = {name: parameter for name, parameter in known.items() if parameter.requires_grad}
+        self.frozen = tuple(parameter for parameter in known.values() if not parameter.requires_grad)
         self.recipe, storage = recipe, recipe.storage
         assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: Optimizer.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
