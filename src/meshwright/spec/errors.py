@@ -82,3 +82,8 @@ class UnsafeCommunication(MeshwrightError):
     """Ranks that could deadlock, disagree on an operation, or use a buffer while it is exchanged."""
 
     exit_code = 4
+
+
+def printable(text: str) -> str:
+    """A user's words in a sentence of one line: as they are, or with escapes where a terminal would act on them."""
+    return text if text.isprintable() else ascii(text)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, printable
 
 LARGEST_RANK = 2**16
 NAMES = {
@@ -47,7 +47,7 @@ class LoRAShape:
         for name in self.targets.split(","):
             if name not in ("all", *NAMES, *known):
                 raise PlanError(
-                    f"model.lora.targets={self.targets}: {name!r} names no matrix; take all, attention, mlp, or names "
+                    f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, mlp, or names "
                     f"of {', '.join(known)}"
                 )
 

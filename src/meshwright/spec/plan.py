@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.places import layers_of_stages
@@ -85,7 +85,7 @@ class Data:
         roles = self.train_on.split(",")
         if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
             raise PlanError(
-                f"data.train_on={self.train_on}: {unknown[0]!r} is no role; take auto, last, all, or roles of "
+                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is no role; take auto, last, all, or roles of "
                 f"{', '.join(ROLES)}, as assistant,tool"
             )
         if self.limit_bytes < 0:
