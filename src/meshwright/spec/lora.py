@@ -47,8 +47,8 @@ class LoRAShape:
         for name in self.targets.split(","):
             if name not in ("all", *NAMES, *known):
                 raise PlanError(
-                    f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, mlp, or names "
-                    f"of {', '.join(known)}"
+                    f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, "
+                    f"mlp, or names of {', '.join(known)}"
                 )
 
     def without(self, matrices: Sequence[str]) -> list[str]:

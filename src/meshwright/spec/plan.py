@@ -85,8 +85,8 @@ class Data:
         roles = self.train_on.split(",")
         if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
             raise PlanError(
-                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is no role; take auto, last, all, or roles of "
-                f"{', '.join(ROLES)}, as assistant,tool"
+                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is no role; take auto, last, all, or "
+                f"roles of {', '.join(ROLES)}, as assistant,tool"
             )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
