@@ -1,11 +1,13 @@
 """Runs that train adapters: what they save, how they go on, and that PEFT trains the same."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.api.trained_model import load
@@ -16,14 +18,15 @@ from meshwright.model import build
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import save_adapter
 from meshwright.observe.ranks import on_ranks
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.store import checkpoint
+from meshwright.store.model_weights import final_weights
 from meshwright.training import loop
 from tests.model.shrunk import tokens
 from tests.train.running import Crashed, Notes, PowerCut
 from tests.train.test_tuning import SHAPES, directory, files, plan
-from tests.train.test_weights import saved
+from tests.train.test_weights import EXPERTS, SIZES, _latent, saved
 
 __all__ = ["files"]
 LORA = ["model.lora=4", "model.lora.alpha=8"]
@@ -183,3 +186,52 @@ def test_a_base_of_another_shape_is_refused(files: Path) -> None:
     asked = plan(files, *LORA)
     with pytest.raises(PlanError, match=r"holds the weights of another shape"):
         loop.run(replace(asked, init=str(files / "other")))
+
+
+def test_a_lost_reference_is_measured_under_the_first_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters begin as nothing: on resume the frozen weights alone are the reference again."""
+    rows = ({"prompt": f"say {one}", "chosen": f" {one} é", "rejected": " no"} for one in range(16))
+    (files / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words = [f"data={files / 'pairs.jsonl'}", "recipe.objective=dpo", "recipe.steps=2"]
+    asked = plan(files, *LORA, *words)
+    loop.run(asked)
+    kept = files / "run" / "reference.safetensors"
+    before = load_file(kept)
+    kept.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "another"))
+    longer = replace(asked, recipe=replace(asked.recipe, steps=3))
+    loop.run(longer, resume="auto")
+    after = load_file(kept)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_first_weights_that_changed_are_no_reference(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are trained, and no checkpoint has those that the run began with."""
+    rows = ({"prompt": f"say {one}", "chosen": f" {one} é", "rejected": " no"} for one in range(16))
+    (files / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    asked = plan(files, f"data={files / 'pairs.jsonl'}", "recipe.objective=dpo", "recipe.steps=2")
+    loop.run(asked)
+    (files / "run" / "reference.safetensors").unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "another"))
+    kept = next((files / "hf").glob("*.safetensors"))
+    raw = bytearray(kept.read_bytes())
+    raw[-1] ^= 1
+    kept.write_bytes(bytes(raw))
+    with pytest.raises(PlanError, match=r"the weights that the run began with are not those of model.init"):
+        loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
+
+
+def test_a_merged_model_routes_as_the_trained_one(files: Path) -> None:
+    """A router's correction stays in fp32 where all else is narrow: its values are large beside scores."""
+    shape = ModelShape(**SIZES, family="deepseek_v3", moe=EXPERTS, mla=_latent())
+    found = directory(files / "moe", shape)
+    asked = plan(files, f"model={files / 'moe'}", *LORA, "recipe.steps=1", "recipe.precision=bf16")
+    loop.run(asked)
+    latest = checkpoint.latest(files / "run" / "checkpoints")
+    assert latest is not None
+    merged = dict(final_weights(asked, latest, torch.bfloat16))
+    biases = [name for name in merged if name.endswith("correction_bias")]
+    assert biases
+    for name in biases:
+        assert merged[name].dtype == torch.float32 and torch.equal(merged[name], found[name])
+    assert all(tensor.dtype == torch.bfloat16 for name, tensor in merged.items() if name not in biases)
