@@ -25,7 +25,7 @@ from meshwright.store.model_weights import final_weights
 from meshwright.training import loop
 from tests.model.shrunk import tokens
 from tests.train.running import Crashed, Notes, PowerCut
-from tests.train.test_tuning import SHAPES, directory, files, plan
+from tests.train.test_tuning import CHATML, SHAPES, directory, files, plan
 from tests.train.test_weights import EXPERTS, SIZES, _latent, saved
 
 __all__ = ["files"]
@@ -225,6 +225,7 @@ def test_a_merged_model_routes_as_the_trained_one(files: Path) -> None:
     """A router's correction stays in fp32 where all else is narrow: its values are large beside scores."""
     shape = ModelShape(**SIZES, family="deepseek_v3", moe=EXPERTS, mla=_latent())
     found = directory(files / "moe", shape)
+    (files / "moe" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     asked = plan(files, f"model={files / 'moe'}", *LORA, "recipe.steps=1", "recipe.precision=bf16")
     loop.run(asked)
     latest = checkpoint.latest(files / "run" / "checkpoints")
