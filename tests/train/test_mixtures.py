@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.api.trained_model import load
 from meshwright.data import prepare, token_cache
+from meshwright.data.corpus import MixedStream
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
 from meshwright.observe.ranks import on_ranks
@@ -20,6 +21,8 @@ from meshwright.spec.errors import CheckpointError, DataError
 from meshwright.spec.plan import MixtureSource
 from meshwright.store import checkpoint
 from meshwright.training import loop, plot
+from meshwright.training.held_out_scores import score_sources
+from meshwright.training.watch import EvalMetrics
 from tests.train import running
 from tests.train.running import Notes, PowerCut, Terminated, assert_same_end, metrics, tensors
 
@@ -204,6 +207,26 @@ def test_a_trained_model_is_scored_on_what_its_run_held_out_and_on_any_file(make
     found, other = model.evaluate(), model.evaluate(tmp_path / "texts")
     assert found.tokens > 0 and found.loss > 0
     assert other.tokens > found.tokens, "all of a file, not what is held out of it"
+
+
+def test_a_trained_model_says_of_its_mixture_what_the_run_said(make: Make, tmp_path: Path) -> None:
+    asked, watcher = make(), Notes()
+    loop.run(asked, watchers=[watcher])
+    said, found = watcher.evaluations[-1], load(tmp_path / "run").evaluate()
+    assert found.loss == pytest.approx(said.loss, rel=1e-6) and found.tokens == said.tokens
+    assert found.bits_per_byte == pytest.approx(said.bits_per_byte, rel=1e-6)
+    assert [one.path for one in found.sources or ()] == [one.path for one in said.sources or ()]
+
+
+def test_what_was_not_scored_weighs_nothing(make: Make) -> None:
+    data = make().data
+    stream = prepare(data).validation
+    assert isinstance(stream, MixedStream)
+    one = EvalMetrics(step=1, loss=2.0, perplexity=1.0, bits_per_byte=1.0, tokens=5, seconds=0.0)
+    none = replace(one, loss=0.0, tokens=0)
+    first = stream.parts[0]
+    found = score_sources(data, stream, 0, lambda _, part, limit: one if part is first else none)
+    assert found is not None and found.loss == 2.0 and len(found.sources or ()) == 1
 
 
 def test_conversations_of_several_files_are_tuned_on(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
+from meshwright.data.corpus import MixedStream, TokenStream
+from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
@@ -28,6 +30,7 @@ from meshwright.store.model_weights import LAST, final_weights, locate
 from meshwright.store.run_folder import ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
+from meshwright.training.held_out_scores import score_sources
 from meshwright.training.precision import DTYPES
 from meshwright.training.watch import EvalMetrics
 
@@ -135,11 +138,23 @@ class TrainedModel:
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
         """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
-        run held out. `sequences`: at most so many windows, 0 = all. PlanError, DataError."""
+        run held out, of a mixture each source and their mean by weight, as the run does. `sequences`: at most so many
+        windows, 0 = all. PlanError, DataError."""
         if sequences < 0:
             raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
         rows = self.held_out_rows(data, sequences)
-        return rows.evaluate(on_one_device(self.model), self.model.embed.weight.device)
+        engine, device = on_one_device(self.model), self.model.embed.weight.device
+        if not isinstance(rows.stream, MixedStream) or not isinstance(rows.rows, MixedRows):
+            return rows.evaluate(engine, device)
+        assert self.plan is not None, "a text that was given is one source"
+        each = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
+
+        def score(_: Data, stream: TokenStream, limit: int) -> EvalMetrics:
+            return replace(rows, rows=each[id(stream)], stream=stream, limit=limit).evaluate(engine, device)
+
+        found = score_sources(self.plan.data, rows.stream, sequences, score)
+        assert found is not None, "held_out_rows refuses what has nothing held out"
+        return found
 
     def held_out_rows(self, data: str | Path | None, sequences: int, *, apart: bool = False) -> HeldOutRows:
         """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one."""
