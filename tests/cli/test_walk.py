@@ -74,16 +74,7 @@ def test_two_ranks_that_are_killed_answer_too(walked: Path, monkeypatch: pytest.
     words = [word for word in tune[1:] if not word.startswith("run=")]
     words += ["run=runs/two", "layout.dp_shard=2", "layout.zero=3", "recipe.checkpoint_every=20"]
 
-    def killed(rank: int) -> None:
-        if rank == 0:
-            return
-        if os.fork() == 0:  # one beside it, which waits for a checkpoint and kills it
-            while not checkpoint_folder.listing(walked / "runs" / "two" / "checkpoints"):
-                time.sleep(0.05)
-            os.kill(os.getppid(), signal.SIGKILL)
-            os._exit(0)
-
-    ended = launch(2, words, walked / "first", fault=killed)
+    ended = launch(2, words, walked / "first", fault=In(30, "die"))
     assert -signal.SIGKILL in ended.codes
     again = launch(2, [*words, "resume=auto"], walked / "second")
     assert again.codes == [0, 0], again.errors

@@ -318,8 +318,8 @@ def _near(a: float, b: float, tolerance: float) -> bool:
 
 
 def begins_large(name: str) -> bool:
-    """Biases begin at zero: they are a sum of updates, which are as exact as gradients."""
-    return " weight " in name and not name.endswith(".bias")
+    """Biases begin at zero, adapters' B near it: they are sums of updates, which are as exact as gradients."""
+    return " weight " in name and not name.endswith((".bias", "lora.b"))
 
 
 def distance(name: str, one: RankOutcome, whole: dict[str, Tensor], band: Band) -> float:
