@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.store import checkpoint_folder
+from tests.cli.faults import In
 from tests.cli.launched import launch
 
 ROOT = Path(__file__).resolve().parents[2]
