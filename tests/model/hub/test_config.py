@@ -58,7 +58,9 @@ def test_llama_31_is_read_in_both_spellings(config: dict[str, Any]) -> None:
 
 
 def test_both_spellings_are_written() -> None:
-    config = config_from_shape(presets.model("llama-3.1-8b"), dtype="bfloat16", bos=1, eos=2, dropout=0.1)
+    config = config_from_shape(
+        presets.model("llama-3.1-8b"), dtype="bfloat16", ids={"bos_token_id": 1, "eos_token_id": 2}, dropout=0.1
+    )
     scaling = {key: float(value) if key == "factor" else value for key, value in SCALING.items()}
     assert config["rope_theta"] == 500000.0
     assert config["rope_scaling"] == {**scaling, "type": "llama3"}
@@ -71,7 +73,7 @@ def test_both_spellings_are_written() -> None:
 @pytest.mark.parametrize("name", presets.model_names())
 def test_every_published_shape_survives_its_config(name: str) -> None:
     shape = presets.model(name)
-    config = json.loads(json.dumps(config_from_shape(shape, dtype="bfloat16", bos=None, eos=None)))
+    config = json.loads(json.dumps(config_from_shape(shape, dtype="bfloat16")))
     assert canonical(shape_from_config(config)) == canonical(shape)
 
 
@@ -98,7 +100,7 @@ def test_every_published_shape_survives_its_config(name: str) -> None:
     ids=["linear", "yarn", "biases", "window", "no-window", "dense-first", "gelu", "latent-dense"],
 )
 def test_variants_survive_their_config(shape: ModelShape) -> None:
-    config = config_from_shape(shape, dtype="float32", bos=None, eos=None)
+    config = config_from_shape(shape, dtype="float32")
     assert canonical(shape_from_config(config)) == canonical(shape)
 
 
@@ -125,7 +127,7 @@ def test_what_a_family_cannot_hold_is_refused_with_the_field_and_a_family(
     problem = unwritable(shape)
     assert field in problem and advice in problem and "\n" not in problem
     with pytest.raises(HubError, match=r"directory of family"):
-        config_from_shape(shape, dtype="float32", bos=None, eos=None)
+        config_from_shape(shape, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -237,4 +239,6 @@ def test_any_config_gives_a_shape_or_one_line(family: str, changes: dict[str, An
     except HubError as error:
         assert "\n" not in str(error)
     else:
-        assert canonical(shape_from_config(config_from_shape(shape, dtype="float32", bos=0, eos=0))) == canonical(shape)
+        assert canonical(
+            shape_from_config(config_from_shape(shape, dtype="float32", ids={"bos_token_id": 0, "eos_token_id": 0}))
+        ) == canonical(shape)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder, import_folder
@@ -33,6 +34,21 @@ def names(folder: Path) -> set[str]:
 def read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def test_a_tokenizer_without_a_first_mark_is_given_none(tmp_path: Path) -> None:
+    """As Qwen's: a template that begins with bos_token would write another prompt than was trained."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    Tokenizer.shipped().save(theirs)
+    config = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "tokenizer_class": "TokenizersBackend"}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(config))
+    exported(tmp_path / "out", tokenizer=Tokenizer.load(theirs))
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (found.bos_token, found.eos_token, found.pad_token) == (None, "<|endoftext|>", "<|endoftext|>")
+    ids = read(tmp_path / "out" / "config.json")
+    assert ids["bos_token_id"] is None and ids["eos_token_id"] == ids["pad_token_id"] == found.eos_token_id
+    assert "bos_token_id" not in read(tmp_path / "out" / "generation_config.json")
 
 
 def test_what_a_directory_holds(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def dtype_from_config(config: Mapping[str, object]) -> str:
 
 
 def config_from_shape(
-    shape: ModelShape, *, dtype: str, bos: int | None, eos: int | None, dropout: float = 0.0
+    shape: ModelShape, *, dtype: str, ids: Mapping[str, int] | None = None, dropout: float = 0.0
 ) -> dict[str, object]:
-    """The config.json of a shape, readable by transformers v4 and v5.
+    """The config.json of a shape, readable by transformers v4 and v5. `ids`: of marks, as bos_token_id.
 
     HubError where the family's format cannot hold the shape: it says which field, and which families can.
     """
@@ -62,8 +62,9 @@ def config_from_shape(
         raise HubError(problem)
     return {
         **_write(shape),
-        "bos_token_id": bos,
-        "eos_token_id": eos,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(ids or {}),
         "torch_dtype": dtype,
         "dtype": dtype,
         **dict.fromkeys(FAMILIES[shape.family].dropouts, dropout),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.config import config_from_shape, dtype_from_config, shape_from_config
+from meshwright.model.hub.config import config_from_shape, dtype_from_config, shape_from_config, unwritable
 from meshwright.model.hub.weights import load_weights, save_weights
 from meshwright.spec.errors import HubError
 from meshwright.spec.shape import ModelShape
@@ -104,37 +104,47 @@ def export_folder(
     HubError: a folder that holds something already, a shape that its family cannot hold, a tensor missing. OSError
     (disk full) as it comes; nothing stays behind then either.
     """
-    bos, eos = (tokenizer.bos, tokenizer.eos) if tokenizer else (None, None)
-    config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), bos=bos, eos=eos, dropout=dropout)
+    problem = unwritable(shape)
+    if problem:
+        raise HubError(problem)
     with fresh_folder(folder) as partial:
         save_weights(partial, model_tensors, shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        _write_json(partial / CONFIG, config)
-        ids = {"_from_model_config": True, "bos_token_id": bos, "eos_token_id": eos}
-        _write_json(partial / GENERATION, dict(generation) if generation else ids)
         if chat_template is not None:
             (partial / TEMPLATE).write_text(chat_template, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save(partial)
-            _write_json(partial / TOKENIZER_CONFIG, _tokenizer_config(partial, tokenizer, shape, chat_template))
+        ids = _write_tokenizer(partial, tokenizer, shape, chat_template) if tokenizer else {}
+        name = str(dtype).removeprefix("torch.")
+        _write_json(partial / CONFIG, config_from_shape(shape, dtype=name, ids=ids, dropout=dropout))
+        of_config = {"_from_model_config": True} | ids
+        _write_json(partial / GENERATION, dict(generation) if generation else of_config)
 
 
-def _tokenizer_config(
+def _write_tokenizer(
     folder: Path, tokenizer: HubTokenizer, shape: ModelShape, chat_template: str | None
-) -> dict[str, object]:
-    """What the tokenizer wrote, and what is missing of it. v5 has a class name of its own, which v4 does not know."""
+) -> dict[str, int]:
+    """Its files, with what is missing of its config; the ids of the marks that this names. A tokenizer without a mark
+    for the beginning is given none: a template that names it would write another prompt than was trained."""
+    tokenizer.save(folder)
     saved = read_json(folder / TOKENIZER) or {}
-    added = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
-    config: dict[str, object] = {
-        "bos_token": added.get(tokenizer.bos),
-        "eos_token": added.get(tokenizer.eos),
-        "model_max_length": shape.max_positions,
-        "clean_up_tokenization_spaces": False,
-    } | (read_json(folder / TOKENIZER_CONFIG) or {})
-    if config.get("tokenizer_class") in (None, "TokenizersBackend"):
+    spelled: dict[int | None, str] = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
+    config: dict[str, object] = {"model_max_length": shape.max_positions, "clean_up_tokenization_spaces": False}
+    config |= read_json(folder / TOKENIZER_CONFIG) or {}
+    if not config.get("eos_token"):
+        config |= {"bos_token": spelled.get(tokenizer.bos), "eos_token": spelled.get(tokenizer.eos)}
+    if config.get("tokenizer_class") in (None, "TokenizersBackend"):  # v5's own name, which v4 does not know
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if chat_template is not None:
         config["chat_template"] = chat_template
-    return config
+    _write_json(folder / TOKENIZER_CONFIG, config)
+    ids = {text: id for id, text in spelled.items()}
+    named = {mark: _content(config.get(f"{mark}_token")) for mark in ("bos", "eos", "pad")}
+    known = {"bos": tokenizer.bos, "eos": tokenizer.eos}
+    found = {mark: ids.get(text, known.get(mark)) for mark, text in named.items() if text}
+    return {f"{mark}_token_id": id for mark, id in found.items() if id is not None}
+
+
+def _content(token: Any) -> Any:
+    """A token in a config is a string, or an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_template(folder: Path) -> str | None:
