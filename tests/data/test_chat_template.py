@@ -67,6 +67,16 @@ def test_filters_and_blanks_are_those_of_transformers(source: str) -> None:
     assert ours(source).render(messages).text == theirs(source, messages)[0]
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("given", [{"reasoning_content": "why"}, {"thinking": "why"}, {"reasoning": "why"},
+                                   {"thinking": "t", "reasoning": "r"}, {"reasoning_content": "c", "thinking": "t"},
+                                   {"reasoning": "", "thinking": None}])  # fmt: skip
+def test_thoughts_are_seen_by_each_name_that_transformers_shows_them_by(read: str, given: dict[str, Any]) -> None:
+    source = "{% for m in messages %}<think>{{ m." + read + " }}</think>{{ m.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "a", **given}]
+    assert ours(source).render(messages).text == theirs(source, messages)[0]
+
+
 def test_the_day_is_the_one_given() -> None:
     assert ours("{{ strftime_now('%d %b %Y') }}").render(USER).text == "23 Nov 2026"
 

@@ -193,6 +193,16 @@ def test_what_a_template_drops_or_refuses_is_said(source: str, fields: Any, sent
     assert str(error.value) == sentence
 
 
+def test_a_role_that_nobody_knows_is_refused() -> None:
+    """A misspelled answer would be masked, and nobody would see it."""
+    any_role = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    messages = [{"role": "user", "content": "u"}, {"role": "asistant", "content": "a"}]
+    with pytest.raises(DataError, match="message 2 has the role 'asistant', which the chat template does not name"):
+        rendered(any_role, messages)
+    named = any_role + "{# critic #}"
+    assert rendered(named, [{"role": "critic", "content": "c"}, *turns("u", "a")])
+
+
 def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     source = "{{ 'answered ' if messages[-1].role == 'assistant' else 'open ' }}" + source

@@ -99,8 +99,9 @@ COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; inst
                                               "quotes: line 1 column 3 (char 2)"),
         ({"messages": [USER], "tools": ["f"]}, "'tools' is not a list of objects"),
         ({"conversations": "hi"}, "'conversations' is not a list of turns"),
-        ({"conversations": [{"from": ["x"], "value": "u"}]}, "message 1 of 'conversations' has no role, it has: role, "
-                                                             "content"),
+        ({"conversations": [{"from": "human", "value": "u"}, {"from": "bot9", "value": "a"}]},
+         "turn 2 of 'conversations' is from 'bot9': known are human, gpt, bing, chatgpt, bard, function_call, "
+         "observation, function_response, system, user, assistant, tool"),
         ({"prompt": "p", "completion": ""}, "'completion' is empty, so that nothing of the row can be trained"),
         ({"prompt": [USER], "completion": []}, "'completion' has no message, so that nothing of the row can be "
                                                "trained"),

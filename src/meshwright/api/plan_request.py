@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright import planfile
 from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
+from meshwright.api.tuning_defaults import DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, estimator
@@ -27,9 +28,8 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
-TUNED_BATCH, TUNED_SEQUENCE, TUNED_RANK = 16, 1024, 16
-"""As `tune` has them (api/tuning.py)."""
 FULL, LORA = "full", "lora"
+RATE = "recipe.learning_rate"
 
 
 def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "") -> Plan:
@@ -45,6 +45,9 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
         folder = path.parent if path.name == "config.json" else path
         words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
     words += _adapters(tune)
+    named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
+    if tune and not given:
+        words += _tuned(named, adapters=tune.startswith(LORA))
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
         found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
@@ -58,7 +61,6 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     if cluster is None or not is_file(cluster):  # a measured machine has curves instead
         _known(found, f"cluster={cluster!r}" if cluster else f"cluster.device {found.cluster.device.name!r}")
     if not given:
-        named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
         found = _recipe(found, named, tuned=bool(tune))
     _any_layout(found)
     return found
@@ -151,6 +153,14 @@ def _adapters(tune: str) -> list[str]:
     return [f"model.lora={rank or TUNED_RANK}"] if kind == LORA else []
 
 
+def _tuned(named: set[str], *, adapters: bool) -> list[str]:
+    """Words of a plan for what `tune` would add; of its sequence and batch `_recipe` decides."""
+    added = defaults_of(DEFAULTS, {f"recipe.{key}" for key in named} | {"recipe.sequence", "recipe.global_batch"})
+    if adapters and RATE in added:
+        added[RATE] = rate_of_adapters(added[RATE])
+    return [SAMPLES, *(f"{key}={value}" for key, value in added.items())]
+
+
 def _recipe(found: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
     """What a recipe leaves out is not a toy's: bf16, a long sequence, millions of tokens a step; or fine-tuning's."""
     changes: dict[str, Any] = {}
@@ -158,9 +168,11 @@ def _recipe(found: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
         changes["precision"] = "bf16"
     sequence = found.recipe.sequence
     if not any("seq" in name or "context" in name for name in named):
-        sequence = changes["sequence"] = min(TUNED_SEQUENCE if tuned else SEQUENCE, found.model.max_positions)
+        sequence = changes["sequence"] = min(
+            int(DEFAULTS["recipe.sequence"]) if tuned else SEQUENCE, found.model.max_positions
+        )
     if not any("batch" in name for name in named):
-        wanted = max(TUNED_BATCH, found.cluster.devices) if tuned else BATCH_TOKENS // sequence
+        wanted = max(int(DEFAULTS["recipe.global_batch"]), found.cluster.devices) if tuned else BATCH_TOKENS // sequence
         changes["global_batch"] = _batch(wanted, found.cluster.devices)
     return replace(found, recipe=replace(found.recipe, **changes))
 

@@ -1,12 +1,20 @@
 """`tune`: `train` with the defaults of fine-tuning, which are said."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
+from meshwright.api.tuning_defaults import (
+    DEFAULTS,
+    PREFERENCE_DEFAULTS,
+    RATES,
+    SAMPLES,
+    defaults_of,
+    rate_of_adapters,
+)
 from meshwright.data.preparation import holds_pairs
 from meshwright.planfile.reading import said
 from meshwright.spec import Plan
@@ -14,30 +22,6 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.worlds import world_violation
 from meshwright.training.watch import Watcher
-
-SAMPLES = "data.form=samples"
-DEFAULTS: Mapping[str, str] = {
-    "recipe.epochs": "3",
-    "recipe.sequence": "1024",
-    "recipe.global_batch": "16",
-    "recipe.learning_rate": "2e-5",
-    "recipe.weight_decay": "0",
-}
-"""Of fine-tuning all weights; TRL's SFTConfig has the same, but for the batch of 8 and a linear fall to 0."""
-ADAPTER_FACTOR = 10
-"""Of learning rates, where adapters alone are trained (Thinking Machines 2025, "LoRA Without Regret")."""
-PREFERENCE_DEFAULTS: Mapping[str, str] = {
-    **DEFAULTS,
-    "recipe.objective": "dpo",
-    "recipe.epochs": "1",
-    "recipe.sequence": "2048",
-    "recipe.learning_rate": "1e-6",
-}
-"""Of a file with chosen and rejected answers, two of which share a row; TRL's DPOConfig has the same rate."""
-RATES = {"orpo": "8e-6"}
-"""Learning rates of objectives that have one of their own (arXiv:2403.07691, appendix C)."""
-INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.tokens")}
-"""A default that is not taken where one of these keys is given."""
 
 
 @checked
@@ -68,7 +52,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     given = [str(word) for word in words if plan_of(word) is None]
     whole = len(given) < len(words) or any("=" not in word for word in given)
     keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
-    added = {} if whole else _defaults(DEFAULTS, keys)
+    added = {} if whole else defaults_of(DEFAULTS, keys)
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
@@ -76,12 +60,12 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
 
     plan, resume = read(notes)
     if not whole and holds_pairs(plan.data):
-        added = _defaults(PREFERENCE_DEFAULTS, keys)
+        added = defaults_of(PREFERENCE_DEFAULTS, keys)
         if "recipe.learning_rate" in added:
             added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
         plan, resume = read([])
     if plan.model.lora is not None and "recipe.learning_rate" in added:
-        added["recipe.learning_rate"] = f"{ADAPTER_FACTOR * float(added['recipe.learning_rate']):g}"
+        added["recipe.learning_rate"] = rate_of_adapters(added["recipe.learning_rate"])
         plan, resume = read([])
     limit = plan.model.max_positions
     if "recipe.sequence" in added and limit < plan.recipe.sequence:
@@ -95,9 +79,3 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     if notes is not None and added:
         notes.append("tuning defaults: " + " ".join(f"{key}={value}" for key, value in added.items()))
     return plan, resume
-
-
-def _defaults(defaults: Mapping[str, str], keys: set[str]) -> dict[str, str]:
-    """Those that nothing is said of."""
-    taken = {key: value for key, value in defaults.items() if key not in keys}
-    return {key: value for key, value in taken.items() if not keys & set(INSTEAD.get(key, ()))}

@@ -82,7 +82,8 @@ class ChatTemplate:
     ) -> Rendered:
         """The conversation as text; `prompt`: with the words after which the model answers. DataError with the
         template's line where it fails."""
-        given = {**self.special, "messages": list(messages), "tools": tools and list(tools), "documents": None}
+        turns = [_with_thoughts(message) for message in messages]
+        given = {**self.special, "messages": turns, "tools": tools and list(tools), "documents": None}
         try:
             text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
         except DataError:
@@ -127,6 +128,16 @@ DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else ''
 """
 """For a model without one: a heading a turn, the answers ended by the end-of-text token. It needs no token that the
 vocabulary does not have."""
+
+
+THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
+"""What files and templates call what was thought before an answer; the first counts."""
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its thoughts under both names that templates read, as transformers gives it to them."""
+    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def _bounded(pieces: Iterator[str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from meshwright.data.chat_template import ChatTemplate, Rendered, Span
+from meshwright.data.chat_template import THOUGHTS, ChatTemplate, Rendered, Span
 from meshwright.data.samples import Continuation, Conversation, Message
 from meshwright.spec import plan
 from meshwright.spec.errors import DataError
@@ -24,7 +24,6 @@ ROLES = ("other", *plan.ROLES)
 """Who says a token; its place here is its number on disk."""
 _SAME_ROLE = {"developer": "system", "function": "tool", "ipython": "tool", "model": "assistant"}
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,7 @@ def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> l
     if trained is None:
         return _by_answer(messages, one, template, policy)
     _check_complete(messages, one, full.text)
+    _check_roles(messages, template)
     spans = tuple(span for span, _ in trained)
     return [Marked(text=full.text, trained=spans, said=(*_said(messages, full.text), *_by_role(trained)))]
 
@@ -172,6 +172,7 @@ def _common(first: str, second: str) -> int:
 def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """One sample for each trained answer: the conversation up to it."""
     turns = [turn for turn in _wanted(messages, one, policy) if turn >= one.prompt]
+    _check_roles(messages, template)
     found = []
     for turn in turns:
         text = template.render(messages[: turn + 1], one.tools).text
@@ -224,6 +225,17 @@ def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -
             )
 
 
+def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
+    """Hard error for a role that nobody knows: most templates write any, and a misspelled answer would be masked."""
+    for number, message in enumerate(messages, start=1):
+        role = str(message["role"])
+        if role_of(message) == "other" and role not in template.source:
+            raise DataError(
+                f"message {number} has the role {role!r}, which the chat template does not name: take system, user, "
+                "assistant or tool, or a data.template that knows it"
+            )
+
+
 def _names(tools: Any) -> list[str]:
     """Of tools, or of calls of tools, in the form {"function": {"name": ...}} or {"name": ...}."""
     inner = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
@@ -243,7 +255,7 @@ def _thoughtless(message: Message) -> Message:
     """An answer without what was thought before it."""
     if role_of(message) != "assistant":
         return message
-    kept: dict[str, Any] = {name: value for name, value in message.items() if name not in _THOUGHTS}
+    kept: dict[str, Any] = {name: value for name, value in message.items() if name not in THOUGHTS}
     if isinstance(kept.get("content"), str):
         kept["content"] = _without_thoughts(kept["content"]).lstrip("\n")
     return kept

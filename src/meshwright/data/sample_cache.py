@@ -26,7 +26,7 @@ from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
 _LIMIT_S: Final = 60.0

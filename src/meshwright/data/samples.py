@@ -62,6 +62,7 @@ Sample = Conversation | Continuation | TokenIds | Preference
 
 _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 _ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Of sharegpt files."""
 
 
@@ -163,8 +164,13 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
         raise DataError(f"{where}: turn {number} of 'conversations' is {type(turn).__name__}, not an object")
     if "from" not in turn:
         return turn
-    role, others = turn["from"], {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return {**others, "role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn.get("value")}
+    role = _ROLES.get(str(turn["from"]))
+    if role is None:
+        raise DataError(
+            f"{where}: turn {number} of 'conversations' is from {turn['from']!r}: known are {', '.join(_ROLES)}"
+        )
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**others, "role": role, "content": turn.get("value")}
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
