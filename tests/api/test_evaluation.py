@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
+from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from meshwright.training import loop
+from meshwright.training.evaluate import row_losses
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 from tests.train.test_tuning import plan
 from tests.train.test_weights import SHAPES, directory
@@ -55,3 +59,45 @@ def test_tasks_need_their_extra(files: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("meshwright.api.evaluation.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[eval\]'"):
         mw.evaluate(files / "hf", tasks=str(files))
+
+
+def test_samples_of_one_conversation_are_one_item(files: Path) -> None:
+    """A template that shows earlier answers in another form makes a sample of each; they are not independent."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    template += "{{ eos_token if m.role == 'assistant' and loop.last }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (files / "hf" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    loop.run(plan(files, "data.validation=0.4", "recipe.steps=3"))
+    (found,) = mw.evaluate(files / "run", against=files / "hf").figures
+    rows = mw.load(files / "run").held_out_rows(None, 0, apart=True)
+    assert rows.items is not None and len(rows.items) == 14, "four of ten have two answers"
+    assert found.items == len(set(rows.items)) == 10
+    device = torch.device("cpu")
+    nats, counts = (
+        sums.sum(2) for sums in row_losses(on_one_device(mw.load(files / "run").model), rows.batches(device)).split(1)
+    )
+    sums = np.zeros((2, 24))
+    np.add.at(sums, (slice(None), np.array(rows.items)), np.stack((nats[0], counts[0])))
+    mine, tokens = sums[:, np.unique(rows.items)]
+    rest = mine - mine.sum() / tokens.sum() * tokens
+    error = (10 / 9 * (rest**2).sum()) ** 0.5 / tokens.sum()
+    assert found.value.error == pytest.approx(error, rel=1e-6)
+
+
+def test_a_mixture_is_held_against_by_weight(files: Path) -> None:
+    """As the run scores itself; then each source."""
+    rows = [{"prompt": f"q{number}", "completion": " answer" * (3 + number % 3)} for number in range(30)]
+    (files / "more.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sources = f"data={files / 'chat.jsonl'}:0.9,{files / 'more.jsonl'}:0.1"
+    loop.run(plan(files, sources, "data.validation=0.4", "recipe.steps=25"))
+    found = mw.evaluate(files / "run", against=files / "hf").figures
+    assert [one.task for one in found] == ["held-out", *(f"held-out {files / name}.jsonl" for name in ("chat", "more"))]
+    whole, chat, more = found
+    alone = mw.load(files / "run").evaluate()
+    assert whole.value.value == pytest.approx(alone.loss, rel=1e-6)
+    assert whole.value.value == pytest.approx(0.9 * chat.value.value + 0.1 * more.value.value, rel=1e-9)
+    assert whole.items == chat.items + more.items and whole.verdict == "better"
+    assert chat.difference and more.difference and whole.difference
+    assert chat.difference.error and more.difference.error and whole.difference.error
+    by_weight = ((0.9 * chat.difference.error) ** 2 + (0.1 * more.difference.error) ** 2) ** 0.5
+    assert whole.difference.error == pytest.approx(by_weight, rel=1e-9)

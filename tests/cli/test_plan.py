@@ -60,7 +60,7 @@ def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str], mo
         "(recommended",
         "MFU",
         "Also possible",
-        "Limit: sequence ",
+        "Limit of this layout: sequence ",
         "1T tokens",
         "at 2 per device-hour",
         "layouts searched",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,15 @@ from meshwright.api.trained_model import TrainedModel, load
 from meshwright.data import Tokenizer
 from meshwright.data.rendering import ROLES
 from meshwright.model.hub.adapter import base_folder, is_adapter
-from meshwright.observe.tasks.paired_statistics import Aggregate, Estimate, Verdict, difference, estimate, verdict
+from meshwright.observe.tasks.paired_statistics import (
+    Aggregate,
+    Estimate,
+    Verdict,
+    difference,
+    estimate,
+    verdict,
+    weighted,
+)
 from meshwright.observe.tasks.task_files import task_configs
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
@@ -201,22 +210,53 @@ def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
 
 
 def _on_held_out(models: Sequence[Loader], data: str | Path | None, sequences: int) -> list[EvaluatedFigure]:
-    """Nats per token, of all and of each role; items are conversations, or windows of a text."""
+    """Nats per token, of all and of each role; items are conversations, or windows of a text. Of a mixture their means
+    by weight, as the run has them, and then those of each source."""
     opened = models[0]()
-    rows = opened.held_out_rows(data, sequences, apart=True)
+    whole = opened.held_out_rows(data, sequences, apart=True)
+    parts = whole.parts
 
-    def scored(found: TrainedModel) -> Mapping[str, Mapping[str, tuple[float, float]]]:
-        device = found.model.embed.weight.device
-        nats, counts = row_losses(on_one_device(found.model), rows.batches(device, by_role=True)).tolist()
-        return _by_role(nats, counts)
+    def scored(found: TrainedModel) -> list[_ByMetric]:
+        engine, device = on_one_device(found.model), found.model.embed.weight.device
+        return [_by_role(row_losses(engine, one.batches(device, by_role=True)).tolist(), one.items) for one in parts]
 
     after = scored(opened)
+    sources = opened.plan.data.mixture if opened.plan and len(parts) > 1 else ()
     del opened  # two models need not have room at once
-    before = scored(models[1]()) if len(models) > 1 else None
+    before: Sequence[_ByMetric | None] = scored(models[1]()) if len(models) > 1 else [None] * len(parts)
+    if not sources:
+        return _of_source(HELD_OUT, after[0], before[0])
+    named = [f"{HELD_OUT} {one.path}" for one in sources]
+    each = [_of_source(*one) for one in zip(named, after, before, strict=True)]
+    return [*_by_weight(each, [one.weight for one in sources]), *chain.from_iterable(each)]
+
+
+_ByMetric = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Metric -> item -> (nats, tokens)."""
+
+
+def _of_source(task: str, after: _ByMetric, before: _ByMetric | None) -> list[EvaluatedFigure]:
     return [
-        _figure(HELD_OUT, metric, Aggregate(kind="ratio"), items, None if before is None else before[metric], False)
+        _figure(task, metric, Aggregate(kind="ratio"), items, None if before is None else before[metric], False)
         for metric, items in after.items()
+        if items
     ]
+
+
+def _by_weight(each: Sequence[Sequence[EvaluatedFigure]], weights: Sequence[float]) -> Iterator[EvaluatedFigure]:
+    """Of each metric the mean over the sources that have it."""
+    for metric in dict.fromkeys(one.metric for figures in each for one in figures):
+        pairs = [(one, w) for figures, w in zip(each, weights, strict=True) for one in figures if one.metric == metric]
+        shares, items = [weight for _, weight in pairs], sum(one.items for one, _ in pairs)
+        changes = [one.difference for one, _ in pairs if one.difference is not None]
+        befores = [one.before for one, _ in pairs if one.before is not None]
+        change = weighted(changes, shares) if changes else None
+        yield EvaluatedFigure(
+            task=HELD_OUT, metric=metric, items=items, higher_is_better=False,
+            value=weighted([one.value for one, _ in pairs], shares),
+            before=weighted(befores, shares) if befores else None, difference=change,
+            verdict=None if change is None else verdict(change, items, False),
+        )  # fmt: skip
 
 
 def _check_tokenizers(path: Path, other: Path) -> None:
@@ -236,20 +276,22 @@ def _run_of(place: Path) -> Path:
     return place if (place / "tokenizer.json").is_file() else place.resolve().parent.parent
 
 
-def _by_role(
-    nats: Sequence[Sequence[float]], counts: Sequence[Sequence[float]]
-) -> dict[str, dict[str, tuple[float, float]]]:
-    """Metric -> row -> (nats, tokens) of rows that have any; of each role where there are several."""
+def _by_role(found: Sequence[Sequence[Sequence[float]]], items: Sequence[int] | None) -> _ByMetric:
+    """(nats, counts) of rows by role -> metric -> item -> (nats, tokens) of items that have any; of each role where
+    there are several. `items`: which item each row is of, None = its own; rows behind the last are empty."""
+    nats, counts = found
     present = [role for role in range(len(ROLES)) if any(row[role] for row in counts)]
     wanted = {"loss": present} | ({f"loss of {ROLES[role]}": [role] for role in present} if len(present) > 1 else {})
-    return {
-        metric: {
-            str(number): (sum(own[role] for role in roles), weight)
-            for number, (own, row) in enumerate(zip(nats, counts, strict=True))
-            if (weight := sum(row[role] for role in roles))
-        }
-        for metric, roles in wanted.items()
-    }
+    sums: dict[str, dict[str, tuple[float, float]]] = {metric: {} for metric in wanted}
+    for number, (own, row) in enumerate(zip(nats, counts, strict=True)):
+        if not any(row):
+            continue
+        item = str(number if items is None else items[number])
+        for metric, roles in wanted.items():
+            if weight := sum(row[role] for role in roles):
+                before = sums[metric].get(item, (0.0, 0.0))
+                sums[metric][item] = before[0] + sum(own[role] for role in roles), before[1] + weight
+    return sums
 
 
 def _figure(

@@ -15,6 +15,7 @@ from meshwright.api.tuning_defaults import (
     defaults_of,
     rate_of_adapters,
 )
+from meshwright.data.numbered_rows import check_objective
 from meshwright.data.preparation import holds_pairs
 from meshwright.planfile.reading import said
 from meshwright.spec import Plan
@@ -59,7 +60,13 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
         return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
 
     plan, resume = read(notes)
-    if not whole and holds_pairs(plan.data):
+    if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
+        raise PlanError(
+            "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
+            "writes one of a run), or model.init=random to train on samples from nothing"
+        )
+    pairs = holds_pairs(plan.data)
+    if not whole and pairs:
         added = defaults_of(PREFERENCE_DEFAULTS, keys)
         if "recipe.learning_rate" in added:
             added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
@@ -71,11 +78,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     if "recipe.sequence" in added and limit < plan.recipe.sequence:
         added["recipe.sequence"] = str(limit)
         plan, resume = read([])
-    if plan.init == RANDOM and "model.init" not in keys and not whole:
-        raise PlanError(
-            "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
-            "writes one of a run), or model.init=random to train on samples from nothing"
-        )
+    check_objective(plan.data, plan.recipe, pairs)
     if notes is not None and added:
         notes.append("tuning defaults: " + " ".join(f"{key}={value}" for key, value in added.items()))
     return plan, resume

@@ -1,6 +1,5 @@
 """Corpus: the tokens of a text on disk, memory-mapped, and what was counted while they were made."""
 
-import contextlib
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,10 @@ class TokenFile:
         self._descriptor: Final = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # it may never have been opened
+        try:  # noqa: SIM105  # contextlib may be gone by then
             os.close(self._descriptor)
+        except (AttributeError, OSError, TypeError):  # it may never have been opened
+            pass
 
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
         """Tokens [begin, end); DataError where the file has become shorter."""
@@ -61,6 +62,8 @@ class TokenStream:
     and `num_bytes` count what is trained. None = text, all of which is trained."""
     pairs: bool = False
     """Documents come in pairs: a preference, the better one first."""
+    rows: NDArray[np.int64] | None = None
+    """Of samples: [num_documents] which row of the file each is of; a conversation may give several. None = text."""
 
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
         """Tokens [begin, end), leaving nothing of the file resident."""

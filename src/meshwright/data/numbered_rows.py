@@ -12,15 +12,19 @@ from meshwright.spec.errors import DataError
 from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 
 
-def check_objective(data: Data, recipe: Recipe, train: Stream) -> None:
-    """DataError where an objective over pairs has none, or another one has them."""
-    pairs = any(part.pairs for part in train.parts)
+def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:
+    """DataError where an objective over pairs has none, or another one has them. `pairs`: whether rows are; None =
+    there are no rows."""
+    if data.mixture and (recipe.traits.pairs or pairs):
+        raise DataError(
+            "data.mixture has no rows of preferences (chosen and rejected): put them into one file, as data.path"
+        )
     if pairs and not recipe.traits.pairs:
         raise DataError(
             f"data.path={data.path} holds preferences (chosen and rejected), and recipe.objective={recipe.objective} "
             f"compares nothing: take recipe.objective={PREFERENCES[0]}, or another of {', '.join(PREFERENCES)}"
         )
-    if recipe.traits.pairs and not pairs and any(len(part.starts) for part in train.parts):
+    if recipe.traits.pairs and pairs is False:
         raise DataError(
             f"recipe.objective={recipe.objective} compares answers, and data.path={data.path} has no columns chosen "
             f"and rejected: take recipe.objective={CROSS_ENTROPY}, or a file with pairs"
@@ -30,13 +34,11 @@ def check_objective(data: Data, recipe: Recipe, train: Stream) -> None:
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
     """Of a stream of the corpus; DataError where there is less than a row of any source, or where the objective is for
     other data."""
+    parts = corpus.train.parts
+    pairs = any(part.pairs for part in parts) if any(len(part.starts) for part in parts) else None
+    check_objective(data, recipe, pairs)
     if isinstance(stream, MixedStream):
-        if recipe.traits.pairs or any(part.pairs for part in stream.parts):
-            raise DataError(
-                "data.mixture has no rows of preferences (chosen and rejected): put them into one file, as data.path"
-            )
         return MixedRows(list(_of_each(data, recipe, corpus, stream, shuffle)), stream.weights)
-    check_objective(data, recipe, corpus.train)
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
     return Sampler(

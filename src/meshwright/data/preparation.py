@@ -6,9 +6,11 @@ from pathlib import Path
 from meshwright.data import mixed_corpus, sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
+from meshwright.data.samples import Preference, Sample, sample
 from meshwright.data.sources import Source
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.plan import SAMPLES, STDLIB
 
 
 def prepare(
@@ -18,14 +20,23 @@ def prepare(
     if data.mixture:
         one = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
         return mixed_corpus.prepare(data, one, cache_root)
-    make = sample_cache.prepare if data.form == "samples" else token_cache.prepare
+    make = sample_cache.prepare if data.form == SAMPLES else token_cache.prepare
     return make(data, cache_root=cache_root, processes=processes, progress=progress)
 
 
 def holds_pairs(data: Data) -> bool:
-    """Whether the first row of the data is a preference. False where no row can be read: `prepare` says why."""
-    try:
-        _, row = next(iter(Source((data.sources or (data,))[0]).rows()), ("", {}))
-    except DataError:
-        return False
-    return all(row.get(name) is not None for name in ("chosen", "rejected"))
+    """Whether the data's rows are preferences, after the first of each source. DataError for what is wrong with those
+    rows, with a file or with a template: seen in a moment, before anything else is begun."""
+    found = [_first_sample(one) for one in data.sources or (data,)]
+    return any(isinstance(one, Preference) for one in found)
+
+
+def _first_sample(data: Data) -> Sample | None:
+    if data.path == STDLIB:
+        raise DataError(
+            "there is nothing to tune on: give data=FILE, a .jsonl, .json or .parquet file or a hub dataset of "
+            "conversations"
+        )
+    sample_cache.named_template(data)
+    row = next(iter(Source(data).rows()), None)
+    return None if row is None else sample(row)

@@ -49,7 +49,7 @@ def prepare(
 def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
     """What decides the tokens beside the tokenizer: its template, or the one that is named."""
     return SampleSettings(
-        template=_named_template(data) or tokenizer.chat_template or DEFAULT,
+        template=named_template(data) or tokenizer.chat_template or DEFAULT,
         special=tokenizer.spelled,
         bos=tokenizer.bos,
         eos=tokenizer.eos,
@@ -60,7 +60,8 @@ def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
     )
 
 
-def _named_template(data: Data) -> str | None:
+def named_template(data: Data) -> str | None:
+    """The text of `data.template`; None = auto. DataError where the file cannot be read."""
     if data.template == "auto":
         return None
     try:
@@ -146,7 +147,7 @@ class _SampleBuild:
             for found in pool.map(_batches(self.source.rows())):
                 for row in found:
                     for group in unpack(row):
-                        streams[number in aside].write(group)
+                        streams[number in aside].write(group, number)
                     number += 1
                 if self.progress is not None:
                     self.progress(number, self.rows)
@@ -190,7 +191,8 @@ def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:
 
 @final
 class _SampleWriter:
-    """Writes one stream: ids to NAME.tokens, marks to NAME.marks, where samples begin to NAME.starts."""
+    """Writes one stream: ids to NAME.tokens, marks to NAME.marks, where samples begin to NAME.starts, which row of
+    the file they are of to NAME.rows."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._path, self._dtype = path, tokenizer.dtype
@@ -203,7 +205,7 @@ class _SampleWriter:
     def __enter__(self) -> "_SampleWriter":
         self._files: dict[str, BinaryIO] = {
             name: self._path.with_suffix(f".{name}").open("wb", buffering=2**20)
-            for name in ("tokens", "marks", "starts")
+            for name in ("tokens", "marks", "starts", "rows")
         }
         return self
 
@@ -215,13 +217,14 @@ class _SampleWriter:
             finally:
                 file.close()
 
-    def write(self, group: list[EncodedSample]) -> None:
-        """Append the samples of a group, one behind the other."""
+    def write(self, group: list[EncodedSample], row: int) -> None:
+        """Append the samples of a group of a row of the file, one behind the other."""
         self.pairs |= len(group) == 2
         self.singles |= len(group) == 1
         for one in group:
             ids, marks = np.frombuffer(one.ids, self._dtype), np.frombuffer(one.marks, np.uint8)
             self._files["starts"].write(np.int64(self.tokens).tobytes())
+            self._files["rows"].write(np.int64(row).tobytes())
             self._files["tokens"].write(one.ids)
             self._files["marks"].write(one.marks)
             chosen = ids[(marks & TRAINED) > 0]
@@ -252,6 +255,7 @@ def _stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> Toke
     return TokenStream(
         tokens=mapped(file, tokenizer.dtype, counts["tokens"]),
         starts=mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["samples"]),
+        rows=mapped(path.with_suffix(".rows"), np.dtype(np.int64), counts["samples"]),
         marks=mapped(path.with_suffix(".marks"), np.dtype(np.uint8), counts["tokens"]),
         num_tokens=counts["trained"],
         num_bytes=counts["bytes"],

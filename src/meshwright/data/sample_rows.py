@@ -91,12 +91,19 @@ class SampleRows:
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
         """All rows for evaluation, `count` at a time (fewer at the end); `limit` > 0 takes so many, spread evenly."""
-        total = len(self)
-        chosen = np.arange(total, dtype=np.int64)
-        if 0 < limit < total:
-            chosen = np.arange(limit, dtype=np.int64) * total // limit
+        chosen = self._chosen(limit)
         for first in range(0, len(chosen), count):
             yield self._gather(chosen[first : first + count])
+
+    def _chosen(self, limit: int) -> NDArray[np.int64]:
+        total = len(self)
+        return np.arange(limit, dtype=np.int64) * total // limit if 0 < limit < total else np.arange(total)
+
+    def rows_of_file(self, limit: int = 0) -> list[int]:
+        """Of which row of the file the first sample of each row of `windows_in_order` is; samples of one conversation
+        are of one."""
+        firsts = [self.samples_of(row)[0] for row in self._chosen(limit).tolist()]
+        return firsts if self._stream.rows is None else self._stream.rows[firsts].tolist()
 
     def samples_of(self, row: int) -> list[int]:
         """Numbers, in the file's order, of the samples of a row that is not shuffled; those of a pair side by side."""

@@ -11,7 +11,7 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import SAMPLES, Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import count, duration, many, short_gib, step_time
 
@@ -205,6 +205,8 @@ def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
         cures = ["fix fewer degrees"]
     elif not nodes and worst.total_bytes - sum(worst.kinds.get(kind, 0.0) for kind in PASSING) <= room:
         cures.append("a shorter sequence")
+    if nearest.plan.data.form == SAMPLES and nearest.plan.model.lora is None:
+        cures.append("train adapters alone (tune=lora)")
     return (
         f"none of {found.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
         f"({kind} {short_gib(size)}); {short_gib(room)} is usable: {words_of(nearest.plan)}; "

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
@@ -21,6 +21,9 @@ RANDOM = "random"
 
 STDLIB = "stdlib"
 """`Data.path` of the Python standard library's source."""
+TEXT: Final = "text"
+SAMPLES: Final = "samples"
+"""`Data.form`."""
 LEAST_SHARE = 1 / 2**16
 """Of a mixture: shares are kept to this fraction (data/interleaving.py)."""
 
@@ -62,7 +65,7 @@ class Data:
     """Share of the text held out for evaluation."""
     limit_bytes: int = 0
     """Read at most so much text; 0 = all."""
-    form: Literal["text", "samples"] = "text"
+    form: Literal["text", "samples"] = TEXT
     """`text`: trained on whole, in windows; `samples`: rows with messages or prompts, of which answers are trained."""
     template: str = "auto"
     """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; or a Jinja file."""
@@ -90,13 +93,13 @@ class Data:
             )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
-        if self.form == "samples" and self.limit_bytes:
+        if self.form == SAMPLES and self.limit_bytes:
             raise PlanError(
                 f"data.limit_bytes={self.limit_bytes} cuts text, and data.form=samples reads whole rows: leave it out, "
                 "and give a shorter file"
             )
 
-        if self.form == "samples" and self.tokenizer.startswith("bpe:"):
+        if self.form == SAMPLES and self.tokenizer.startswith("bpe:"):
             raise PlanError(
                 f"data.tokenizer={self.tokenizer} is trained on text, and data.form=samples takes the tokenizer of its "
                 "model: leave it out, or give a tokenizer.json"
@@ -164,12 +167,12 @@ class Plan:
         paths = [source.path for source in self.data.mixture]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             found.append(f"data.mixture has {twice} twice: give it once, with the sum of both weights")
-        if self.data.form == "samples" and self.data.packing != "off" and not self.recipe.document_mask:
+        if self.data.form == SAMPLES and self.data.packing != "off" and not self.recipe.document_mask:
             found.append(
                 "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "
                 "or data.packing=off"
             )
-        if self.data.form == "samples" and self.data.packing == "off" and self.model.moe:
+        if self.data.form == SAMPLES and self.data.packing == "off" and self.model.moe:
             found.append(
                 "data.packing=off fills rows up, and a mixture of experts would route what fills them: take "
                 "data.packing=best-fit"

@@ -4,16 +4,17 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from meshwright.data.corpus import Stream
+from meshwright.data.corpus import MixedStream, Stream
+from meshwright.data.mixed_rows import MixedRows, limits
 from meshwright.data.numbered_rows import NumberedRows
 from meshwright.data.rendering import ROLES
-from meshwright.data.sample_rows import trained_roles
+from meshwright.data.sample_rows import SampleRows, trained_roles
 from meshwright.parallel import Engine
 from meshwright.training.batches import WHOLE, Batch, OfAnswers, Share, held_out, valid_tokens
 from meshwright.training.role_loss import RowPass
@@ -36,6 +37,19 @@ class HeldOutRows:
     objective: Objective = CROSS_ENTROPY
     of_answers: OfAnswers | None = None
     """What the objective reads of answers."""
+
+    @property
+    def parts(self) -> tuple["HeldOutRows", ...]:
+        """Those of each source of a mixture, which has its share of the limit; else itself."""
+        if not isinstance(self.rows, MixedRows) or not isinstance(self.stream, MixedStream):
+            return (self,)
+        each = zip(self.rows.rows, self.stream.parts, limits(self.stream.weights, self.limit), strict=True)
+        return tuple(replace(self, rows=rows, stream=stream, limit=limit) for rows, stream, limit in each)
+
+    @property
+    def items(self) -> Sequence[int] | None:
+        """Which item each row is of: rows of one conversation are one. None = each row is one."""
+        return self.rows.rows_of_file(self.limit) if isinstance(self.rows, SampleRows) else None
 
     def batches(self, device: torch.device, share: Share = WHOLE, *, by_role: bool = False) -> Iterator[Batch]:
         """This rank's part of them; `by_role`: with who says each target."""

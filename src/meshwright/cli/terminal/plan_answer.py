@@ -174,7 +174,7 @@ def _why(of: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
     for sentence in explain.reasons(of, best):
         yield from wrapped(sentence, columns, "  Why: ")
     if sentence := explain.limit(of, best):
-        yield from wrapped(sentence, columns, "  Limit: ")
+        yield from wrapped(sentence, columns, "  Limit of this layout: ")
     for sentence in explain.scale_warnings(of, best, asked.tokens):
         yield from _marked(sentence)
     if asked.tokens:

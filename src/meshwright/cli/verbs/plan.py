@@ -14,6 +14,7 @@ from meshwright.cli.inputs.plan_arguments import (
 )
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
+from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
 
 MOST_SHOWN = 1000
 """Alternatives that --top may ask for."""
@@ -107,16 +108,21 @@ def _check_place(save: Path, model: str) -> None:
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
     """How the saved plan is run, and what of it nobody has chosen."""
-    cluster, recipe = best.cluster, best.recipe
-    kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
-    yield f"Written to {file}; {kept} are as in the plan."
+    cluster, recipe, words = best.cluster, best.recipe, f"train {file}"
+    if best.data.form == SAMPLES:
+        words = f"tune {file}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
+        words += " data=CHAT.jsonl" * (best.data.path == STDLIB)
+        yield f"Written to {file}, with fine-tuning's learning rate ({recipe.learning_rate:g}); capitals are yours."
+    else:
+        kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
+        yield f"Written to {file}; {kept} are as in the plan."
     if cluster.devices == 1:
-        yield f"Command: meshwright train {file}"
+        yield f"Command: meshwright {words}"
     elif cluster.nodes == 1:
-        yield f"Command: torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright train {file}"
+        yield f"Command: torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}"
     else:
         yield (
             f"Command, on each of the {cluster.nodes} nodes, HOST being one of them: torchrun --nnodes {cluster.nodes} "
             f"--nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d --rdzv_endpoint HOST:29400 "
-            f"--rdzv_id {file.stem} -m meshwright train {file}"
+            f"--rdzv_id {file.stem} -m meshwright {words}"
         )

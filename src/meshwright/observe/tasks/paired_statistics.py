@@ -7,6 +7,7 @@ a bootstrap over items (Efron 1979) with a fixed seed. Items are taken as indepe
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -71,6 +72,18 @@ def difference(before: Sequence[Any], after: Sequence[Any], figure: Aggregate) -
     first, second = _sums(before, figure.kind), _sums(after, figure.kind)
     changes = np.stack((second[:, 0] - first[:, 0], first[:, 1]), axis=1)
     return Estimate(value=value, error=_linear_error(changes))
+
+
+def weighted(found: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """The mean of independent figures by weight."""
+    whole = sum(weights)
+    shares = [weight / whole for weight in weights]
+    errors = [one.error for one in found]
+    known = [error for error in errors if error is not None]
+    return Estimate(
+        value=sum(share * one.value for share, one in zip(shares, found, strict=True)),
+        error=math.hypot(*map(operator.mul, shares, known)) if len(known) == len(errors) else None,
+    )
 
 
 def verdict(found: Estimate, items: int, higher_is_better: bool | None) -> Verdict:
