@@ -89,7 +89,7 @@ def write(path: Path, tables: AnswerTables, settings: str, weights: str) -> None
 def _file_hash(path: Path) -> str:
     """Of what a file holds; read once, and again when size or time are others."""
     stat = path.stat()
-    seen = _hash(os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    seen = _hash(os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     index = default_root() / "index" / f"weights-{seen}.json"
     known = read_json(index).get("sha256")
     if not isinstance(known, str):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.model import Transformer, build
 from meshwright.model.hub import export_folder
-from meshwright.model.hub.adapter import load_adapter, save_adapter
+from meshwright.model.hub.adapter import export_adapter, load_adapter, misread, save_adapter
 from meshwright.model.low_rank import merged
 from meshwright.spec.errors import HubError
 from meshwright.spec.inventory import adapter_parts
@@ -79,6 +80,38 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> 
         right = merged(weight, adapter_parts(matrix, own), ours.shape.lora)
         torch.testing.assert_close(back, right, rtol=1e-5, atol=1e-6)
     assert {key.rpartition(".")[0] for key in found} == {key.rpartition(".")[0] for key in own}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("mixtral-8x7b", "gate,up"), ("qwen3-30b-a3b", "gate"), ("deepseek-v3", "all")]
+)
+def test_what_peft_would_read_as_another_adapter_is_not_written(tmp_path: Path, name: str, targets: str) -> None:
+    found = written(tmp_path, name, targets=targets)
+    given: dict[str, Any] = {"base": str(tmp_path / "base"), "dtype": torch.float32}
+    with pytest.raises(HubError, match=r"PEFT would read other adapters of experts .* export the merged model"):
+        export_adapter(tmp_path / "out", adapters(found), found.shape, **given)
+    assert not (tmp_path / "out").exists()
+    for right in ("attention", "down") if name != "deepseek-v3" else ("attention",):
+        assert not misread(replace(found.shape, lora=LoRAShape(rank=4, targets=right)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        ("model.embed_tokens.lora_embedding_A", "is no tensor of a LoRA or DoRA adapter"),
+        ("lm_head.lora_A.weight", "adapts a matrix that has no adapter here"),
+        ("model.layers.0.mlp.gate.lora_A.weight", "adapts a matrix that has no adapter here"),
+        ("model.layers.0.mlp.experts.lora_A.weight", "adapts a stack of experts, as PEFT 0.21 writes them"),
+        ("model.layers.9.mlp.gate.lora_A.weight", "adapts no matrix of"),
+    ],
+)
+def test_what_an_adapter_has_beside_is_named(tmp_path: Path, tensor: str, sentence: str) -> None:
+    found = written(tmp_path, "qwen3-30b-a3b")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    stored[f"base_model.model.{tensor}"] = torch.zeros(4, 4)
+    save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(HubError, match=sentence):
+        load_adapter(tmp_path / "adapter", found.shape.base)
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -65,9 +65,37 @@ def save_adapter(
 def export_adapter(
     folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, *, base: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """`save_adapter` into a folder that appears whole or not at all. HubError where it holds something."""
+    """`save_adapter` into a folder that appears whole or not at all. HubError where it holds something, and where PEFT
+    would read another adapter from it."""
+    problem = misread(shape)
+    if problem:
+        raise HubError(problem)
     with fresh_folder(folder) as partial:
         save_adapter(partial, tensors, shape, base=base, dtype=dtype)
+
+
+def misread(shape: ModelShape) -> str:
+    """What PEFT (0.21) would make of an adapter that is not what was trained; empty where it reads it as it is.
+
+    It joins the experts of a layer to stacks by the last names of their matrices: gate and up with down, or down alone;
+    and drops the adapters of other modules with these names.
+    """
+    adapted = [one for one in parameters(shape) if one.adapts and one.trained]
+    stacked, single = (
+        {
+            one.adapts.removesuffix(".weight").rpartition(".")[2]
+            for one in adapted
+            if (one.group == "expert") == is_stack
+        }
+        for is_stack in (True, False)
+    )
+    if not stacked or (stacked in ({"down"}, {"gate", "up", "down"}) and not stacked & single):
+        return ""
+    why = "drops those of dense layers and shared experts" if stacked & single else "needs gate, up and down, or down"
+    return (
+        f"PEFT would read other adapters of experts than were trained: beside experts it {why}; export the merged "
+        "model, without --adapter"
+    )
 
 
 def base_folder(folder: Path) -> Path:
@@ -145,7 +173,10 @@ def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str,
     lora = _lora_of(config, folder)
     stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
     found: dict[str, Tensor] = {}
+    adaptable = {one.adapts for one in parameters(replace(shape.base, lora=LoRAShape(rank=1)))}
     for binding in bindings(shape.base):
+        if not adaptable.intersection(binding.ours):
+            continue
         read = [
             {part: stored.pop(f"{name}.{theirs}").read().float()
              for part, theirs in PARTS.items() if f"{name}.{theirs}" in stored}
@@ -160,11 +191,24 @@ def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str,
         if any(read):
             found |= _ours(binding, read, shape, config, lora)
     if stored:
-        raise HubError(f"{folder}: {next(iter(stored))} adapts no matrix of {shape.name}: it is for another model")
+        raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
     targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
     adapted = replace(shape.base, lora=replace(lora, targets=",".join(targets)))
     _check(folder, adapted, found)
     return adapted, found
+
+
+def _unknown(name: str, shape: ModelShape) -> str:
+    """Why a tensor of an adapter is not read."""
+    module, _, part = name.partition(".lora_")
+    if f"lora_{part}" not in PARTS.values() and not module.endswith("experts"):
+        return f"{name} is no tensor of a LoRA or DoRA adapter (supported: {', '.join(PARTS.values())})"
+    theirs = {one.removesuffix(".weight") for binding in bindings(shape.base) for one in binding.theirs}
+    if module.endswith("experts") and any(one.startswith(f"{module}.") for one in theirs):
+        return f"{name} adapts a stack of experts, as PEFT 0.21 writes them; supported are experts one by one"
+    if module in theirs or any(module.endswith(one) for one in ("lm_head", "embed_tokens", "wte", "wpe")):
+        return f"{name} adapts a matrix that has no adapter here (supported: attention, MLP, experts)"
+    return f"{name} adapts no matrix of {shape.name}: it is for another model"
 
 
 def _ours(
