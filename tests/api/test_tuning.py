@@ -1,12 +1,15 @@
 """`tune`: which defaults stand, and what is refused at the start."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from meshwright.api.tuning import DEFAULTS, tuning_plan
+import meshwright as mw
+from meshwright.api.tuning import tuning_plan
+from meshwright.api.tuning_defaults import DEFAULTS
 from meshwright.cli.main import main
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import MeshwrightError, PlanError
 from tests.train import pairs
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 
@@ -72,10 +75,56 @@ def test_a_run_over_pairs_from_the_command_line(
     assert "preferences are scored by the run itself" in capsys.readouterr().err
 
 
-def test_a_model_without_weights_is_refused() -> None:
+def test_a_model_without_weights_is_refused(files: Path) -> None:
     with pytest.raises(PlanError, match=r"tune begins with the weights of a model: give its Hugging Face folder"):
         tuning_plan(["model=llama-tiny"])
-    tuning_plan(["model=llama-tiny", "model.init=random"])
+    drawn = [word for word in words(files) if not word.startswith("model=")]
+    tuning_plan([*drawn, "model=llama-tiny", "model.init=random"])
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("data=stdlib", "there is nothing to tune on: give data=FILE"),
+        ("data=none.jsonl", "data.path=none.jsonl does not exist"),
+        ("data.template=chatml", "data.template=chatml cannot be read"),
+        ("recipe.objective=dpo", "has no columns chosen and rejected: take recipe.objective=cross-entropy"),
+        ("recipe.epochs=0", "recipe.epochs=0 reads nothing"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_before_anything_begins(files: Path, word: str, sentence: str) -> None:
+    with pytest.raises(MeshwrightError, match=sentence):
+        tuning_plan(words(files, word))
+
+
+def test_a_plan_of_adapters_is_saved_as_one_of_fine_tuning(files: Path) -> None:
+    found = mw.plan(str(files / "hf"), cluster="h100x1", tune="lora:8").plan
+    assert found.data.form == "samples" and found.model.lora and found.model.lora.rank == 8
+    assert (found.recipe.epochs, found.recipe.learning_rate, found.recipe.weight_decay) == (3, 2e-4, 0)
+    mw.plan("llama-tiny", cluster="h100x1", tune="lora").save(files / "saved.yaml")
+    with pytest.raises(PlanError, match="tune begins with the weights of a model"):
+        tuning_plan([str(files / "saved.yaml"), f"data={files / 'chat.jsonl'}"])
+
+
+def test_a_base_is_scored_on_a_chat_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As samples, which its columns say; and like the run that began with it."""
+    chat = str(files / "chat.jsonl")
+    assert main(["tune", *words(files, "recipe.steps=1", "recipe.learning_rate=0", "--no-dry-run")]) == 0
+    capsys.readouterr()
+    losses = []
+    for model in ("hf", "run"):
+        assert main(["eval", str(files / model), "--data", chat, "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_held_out_part_that_no_row_has_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "long.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "p", "completion": " a" * (90 if one == 1 else 3)}) for one in range(3))
+    )
+    more = ["recipe.steps=1", "data.overlong=drop", "data.validation=0.3", "--no-dry-run"]
+    assert main(["tune", *words(files, f"data={files / 'long.jsonl'}", *more)]) == 0
+    assert "none of 1 held-out sample fits in a row of 64 tokens: nothing is evaluated" in capsys.readouterr().out
 
 
 def test_from_a_folder_to_an_answer(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

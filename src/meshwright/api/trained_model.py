@@ -15,6 +15,7 @@ from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus import MixedStream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.preparation import form_of
 from meshwright.model import Sampling, Transformer, build, generate
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
@@ -24,6 +25,7 @@ from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.objective_traits import CROSS_ENTROPY
+from meshwright.spec.plan import SAMPLES
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import LAST, final_weights, locate
@@ -190,6 +192,7 @@ class TrainedModel:
         if path is not None:
             data = replace(data, path=str(path), mixture=(), validation=0.0)
             try:
+                data = data if data.form == SAMPLES else replace(data, form=form_of(data))
                 return data, prepare(data)
             except DataError as error:
                 raise DataError(str(error).replace("data.path=", "data=")) from None

@@ -9,6 +9,7 @@ from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
 from meshwright.api.tuning_defaults import (
     DEFAULTS,
+    INSTEAD,
     PREFERENCE_DEFAULTS,
     RATES,
     SAMPLES,
@@ -65,6 +66,8 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
             "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
             "writes one of a run), or model.init=random to train on samples from nothing"
         )
+    if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
+        raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")
     pairs = holds_pairs(plan.data)
     if not whole and pairs:
         added = defaults_of(PREFERENCE_DEFAULTS, keys)

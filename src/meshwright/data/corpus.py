@@ -62,6 +62,8 @@ class TokenStream:
     and `num_bytes` count what is trained. None = text, all of which is trained."""
     pairs: bool = False
     """Documents come in pairs: a preference, the better one first."""
+    same_pairs: int = 0
+    """Of those, with two answers that are the same."""
     rows: NDArray[np.int64] | None = None
     """Of samples: [num_documents] which row of the file each is of; a conversation may give several. None = text."""
 

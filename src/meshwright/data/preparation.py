@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from meshwright.data import mixed_corpus, sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
@@ -10,7 +11,7 @@ from meshwright.data.samples import Preference, Sample, sample
 from meshwright.data.sources import Source
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.plan import SAMPLES, STDLIB
+from meshwright.spec.plan import SAMPLES, STDLIB, TEXT
 
 
 def prepare(
@@ -29,6 +30,18 @@ def holds_pairs(data: Data) -> bool:
     rows, with a file or with a template: seen in a moment, before anything else is begun."""
     found = [_first_sample(one) for one in data.sources or (data,)]
     return any(isinstance(one, Preference) for one in found)
+
+
+def form_of(data: Data) -> Literal["text", "samples"]:
+    """As the columns of the first row say: samples, where they are those of one and no text is among them."""
+    try:
+        row = next(iter(Source(data).rows()), None)
+        if row is None or data.text_field in row[1]:
+            return TEXT
+        sample(row)
+    except DataError:  # what is wrong is said by whoever reads it
+        return TEXT
+    return SAMPLES
 
 
 def _first_sample(data: Data) -> Sample | None:

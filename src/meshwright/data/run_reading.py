@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.data.advice import how_often, tokens_of_run
-from meshwright.data.corpus import MixedStream, Stream, TokenStream
+from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
+from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.data.sample_rows import SampleRows
-from meshwright.data.windows import NumberedRows
 from meshwright.spec import Data, Recipe
 from meshwright.spec.units import count, many
 
@@ -98,6 +98,20 @@ def _notes(one: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
         yield (
             f"{name}repeated {one.times:.1f} times, and beyond {MOST_TIMES} a repetition teaches little: take a lower "
             "weight, fewer steps, or more text"
+        )
+
+
+def unscored(data: Data, recipe: Recipe, corpus: Corpus) -> Iterator[str]:
+    """A note where samples are held out and none of them fits in a row: such a run evaluates nothing."""
+    parts = zip(data.sources or (data,), corpus.validation.parts, strict=True)
+    held = [
+        (part, numbered_rows(one, recipe, corpus, part, shuffle=False)) for one, part in parts if part.num_tokens > 1
+    ]
+    samples = sum(part.num_documents for part, rows in held if isinstance(rows, SampleRows))
+    if samples and not any(len(rows) for _, rows in held):
+        yield (
+            f"none of {many(samples, 'held-out sample')} fits in a row of {recipe.sequence} tokens: nothing is "
+            "evaluated; take a longer recipe.sequence, or data.overlong=truncate"
         )
 
 

@@ -198,7 +198,7 @@ class _SampleWriter:
         self._path, self._dtype = path, tokenizer.dtype
         ends = tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set())
         self._special = np.array(sorted(ends), dtype=self._dtype)
-        self.tokens = self.trained = self.ends = self.samples = self.bytes = 0
+        self.tokens = self.trained = self.ends = self.samples = self.bytes = self.same = 0
         self.roles = self.pairs = self.singles = False
         self._decode = tokenizer.decode
 
@@ -221,6 +221,7 @@ class _SampleWriter:
         """Append the samples of a group of a row of the file, one behind the other."""
         self.pairs |= len(group) == 2
         self.singles |= len(group) == 1
+        self.same += len(group) == 2 and group[0].ids == group[1].ids
         for one in group:
             ids, marks = np.frombuffer(one.ids, self._dtype), np.frombuffer(one.marks, np.uint8)
             self._files["starts"].write(np.int64(self.tokens).tobytes())
@@ -246,7 +247,7 @@ class _SampleWriter:
         """For meta.json."""
         return {
             "tokens": self.tokens, "trained": self.trained, "samples": self.samples, "bytes": self.bytes,
-            "pairs": int(self.pairs),
+            "pairs": int(self.pairs), "same_pairs": self.same,
         }  # fmt: skip
 
 
@@ -262,4 +263,5 @@ def _stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> Toke
         num_documents=counts["samples"],
         file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None,
         pairs=bool(counts["pairs"]),
+        same_pairs=counts["same_pairs"],
     )

@@ -1,6 +1,6 @@
 """Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -100,6 +100,17 @@ class SampleFigures:
     """Who says how much; `other` = what a template writes between, and texts."""
     pairs: bool = False
     """Each two documents of a row are a better and a worse answer."""
+    same: int = 0
+    """Pairs whose two answers are the same, which teach nothing."""
+
+    @property
+    def things(self) -> str:
+        """What rows of the file are called."""
+        return "pairs" if self.pairs else "samples"
+
+    def counted(self, documents: int) -> int:
+        """How many of those so many documents are."""
+        return documents // 2 if self.pairs else documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +144,14 @@ class DataView:
     """Of samples: columns that none is made of, and how many rows have each."""
     sources: tuple[SourceReading, ...] = ()
     """Of a mixture: each source, and what the run reads of it."""
+
+
+def heading(tokens: Sequence[Token], pairs: bool) -> str:
+    """What a document of a row is called, from its tokens."""
+    if all(one.mark == "padding" for one in tokens):
+        return "padding"
+    document = tokens[0].document
+    return f"pair {document // 2}, {'rejected' if document % 2 else 'chosen'}" if pairs else f"document {document}"
 
 
 def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataView:
@@ -194,6 +213,7 @@ def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> Sample
         waste=sum(one.packed.waste * len(one) for one in parts) / len(sampler),
         roles=_role_tokens(stream),
         pairs=any(part.pairs for part in stream.parts),
+        same=sum(part.same_pairs for part in stream.parts),
     )
 
 

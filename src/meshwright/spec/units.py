@@ -19,6 +19,11 @@ def short_gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.1f} GiB" if abs(num_bytes) >= 9.995 * GIB else gib(num_bytes)
 
 
+def text_size(num_bytes: float) -> str:
+    """Of a text: MiB, KiB below one."""
+    return f"{num_bytes / MIB:.2f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"
+
+
 def step_time(seconds: float) -> str:
     """Seconds of a step, four digits, so that layouts that differ by a tenth of a percent can be told apart."""
     if seconds < 0.9995:

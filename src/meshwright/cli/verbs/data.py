@@ -1,5 +1,6 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
 
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +14,10 @@ from meshwright.api.plan_reading import shape_from_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
 from meshwright.data.advice import named_columns
-from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, view
+from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, heading, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
-from meshwright.spec.units import MIB, count, many
+from meshwright.spec.units import count, many, text_size
 from meshwright.store.durable import one_line, replace_file
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -62,11 +63,12 @@ def _figures(found: DataView) -> Table:
     table = Table(title=Text(found.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     names = ("documents", "text", "tokens", f"windows of {found.sequence}", "share")
-    for heading in names if found.samples is None else ("samples", "answers", "trained", names[3], "share"):
-        table.add_column(heading, justify="right")
+    for title in names if found.samples is None else (found.samples.things, "answers", "trained", names[3], "share"):
+        table.add_column(title, justify="right")
     whole = found.train.bytes + found.validation.bytes
     for name, side in (("trained on", found.train), ("held out", found.validation)):
-        table.add_row(name, *_row(side), f"{side.bytes / whole:.2%}")
+        number = side.documents if found.samples is None else found.samples.counted(side.documents)
+        table.add_row(name, f"{number:,}", *_row(side), f"{side.bytes / whole:.2%}")
     return table
 
 
@@ -74,7 +76,7 @@ def _sources(found: DataView) -> Table:
     """Each source of a mixture, and how often the run reads it."""
     table = Table(box=None, pad_edge=False)
     table.add_column("source")
-    for heading in (
+    for title in (
         "share",
         "tokens",
         "bytes per token",
@@ -82,7 +84,7 @@ def _sources(found: DataView) -> Table:
         "read",
         *(("cut", "left out") * bool(found.samples)),
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(title, justify="right")
     for one in found.sources:
         figures = (f"{one.share:.1%}", count(one.tokens), f"{one.bytes_per_token:.2f}", f"{one.rows:,}")
         fitted = (f"{one.overlong:,}", f"{one.left_out:,}") if found.samples else ()
@@ -91,7 +93,7 @@ def _sources(found: DataView) -> Table:
 
 
 def _row(side: StreamFigures) -> tuple[str, ...]:
-    return f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", count(side.tokens), f"{side.windows:,}"
+    return text_size(side.bytes), count(side.tokens), f"{side.windows:,}"
 
 
 def _legend(found: DataView) -> Text:
@@ -116,13 +118,13 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
     """How long they are, what becomes of long ones, and what the colours mean."""
     low, quarter, half, most, long, high = (f"{length:,}" for length in samples.lengths)
     cut = f"{samples.cut_tokens:,} tokens cut off"
-    about = "pairs" if samples.pairs else "samples"
+    same = f"; {samples.same:,} pairs have two answers that are the same" if samples.same else ""
     green = "what is trained is green" if not samples.pairs else "better answers are green, worse ones red"
     return [
         f"{samples.trained_share:.1%} of the tokens of samples are trained; rows are {1 - samples.waste:.1%} full",
         f"tokens of a sample: {low} to {high}, half of them {half} or fewer ({quarter} to {most}; nine tenths {long})",
-        f"{about} longer than {found.sequence}: {samples.overlong:,} (data.overlong={samples.policy}); left out: "
-        f"{samples.left_out:,}; {cut}",
+        f"{samples.things} longer than {found.sequence}: {samples.overlong:,} (data.overlong={samples.policy}); "
+        f"left out: {samples.left_out:,}; {cut}{same}",
         f"row {found.sample}: {green}, what is masked grey, padding shown as dots:",
     ]
 
@@ -130,6 +132,8 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
 def _marks(found: DataView) -> str:
     if found.bos is None:
         return "nothing marks the borders of documents"
+    if found.samples is not None:
+        return f"texts without a template end with {found.eos}"
     if found.bos == found.eos:
         return f"{found.bos} begins each document and ends the one before"
     return f"documents are {found.bos} ... {found.eos}"
@@ -138,20 +142,14 @@ def _marks(found: DataView) -> str:
 def _sequence(found: DataView) -> Text:
     text = Text()
     pairs = found.samples is not None and found.samples.pairs
-    for place, token in enumerate(found.tokens):
-        border = place and token.document != found.tokens[place - 1].document
-        if border or (pairs and not place):
-            start = "\n" if place else ""
-            text.append(f"{start}--- {_heading(token, pairs)} ---\n", style="bold reverse")
-        shown = "." if token.mark == "padding" else token.text
-        text.append(shown, style=_style(token, place, pairs))
+    for number, (_, tokens) in enumerate(groupby(enumerate(found.tokens), lambda one: one[1].document)):
+        own = list(tokens)
+        if number or pairs:
+            named = heading([token for _, token in own], pairs)
+            text.append("\n" * bool(number) + f"--- {named} ---\n", style="bold reverse")
+        for place, token in own:
+            text.append("." if token.mark == "padding" else token.text, style=_style(token, place, pairs))
     return text
-
-
-def _heading(token: Token, pairs: bool) -> str:
-    if token.mark == "padding" or not pairs:
-        return f"document {token.document}"
-    return f"pair {token.document // 2}, {'rejected' if token.document % 2 else 'chosen'}"
 
 
 def _style(token: Token, place: int, pairs: bool = False) -> str:

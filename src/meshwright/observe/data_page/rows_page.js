@@ -29,7 +29,7 @@ function tell(span) {
   const row = ROWS[rows.indexOf(span.closest(".row"))];
   const place = Number(span.dataset.p);
   const role = row.roles[row.role[place]];
-  const where = `place ${number(place)} of row ${number(row.row)}, document ${row.document[place]}, ` +
+  const where = `place ${number(place)} of row ${number(row.row)}, ${row.names[row.document[place]]}, ` +
     `position ${number(row.position[place])}`;
   const lines = [role && `said by ${role}`, fate(row, place), follows(row, place)].filter(Boolean);
   panel.replaceChildren(part("b", `token ${number(row.id[place])} `), part("code", quoted(row.text[place])),

@@ -10,9 +10,9 @@ from html import escape
 from importlib.resources import files
 from itertools import groupby
 
-from meshwright.data.show import DataView, LengthBin, ShownRow, StreamFigures, Token
+from meshwright.data.show import DataView, LengthBin, ShownRow, StreamFigures, Token, heading
 from meshwright.planner.explorer.explorer_page import source
-from meshwright.spec.units import MIB, count
+from meshwright.spec.units import count, text_size
 
 TOKENS = 32_768
 """Of all rows of the page."""
@@ -40,22 +40,26 @@ def rows_of(sequence: int) -> int:
 
 def page(found: DataView) -> str:
     """The HTML page."""
-    rows = [ShownRow(number=found.sample, packed=found.packed, tokens=found.tokens), *found.more]
+    rows, pairs = [ShownRow(number=found.sample, packed=found.packed, tokens=found.tokens), *found.more], _pairs(found)
+    shown = "".join(_row(row, pairs) for row in rows)
     title = f"Data: {found.source}"
     body = [
         f"<header><h1>{escape(title)}</h1><p>{escape(_headline(found))}</p></header><main>",
         _section("Figures", _tiles(found) + _sides(found)),
         _section(
-            f"Lengths of {_things(found)}, in tokens",
+            f"Lengths of {'answers with their prompts' if pairs else _things(found)}, in tokens",
             "".join(_lengths(found)) + "".join(_fate(found)),
         ),
         *([_section("Who says it", "".join(_roles(found)))] if found.samples else ()),
-        _section(f"Rows of {found.sequence:,} tokens", "".join(_legend(found)) + "".join(map(_row, rows)) + _HELP),
+        _section(
+            f"Rows of {found.sequence:,} tokens",
+            "".join(_legend(found)) + shown + _HELP,
+        ),
         "</main>",
         f"<footer class='small'>tokenizer {escape(found.tokenizer)}, {found.vocab:,} ids; fingerprint "
         f"{escape(found.fingerprint[:16])}</footer>",
     ]
-    details = json.dumps([_details(row) for row in rows], separators=(",", ":")).replace("<", "\\u003c")
+    details = json.dumps([_details(row, pairs) for row in rows], separators=(",", ":")).replace("<", "\\u003c")
     style = source("colours.css") + _report_style() + _own("rows_page.css")
     script = f"const ROWS = {details};\n{_own('rows_page.js')}"
     return (
@@ -84,19 +88,24 @@ def _section(title: str, inner: str) -> str:
 
 
 def _things(found: DataView) -> str:
-    return "samples" if found.samples else "documents"
+    return found.samples.things if found.samples else "documents"
+
+
+def _counted(found: DataView, side: StreamFigures) -> str:
+    """Documents, samples or pairs."""
+    return f"{found.samples.counted(side.documents) if found.samples else side.documents:,}"
 
 
 def _headline(found: DataView) -> str:
     if found.samples is None:
         return f"{found.train.tokens:,} tokens of {found.train.documents:,} documents are trained"
-    share = f"{found.samples.trained_share:.1%} of the tokens of {found.train.documents:,} samples are trained"
-    return f"{share}; rows are {1 - found.samples.waste:.1%} full"
+    share = f"{found.samples.trained_share:.1%} of the tokens of {_counted(found, found.train)} {_things(found)}"
+    return f"{share} are trained; rows are {1 - found.samples.waste:.1%} full"
 
 
 def _tiles(found: DataView) -> str:
     samples = found.samples
-    tiles = [(f"{found.train.documents:,}", _things(found))]
+    tiles = [(_counted(found, found.train), _things(found))]
     if samples is None:
         tiles += [(count(found.train.tokens), "tokens"), (f"{found.bytes_per_token:.2f}", "bytes per token")]
     else:
@@ -105,6 +114,7 @@ def _tiles(found: DataView) -> str:
             (f"{1 - samples.trained_share:.1%}", "are masked"),
             (f"{1 - samples.waste:.1%}", "of the places of rows are filled"),
         ]
+        tiles += [(f"{samples.same:,}", "pairs with two answers that are the same")] if samples.same else []
     tiles.append((f"{found.train.windows:,}", f"rows of {found.sequence:,} tokens"))
     inner = "".join(f"<div class='tile'><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in tiles)
     return f"<div id='tiles'>{inner}</div>"
@@ -112,20 +122,19 @@ def _tiles(found: DataView) -> str:
 
 def _sides(found: DataView) -> str:
     """The split, as the terminal shows it."""
-    names = ("documents", "text", "tokens") if found.samples is None else ("samples", "answers", "trained tokens")
+    names = ("documents", "text", "tokens") if found.samples is None else (_things(found), "answers", "trained tokens")
     whole = max(1, found.train.bytes + found.validation.bytes)
-    rows = "".join(
-        f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in _side(side, whole))}</tr>"
-        for name, side in (("trained on", found.train), ("held out", found.validation))
-    )
+    rows = ""
+    for name, side in (("trained on", found.train), ("held out", found.validation)):
+        cells = "".join(f"<td>{cell}</td>" for cell in (_counted(found, side), *_side(side, whole)))
+        rows += f"<tr><th>{name}</th>{cells}</tr>"
     head = "".join(f"<th>{name}</th>" for name in ("", *names, "rows", "share"))
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
 def _side(side: StreamFigures, whole: int) -> tuple[str, ...]:
     return (
-        f"{side.documents:,}", f"{side.bytes / MIB:.2f} MiB", f"{side.tokens:,}", f"{side.windows:,}",
-        f"{side.bytes / whole:.2%}",
+        text_size(side.bytes), f"{side.tokens:,}", f"{side.windows:,}", f"{side.bytes / whole:.2%}",
     )  # fmt: skip
 
 
@@ -178,19 +187,27 @@ def _legend(found: DataView) -> Iterator[str]:
         kinds = [(f"d{number}", "a document" if not number else "another one") for number in range(2)]
         kinds += [("ignored", "its next token is not predicted"), ("pad", "padding")]
     else:
-        kinds = [("trained", "trained"), ("masked", "read, not trained"), ("pad", "padding")]
+        kinds = [("masked", "read, not trained"), ("pad", "padding")]
+        better = "the better answer" if _pairs(found) else "trained"
+        kinds = [("trained", better), *([("rejected", "the worse answer")] if _pairs(found) else []), *kinds]
     yield "<div class='legend'>"
     for kind, said in kinds:
         yield f"<span><i class='k {kind}'>{PAD if kind == 'pad' else 'abc'}</i> {said}</span>"
     yield "<span><b class='border'></b> border of documents, which do not see one another</span></div>"
 
 
-def _row(row: ShownRow) -> str:
+def _pairs(found: DataView) -> bool:
+    return found.samples is not None and found.samples.pairs
+
+
+def _row(row: ShownRow, pairs: bool) -> str:
     """One row, its documents apart; it is read without the script too."""
     parts = []
-    for document, tokens in groupby(enumerate(row.tokens), lambda pair: pair[1].document):
+    for _, tokens in groupby(enumerate(row.tokens), lambda pair: pair[1].document):
         own = list(tokens)
-        parts.append(f"<div class='doc'><small>{_about(document, [one for _, one in own])}</small>{_spans(own)}</div>")
+        parts.append(
+            f"<div class='doc'><small>{_about([one for _, one in own], pairs)}</small>{_spans(own, pairs)}</div>"
+        )
     label = f"Row {row.number}: arrow keys move from token to token"
     return (
         f"<h3>Row {row.number:,}</h3><div class='row' tabindex='0' role='group' aria-label='{label}' "
@@ -198,19 +215,22 @@ def _row(row: ShownRow) -> str:
     )
 
 
-def _about(document: int, tokens: list[Token]) -> str:
-    if all(one.mark == "padding" for one in tokens):
+def _about(tokens: list[Token], pairs: bool) -> str:
+    named = heading(tokens, pairs)
+    if named == "padding":
         return f"padding, {len(tokens):,} places"
     trained = sum(one.mark == "trained" for one in tokens)
     kept = f", {trained:,} trained" if any(one.mark for one in tokens) else ""
-    return f"document {document}, {len(tokens):,} tokens{kept}"
+    return f"{named}, {len(tokens):,} tokens{kept}"
 
 
-def _spans(tokens: Iterable[tuple[int, Token]]) -> str:
-    return "".join(f"<i class='k {_kind(one)}' data-p='{place}'>{_visible(one)}</i>" for place, one in tokens)
+def _spans(tokens: Iterable[tuple[int, Token]], pairs: bool) -> str:
+    return "".join(f"<i class='k {_kind(one, pairs)}' data-p='{place}'>{_visible(one)}</i>" for place, one in tokens)
 
 
-def _kind(token: Token) -> str:
+def _kind(token: Token, pairs: bool) -> str:
+    if token.mark == "trained" and pairs and token.document % 2:
+        return "rejected"
     if token.mark:
         return "pad" if token.mark == "padding" else token.mark
     return f"d{token.document % COLOURS}" + (" ignored" if token.target is None else "")
@@ -224,11 +244,13 @@ def _visible(token: Token) -> str:
     return escape(token.text.translate(pictures)).replace("\n", "<u>\u21b5</u>\n") or "<u>\u2205</u>"
 
 
-def _details(row: ShownRow) -> dict[str, object]:
+def _details(row: ShownRow, pairs: bool) -> dict[str, object]:
     """What the script says of each token, column by column."""
     tokens = row.tokens
     roles = list(dict.fromkeys(one.role for one in tokens))
+    own = {document: list(some) for document, some in groupby(tokens, lambda one: one.document)}
     return {
+        "names": {document: heading(some, pairs) for document, some in own.items()},
         "row": row.number,
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
