@@ -21,7 +21,7 @@ SPACES = [("llama-3.1-8b", nodes, 512) for nodes in (1, 2, 4, 8, 16, 32, 64)]
 SPACES += [("llama-3.1-70b", nodes, 1024) for nodes in (8, 16, 32, 64, 128)]
 SPACES += [("llama-3.1-405b", nodes, 2048) for nodes in (64, 256, 1024, 2048)]
 SEARCH = """
-import json, resource, sys, time
+import json, sys, time
 from meshwright.planner.step.predict import estimator
 from meshwright.planner.search.ranking import search
 from meshwright.spec import Plan, Recipe, presets
@@ -31,7 +31,7 @@ plan = Plan(model=presets.model(model), recipe=recipe, cluster=presets.cluster("
 start = time.process_time()
 found = search(estimator(plan), plan)
 seconds = time.process_time() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = next(int(row.split()[1]) * 1024 for row in open("/proc/self/status") if row.startswith("VmHWM"))
 print(json.dumps({"legal": found.legal, "seconds": seconds, "bytes": peak, "fits": len(found.best)}))
 """
 ONE = [

@@ -41,13 +41,6 @@ class Result:
     steps: int
 
 
-def resident_peak_bytes() -> int:
-    """VmHWM of this process."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compiled: bool) -> Callable[[], float]:
     """A step of Meshwright's own training function."""
     import torch
@@ -123,6 +116,8 @@ def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compi
 def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int) -> None:
     """Answers each line on stdin with one step: seconds, and peak bytes over the imports."""
     import torch
+
+    from meshwright.training.device import resident_peak_bytes
 
     torch.set_num_threads(os.cpu_count() or 1)
     if contestant.startswith("transformers"):

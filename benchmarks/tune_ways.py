@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_speed import resident_peak_bytes
+from meshwright.training.device import resident_peak_bytes
 
 SEQUENCE, ROWS = 1024, 8
 """Tokens of a row, and rows of a step, each a micro-batch of its own."""

@@ -1,6 +1,8 @@
 """The device of a run: its memory, and the preset that its driver's name means."""
 
 import mmap
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -154,3 +156,11 @@ def test_a_run_says_which_kernels_it_takes() -> None:
     assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
     (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)
     assert line.startswith("kernels: loss_rows: ") and line.endswith("; the compiler fuses the rest")
+
+
+def test_the_peak_of_a_process_is_not_its_parents() -> None:
+    held = bytearray(2**30)
+    held[::4096] = b"1" * (2**30 // 4096)
+    ask = "from meshwright.training.device import resident_peak_bytes; print(resident_peak_bytes())"
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert 2**25 < int(found.stdout) < len(held)

@@ -1,5 +1,6 @@
 """The device a run is on: which one, its memory, its peak."""
 
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -146,7 +147,10 @@ def memory(device: torch.device) -> MemoryUse:
 
 
 def resident_peak_bytes() -> int:
-    """The most memory that this process ever held."""
+    """The most memory that this process ever held: not `ru_maxrss`, which on Linux begins at its parent's."""
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
