@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from meshwright import compat
+from meshwright.kernels.gradient_sums import GradientSums
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
@@ -139,11 +140,12 @@ def parallelize(
             apply(stage, mesh, device, reduce_dtype, gathered)
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
-        if reduce_dtype and adds_gradients(mesh.layout, micro_batches):
-            data.widen_gradients(stage, mesh, reduce_dtype)
     share_embedding(stages)
-    shape = stages[0].shape
-    replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    shape, sums = stages[0].shape, GradientSums()
+    wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
+    replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    for stage in stages if wide else ():
+        data.widen_gradients(stage, mesh, wide, sums)
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
@@ -152,6 +154,7 @@ def parallelize(
         reduce_dtype=reduce_dtype,
         gathered_dtype=gathered,
         replicas=replicas,
+        sums=sums,
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )

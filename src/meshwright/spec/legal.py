@@ -259,7 +259,8 @@ def _recomputation(layout: Layout) -> Iterator[str]:
     if layout.offload != "off" and layout.recompute not in layout.policies:
         yield (
             f"layout.offload={layout.offload} moves what blocks save, and layout.recompute={layout.recompute} keeps "
-            "some of it by itself: take layout.recompute=none or full, or layout.offload=off"
+            f"some of it by itself: take layout.recompute={', '.join(layout.policies[:-1])} or {layout.policies[-1]}, "
+            "or layout.offload=off"
         )
 
 
