@@ -122,22 +122,3 @@ def add_into(total: Tensor, gradient: Tensor) -> None:
         return
     for part, piece in zip(total.view(-1).split(PIECE), gradient.reshape(-1).split(PIECE), strict=True):
         part += piece
-
-
-class GradientSums:
-    """Sums that have memory of their own. `only`: the step has one micro-batch, whose gradients stay as they are made
-    where something else is to widen them."""
-
-    def __init__(self) -> None:
-        self.only = False
-        self.held: list[GradientSum] = []
-
-    def widen(self, parameter: nn.Parameter, dtype: torch.dtype, *, meets: bool = False, later: bool = False) -> None:
-        """`later`: what reduces the sum widens it."""
-
-        def place() -> Tensor | None:
-            if later and self.only:
-                return None
-            return torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-
-        self.held.append(GradientSum(parameter, dtype, place, meets=meets))

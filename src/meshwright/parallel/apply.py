@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from meshwright import compat
-from meshwright.kernels.gradient_sums import GradientSums
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
@@ -141,11 +140,10 @@ def parallelize(
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
     share_embedding(stages)
-    shape, sums = stages[0].shape, GradientSums()
+    shape = stages[0].shape
     wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
     replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
-    for stage in stages if wide else ():
-        data.widen_gradients(stage, mesh, wide, sums)
+    sums = tuple(one for stage in stages if wide for one in data.widen_gradients(stage, mesh, wide))
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),

@@ -1,7 +1,7 @@
 """A model laid over the mesh, and what a step asks of all ranks together."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.gradient_sums import GradientSums, gradient_dtype
+from meshwright.kernels.gradient_sums import GradientSum, gradient_dtype
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.context import places
@@ -44,8 +44,8 @@ class Engine:
     """In what weights are computed with, where parameters are shards of their fp32 masters; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
-    sums: GradientSums = field(default_factory=GradientSums)
-    """Of gradients that no bucket of those has."""
+    sums: tuple[GradientSum, ...] = ()
+    """Of gradients that no bucket of those has, where they are widened."""
     pipeline: Pipeline | None = None
     """What runs the stages; None where there is one."""
 
@@ -109,11 +109,9 @@ class Engine:
             return
         for index, one in enumerate(passes):
             last = index == len(passes) - 1
-            only = len(passes) == 1
             data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
-            self.sums.only = only
             for replicas in self.replicas:
-                replicas.expect(last=last, only=only)
+                replicas.expect(last=last, only=len(passes) == 1)
             _, loss = one(self.model, None)
             loss.backward()
             if after is not None:

@@ -32,7 +32,7 @@ from meshwright.parallel.saved_tensors import SavedTensorHooks, hooks_around, sa
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
+    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
     if hasattr(torch.ops.aten, name)
 ) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product", "cpu_product")}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""

@@ -154,11 +154,13 @@ def _add(of: Local) -> LayerOperation:
 
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> LayerOperation:
     width, low = of.product_width, 1.0 if of.fp8 else of.product_width
+    least = 1.0 if of.fp8_all else width
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     thin = adapters.thin(of, name, tokens, into, out)
-    learned = (Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out))
+    turned = _rounded(of, tokens * into, tokens * out) if of.fp8_all else ()
+    learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *_accumulate(of, into * out))
     return LayerOperation(
         name=name,
         forward=(*_cast(of, tokens * into), *_rounded(of, tokens * into, into * out),
@@ -332,16 +334,21 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
 
 def _stack(of: Local, name: str, copies: float, into: float, out: float) -> LayerOperation:
     """Grouped products of a rank's experts, those of each piece in one. What they make of the gradients of a stack is
-    put together."""
+    put together. What rounds their operands is no compiled code (kernels.experts)."""
     assert of.shape.moe is not None
     experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
     each = copies / experts
     put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
     thin = adapters.thin(of, name, each, into, out, experts / pieces)
-    learned = (Product(into, each, out, experts / pieces),) * pieces + put
+    width, matrices = 1.0 if of.fp8_all else 2.0, experts * into * out
+    forward, inputs, turned = (
+        _rounded(replace(of, compiled=False), *operands) if of.fp8_all else ()
+        for operands in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
+    )
+    learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
     return LayerOperation(
         name=name,
-        forward=(Product(each, into, out, experts / pieces),) * pieces + thin.forward * pieces,
-        inputs=(Product(each, out, into, experts / pieces),) * pieces + thin.inputs * pieces,
+        forward=forward + (Product(each, into, out, experts / pieces, width),) * pieces + thin.forward * pieces,
+        inputs=inputs + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
         weights=thin.weights * pieces if of.shape.lora else learned,
     )
