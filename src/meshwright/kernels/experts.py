@@ -38,9 +38,7 @@ def expert_linear(
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
     if torch.compiler.is_compiling() and isinstance(counts, Tensor):
-        compiled: Tensor = expert_product(
-            rows, weights, counts, prefer, form, rows.requires_grad and waits(weights)
-        )
+        compiled: Tensor = expert_product(rows, weights, counts, prefer, form, rows.requires_grad and waits(weights))
         return compiled
     if form == FP8_ALL:
         return fp8_experts.expert_linear(rows, weights, counts)

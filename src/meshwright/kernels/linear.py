@@ -17,6 +17,7 @@ from meshwright.kernels.fp8 import SAME as SAME
 from meshwright.kernels.target import kind
 from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_left, leaf_at, splits, waits
 
+
 class Kept:
     """What an autograd function needs for its backward pass, saved before its forward pass runs.
 
@@ -192,9 +193,7 @@ def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Se
 
 
 @torch.library.custom_op("meshwright::leave_products", mutates_args=("of_x",))
-def leave_products(
-    of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str
-) -> None:
+def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str) -> None:
     """In compiled code: leave the products that are gradients of the weights. It is said to change the gradient of x,
     which it does not: the compiler drops what nobody reads."""
     rows = x.detach().reshape(-1, x.shape[-1])

@@ -137,7 +137,9 @@ class _Norms:
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor, or what the norm makes once more."""
-        return packed.norm.made_again().view(packed.shape) if isinstance(packed, _Reading) else self.around.unpack(packed)
+        return (
+            packed.norm.made_again().view(packed.shape) if isinstance(packed, _Reading) else self.around.unpack(packed)
+        )
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:

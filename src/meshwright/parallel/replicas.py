@@ -166,7 +166,10 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
 
 
 def _buckets(
-    parameters: Sequence[nn.Parameter], group: Group, dtype: torch.dtype | None, times: Mapping[nn.Parameter | None, int]
+    parameters: Sequence[nn.Parameter],
+    group: Group,
+    dtype: torch.dtype | None,
+    times: Mapping[nn.Parameter | None, int],
 ) -> list[Bucket]:
     """One for each dtype; none where there is nobody to sum with. `times`: gradients of a parameter in a pass, if not
     one."""

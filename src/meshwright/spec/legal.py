@@ -226,7 +226,7 @@ NARROW_MULTIPLE = 16
 
 
 def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """recipe.products other than same round bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
+    """Products of 8 bits round bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
     if recipe.products == "same":
         return
     if recipe.precision != "bf16":

@@ -112,8 +112,8 @@ def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]
     if compiled:
         return []
     return [
-        f"recipe.products={plan.recipe.products} rounds in several passes over memory in eager mode, slower than bf16 for small "
-        "micro-batches: layout.compile=on makes two of them"
+        f"recipe.products={plan.recipe.products} rounds in several passes over memory in eager mode, slower than bf16 "
+        "for small micro-batches: layout.compile=on makes two of them"
     ]
 
 
