@@ -1,7 +1,6 @@
 """What is narrower than 16 bit, or rounded to it at random: updates of optimizer states, and products of 8 bits. Plain
 code is the slow twin of the same rounding; the wider form that it replaces is a rival."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -120,7 +119,7 @@ def grouped_fp8(
     """Each expert's rows times its matrix, and both gradients, all operands rounded. Least bytes: as of 16 bit, read
     once more for the scales, and both ways in 8 bits."""
     counts, rows = Routing(tokens, top_k, number, device).counts, tokens * top_k
-    known: Sequence[int] = counts.tolist()
+    known: list[int] = counts.tolist()
     matrices, flop = number * width * ffn, 2.0 * rows * width * ffn
     forward = Count((rows * width + matrices) * 6 + 2 * rows * ffn, flop)
     leaves = Leaf((rows, width), dtype=BF16), Leaf((number, ffn, width), width**-0.5, BF16)
@@ -130,7 +129,7 @@ def grouped_fp8(
 
     def wide(x: Tensor, weights: Tensor) -> Tensor:
         on_device = experts.groups_on_device(x, weights)
-        return experts.expert_linear(x, weights, counts if on_device else list(known))
+        return experts.expert_linear(x, weights, counts if on_device else known)
 
     return Case(
         operation="MoE grouped product, fp8", size=f"{rows:,} x {width:,} x {ffn:,}, {number} experts", dtype=BF16,

@@ -37,9 +37,9 @@ class GradientSum:
     ) -> None:
         self.parameter, self.dtype, self.place, self.made, self.meets = parameter, dtype, place, made, meets
         parameter.grad_dtype = None  # autograd does not widen
-        node = parameter.view_as(parameter).grad_fn
-        assert node is not None
-        self._node: Any = node.next_functions[0][0]
+        alias = parameter.view_as(parameter).grad_fn
+        node = alias and alias.next_functions[0][0]
+        assert node is not None, "a frozen parameter has no gradient"
         own = ref(self)  # the node's hooks are out of the garbage collector's sight: no circle may go through them
 
         def take(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
@@ -49,7 +49,7 @@ class GradientSum:
             found.add(gradient)
             return (None,)
 
-        self._handle = self._node.register_prehook(take)
+        self._node, self._handle = node, node.register_prehook(take)  # a node is gone as soon as nobody holds it
         _sums[parameter] = own
 
     @torch.no_grad()

@@ -146,7 +146,7 @@ def _widen(model: Transformer, dtype: torch.dtype, sums: list[GradientSum]) -> N
             sums.append(GradientSum(parameter, dtype, place, meets=parameter in meeting(model)))
 
 
-def meeting(model: Transformer) -> set[nn.Parameter]:
+def meeting(model: Transformer) -> set[Tensor]:
     """Parameters with two gradients in one backward pass: a matrix that both ends share."""
     tied = model.shape.tied and model.first and model.last
     return {model.embed.weight} if tied else set()

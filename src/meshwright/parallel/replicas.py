@@ -92,7 +92,7 @@ class Bucket:
 class Replicas:
     """The buckets of one model (a pipeline stage), in the order of the backward pass."""
 
-    def __init__(self, buckets: Iterable[Bucket], meeting: Container[nn.Parameter] = ()) -> None:
+    def __init__(self, buckets: Iterable[Bucket], meeting: Container[Tensor] = ()) -> None:
         self.buckets = list(buckets)
         self.meeting = meeting
         self.expecting = self.only = False
@@ -156,7 +156,7 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     ends = [p for name, p in model.named_parameters() if p not in inside and name.startswith(("embed.", "positions."))]
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
-    times = dict.fromkeys(meeting(model), 2) | dict.fromkeys(idle, 0)
+    times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
         some = [p for p in parameters if p.requires_grad]
@@ -169,7 +169,7 @@ def _buckets(
     parameters: Sequence[nn.Parameter],
     group: Group,
     dtype: torch.dtype | None,
-    times: Mapping[nn.Parameter | None, int],
+    times: Mapping[Tensor | None, int],
 ) -> list[Bucket]:
     """One for each dtype; none where there is nobody to sum with. `times`: gradients of a parameter in a pass, if not
     one."""
