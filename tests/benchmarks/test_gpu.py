@@ -326,7 +326,8 @@ def _interpreter() -> None:
 def test_triton_contestants_in_the_interpreter_hold_their_bars() -> None:
     _interpreter()
     found = kernel_errors.interpreted()
-    assert {row["operation"] for row in found} == {entry.case(torch.float16, CPU).operation for entry in TINY}
+    every = {entry.case(torch.float16, CPU).operation for entry in TINY if "fp8" not in entry.name}
+    assert {row["operation"] for row in found} == every, "products of 8 bits are torch's"
     assert all(row["holds"] for row in found), [row for row in found if not row["holds"]]
 
 

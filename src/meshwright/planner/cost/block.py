@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges
+from meshwright.planner.cost import activations, adapters, exchanges, operands
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import core, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
@@ -128,7 +128,7 @@ def head(of: Local) -> LayerWork:
     else:
         operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),
-            weights=(weight, *_accumulate(of, vocab * shape.hidden)), exchanges=enter,
+            weights=(weight, *operands.accumulated(of, vocab * shape.hidden)), exchanges=enter,
         )  # fmt: skip
     return LayerWork(operations=(_norm(of, "norm"), operation), logits=activations.logits(of))
 
@@ -159,34 +159,16 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     thin = adapters.thin(of, name, tokens, into, out)
-    turned = _rounded(of, tokens * into, tokens * out) if of.fp8_all else ()
-    learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *_accumulate(of, into * out))
+    turned = operands.rounded(of, tokens * into, tokens * out) if of.fp8_all else ()
+    learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
     return LayerOperation(
         name=name,
-        forward=(*_cast(of, tokens * into), *_rounded(of, tokens * into, into * out),
+        forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out),
                  Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
-        inputs=(*_cast(of, tokens * out), *_rounded(of, tokens * out, into * out),
+        inputs=(*operands.cast(of, tokens * out), *operands.rounded(of, tokens * out, into * out),
                 Product(tokens, out, into, 1.0, low), *thin.inputs),
         weights=thin.weights if of.shape.lora else learned,
     )  # fmt: skip
-
-
-def _cast(of: Local, elements: float) -> tuple[Work, ...]:
-    """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
-    width = of.product_width
-    return (MemoryPass((of.width + 2 * width) * elements),) if width < of.width else ()
-
-
-def _rounded(of: Local, *operands: float) -> tuple[Work, ...]:
-    """Operands of so many elements rounded to 8 bits (kernels.fp8.narrow): sizes, the largest of each row, the scaled
-    copy, the cast. Compiled code makes two passes of it: one reads for the largest, one reads and writes."""
-    moved, launches = (2 * of.width + 1, 2.0) if of.compiled else (6 * of.width + 1, 4.0)
-    return tuple(MemoryPass(moved * elements, launches) for elements in operands) if of.fp8 else ()
-
-
-def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
-    """Adding new gradients to those of the micro-batches before."""
-    return (MemoryPass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
 
 
 def _widths(of: Local) -> HeadWidths:
@@ -342,8 +324,8 @@ def _stack(of: Local, name: str, copies: float, into: float, out: float) -> Laye
     thin = adapters.thin(of, name, each, into, out, experts / pieces)
     width, matrices = 1.0 if of.fp8_all else 2.0, experts * into * out
     forward, inputs, turned = (
-        _rounded(replace(of, compiled=False), *operands) if of.fp8_all else ()
-        for operands in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
+        operands.rounded(replace(of, compiled=False), *elements) if of.fp8_all else ()
+        for elements in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
     )
     learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
     return LayerOperation(
