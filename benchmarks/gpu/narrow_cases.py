@@ -44,29 +44,32 @@ def _update(
     operation: str, stored: MomentFormat, rows: int, width: int, weights: torch.dtype, dtype: torch.dtype,
     device: torch.device, moved: int,
 ) -> Case:  # fmt: skip
-    """Of a state that begins with zeros, step after step. The gradient is fp32, as it is summed."""
+    """Of a state that begins with zeros, each contestant's own, step after step. The gradient is fp32, as it is
+    summed."""
     numbers = UpdateNumbers(
         rate=RATE, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, decay=DECAY,
         divide_by=torch.ones((), device=device), skip=torch.zeros((), device=device),
     )  # fmt: skip
 
-    def update() -> Run:
-        held = Held(Box(whole=(rows, width), offsets=(0, 0), sizes=(rows, width)), stored)
-        states, step = NarrowStates({"weight": held}, 0, device), torch.ones((), device=device)
-        copy = torch.empty(rows, width, dtype=dtype, device=device) if weights == torch.float32 else None
+    held = Held(Box(whole=(rows, width), offsets=(0, 0), sizes=(rows, width)), stored)
+    step = torch.ones((), device=device)
+    states: dict[str, NarrowStates] = {}
+    copy = torch.empty(rows, width, dtype=dtype, device=device) if weights == torch.float32 else None
 
-        def run(weight: Tensor, gradient: Tensor, prefer: str = "eager") -> Tensor:
-            piece = states.piece("weight", (weight.detach(), copy), step)
-            narrow_adamw(piece, gradient, numbers, MOST, prefer)
-            return weight
-
-        return run
+    def run(weight: Tensor, gradient: Tensor, prefer: str, of: str = "") -> Tensor:
+        mine = of or prefer
+        if mine not in states:
+            states[mine] = NarrowStates({"weight": held}, 0, device)
+        piece = states[mine].piece("weight", (weight.detach(), copy), step)
+        narrow_adamw(piece, gradient, numbers, MOST, prefer)
+        return weight
 
     size = f"{rows:,} x {width:,}"
     return Case(
         operation=operation, size=size, dtype=dtype,
         leaves=(Leaf((rows, width), width**-0.5, weights), Leaf((rows, width), dtype=torch.float32)),
-        exact=_first_step, eager=update(), ours=implementations("narrow_adamw", update(), device, dtype),
+        exact=_first_step, eager=partial(run, prefer="eager", of="twin"),
+        ours=implementations("narrow_adamw", run, device, dtype),
         chosen=taken("narrow_adamw", device, dtype), rivals={"torch, fp32 states": _fused(rows, width, device)},
         counts={"forward": Count(moved)}, kinds=(ROWS,), learns=False, compiles=False,
     )  # fmt: skip
