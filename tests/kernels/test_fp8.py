@@ -164,6 +164,24 @@ def test_a_curve_of_40_steps_with_all_products_rounded(shape: ModelShape) -> Non
     assert all(abs(a - b) < 0.06 * b for a, b in zip(ours, twin, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of its own code
+@pytest.mark.parametrize("products", ["fp8", "fp8-all"])
+def test_compiled_gradients_are_those_of_eager_code(products: str) -> None:
+    """But for roundings between operations that the compiler leaves out."""
+    tokens = (torch.arange(4)[:, None] + 7 * torch.arange(65)) % 256
+    found = []
+    for compiled in ("off", "on"):
+        torch._dynamo.reset()
+        layout = Layout(compile=compiled)  # type: ignore[arg-type]
+        engine = build_engine(replace(SMALL, layers=1), layout, dtype=BF16, products=products)
+        engine.model.loss(tokens[:, :-1], tokens[:, 1:]).cross_entropy.backward()
+        found.append({name: one.grad for name, one in engine.parameters.items()})
+    for name, gradient in found[0].items():
+        other = found[1][name]
+        assert gradient is not None and other is not None and distance(other, gradient) < 0.15, name
+
+
 def test_only_blocks_are_rounded() -> None:
     """A model whose blocks add nothing: embedding, norm and head give the same bits."""
     found = []

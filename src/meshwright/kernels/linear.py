@@ -204,23 +204,26 @@ def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights
 
 @torch.library.custom_op("meshwright::linears_backward", mutates_args=())
 def linears_backward(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool],
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     """The gradient of x if `of_x`, then those of the weights that `of_weights` names. In compiled code one operator
-    where products are (kernels.cpu_product): the compiler would keep views, sums and copies around each."""
-    flat = x.reshape(-1, x.shape[-1])
+    where products are (kernels.cpu_product): the compiler would keep views, sums and copies around each. Of form
+    FP8_ALL everywhere: what the compiler makes of columns in 8 bits is wrong (torch 2.13, CPU: not a number)."""
+    flat = _as_operand(x.reshape(-1, x.shape[-1]), form) if any(of_weights) else x
     of_each = [
-        weight_product(gradient.reshape(-1, gradient.shape[-1]), flat, weight.dtype)
+        weight_product(gradient.reshape(-1, gradient.shape[-1]), flat, weight.dtype, form)
         for gradient, weight, wants in zip(gradients, weights, of_weights, strict=True)
         if wants
     ]
-    return [input_gradient(gradients, weights), *of_each] if of_x else of_each
+    return [input_gradient(gradients, weights, form), *of_each] if of_x else of_each
 
 
 @linears_backward.register_fake
 def _(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool],
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     of_each = [weight.new_empty(weight.shape) for weight, wants in zip(weights, of_weights, strict=True) if wants]
     return [x.new_empty(x.shape), *of_each] if of_x else of_each
 
@@ -246,7 +249,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        if torch.compiler.is_compiling() and ctx.form == SAME and x is not None and _are_opaque(x, weights):
+        if torch.compiler.is_compiling() and x is not None and _are_opaque(x, weights, ctx.form):
             return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
         wanted = list(ctx.needs_input_grad[3:])
@@ -259,11 +262,11 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def in_one(ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-        """As `backward`, in compiled code with products of oneDNN."""
+        """As `backward`, in compiled code with products that it does not see into."""
         of_x, count = ctx.needs_input_grad[0], len(weights)
         wanted = ctx.needs_input_grad[3:]
         now = [wants and not waits for wants, waits in zip(wanted[:count], ctx.waiting, strict=True)]
-        found = linears_backward(gradients, x, weights, of_x, now) if of_x or any(now) else []
+        found = linears_backward(gradients, x, weights, of_x, now, ctx.form) if of_x or any(now) else []
         each = iter(found[1:] if of_x else found)
         if of_x and any(ctx.waiting):
             left = [place for place, waits in enumerate(ctx.waiting) if waits]
@@ -277,8 +280,12 @@ class _Linears(torch.autograd.Function):
         return found[0] if of_x else None, None, None, *of_weights, *of_biases
 
 
-def _are_opaque(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the compiler does not see into products of x and these."""
+def _are_opaque(x: Tensor, weights: Sequence[Tensor], form: str) -> bool:
+    """Whether the compiler does not see into gradients of products of x and these."""
+    return form == FP8_ALL or (form == SAME and _pays(x, weights))
+
+
+def _pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return any([cpu_product.pays(x, weight.shape[0]) for weight in weights])
 
 

@@ -159,13 +159,14 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     thin = adapters.thin(of, name, tokens, into, out)
-    turned = operands.rounded(of, tokens * into, tokens * out) if of.fp8_all else ()
+    back = replace(of, compiled=of.compiled and not of.fp8_all)  # by an operator of its own (kernels.linear)
+    turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
     return LayerOperation(
         name=name,
         forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out),
                  Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
-        inputs=(*operands.cast(of, tokens * out), *operands.rounded(of, tokens * out, into * out),
+        inputs=(*operands.cast(of, tokens * out), *operands.rounded(back, tokens * out, into * out),
                 Product(tokens, out, into, 1.0, low), *thin.inputs),
         weights=thin.weights if of.shape.lora else learned,
     )  # fmt: skip
