@@ -56,7 +56,7 @@ def _mlp(of: "Local") -> float:
 
 def _rounded(of: "Local", weight: float, rows: float) -> float:
     """A matrix and the rows that it multiplies, of so many elements, on their way to 8 bits (kernels.fp8.narrow): first
-    the matrix, scaled and then narrow, then the rows beside it. Compiled code makes no scaled copy, where it is that which rounds."""
+    the matrix, scaled and then narrow, then the rows beside it. Where compiled code rounds, it makes no scaled copy."""
     each = 1 if of.compiled and not of.fp8_all else 1 + of.width
     return max(each * weight, weight + each * rows)
 
