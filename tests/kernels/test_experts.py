@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels import experts, fast, reference
 from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
+from meshwright.kernels.fp8 import SAME
 from meshwright.kernels.target import acting_as
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from tests.counting import Operations
@@ -56,11 +57,11 @@ def test_counts_may_be_a_tensor(counts: list[int]) -> None:
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_the_operator_of_compiled_code(counts: list[int]) -> None:
     """The same values and gradients; and what torch asks of an operator, such as sizes known before it runs."""
-    product = partial(experts.expert_product, counts=torch.tensor(counts), prefer="auto", later=False)
+    product = partial(experts.expert_product, counts=torch.tensor(counts), prefer="auto", form=SAME, later=False)
     given = tensors((8, 6), (4, 5, 6))
     assert_single(product, partial(loop, counts=counts), given)
     rows, weights = (tensor.clone().requires_grad_() for tensor in given)
-    torch.library.opcheck(experts.expert_product, (rows, weights, torch.tensor(counts), "auto", False))
+    torch.library.opcheck(experts.expert_product, (rows, weights, torch.tensor(counts), "auto", SAME, False))
 
 
 @pytest.mark.gpu

@@ -14,9 +14,20 @@ from meshwright.observe.verify.one_device import BANDS, Case, first_difference, 
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
+from meshwright.spec.shape import MoEShape
 
 SHAPE = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
 CASE = Case(shape=SHAPE, precision="bf16", products="fp8")
+ALL = replace(CASE, products="fp8-all")
+ROUTED = replace(ALL, shape=replace(SHAPE, moe=MoEShape(experts=4, top_k=4, ffn=32)))
+"""Of which every expert is chosen: where two are liked almost equally, a rounding decides."""
+EVERY: list[tuple[Case, dict[str, Any]]] = [
+    (ALL, {"tp": 2, "sp": True, "tp_chunks": 2, "dp_shard": 2, "zero": 3}),
+    (ALL, {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero": 1, "micro_batch": 2}),
+    (ROUTED, {"dp_shard": 4, "ep": 2, "zero": 2}),
+    (ROUTED, {"tp": 2, "dp_replicate": 2, "micro_batch": 1}),
+    (ROUTED, {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 2}),
+]
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "sp": True, "dp_shard": 2, "zero": 3},
     {"tp": 4},
@@ -37,6 +48,23 @@ def _differences() -> list[str]:
         found = alone and first_difference(alone, ranks, BANDS["fp8"])
         wrong += [f"{each}: {found}"] if found else []
     return wrong
+
+
+def _of_all_products() -> list[str]:
+    made: Made = {}
+    wrong = []
+    for case, each in EVERY:
+        alone = outcome(case, Layout(compile="off")) if dist.get_rank() == 0 else None
+        ranks = gathered(outcome(case, Layout(compile="off", **each), made=made), None)
+        found = alone and first_difference(alone, ranks, BANDS["fp8-all"])
+        wrong += [f"{each}: {found}"] if found else []
+    return wrong
+
+
+@pytest.mark.slow
+def test_layouts_with_all_products_rounded_train_as_one_device() -> None:
+    wrong = on_ranks(4, _of_all_products, limit_s=600)[0]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow

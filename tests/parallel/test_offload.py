@@ -36,7 +36,7 @@ def free_bytes(found: Transformer) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("recompute", "layers"), [("none", 0), ("full", 0), ("full", 1)])
+@pytest.mark.parametrize(("recompute", "layers"), [("none", 0), ("full", 0), ("full", 1), ("norms", 0), ("norms", 1)])
 def test_loss_and_gradients_keep_every_bit(name: str, recompute: str, layers: int) -> None:
     """In the second step with the buffers of the first: none is taken anew, and all are free again after each."""
     plain = step(laid_out(name, dropout=0.1))
@@ -83,6 +83,22 @@ def test_the_last_block_and_one_more_are_on_the_device() -> None:
     assert kept["off"] - kept["activations"] == pytest.approx(2 * per_layer, rel=0.15)
 
 
+def test_norms_that_are_made_again_are_not_moved() -> None:
+    """Their inputs are, once, whoever else keeps them; less is in host memory, and on the device only the last block's
+    share of it more than nothing."""
+    taken, kept = {}, {}
+    for recompute in ("none", "norms"):
+        found = laid_out("llama-3.1-8b", recompute=recompute, offload="activations")
+        with Alive([*found.parameters(), *found.buffers()]) as alive:
+            x, _ = found.hidden(tokens(2, 48))
+            taken[recompute] = offload_of(found).memory.taken_bytes
+            kept[recompute] = alive.live_bytes - taken[recompute]
+        del x
+    hidden = 2 * 48 * model("llama-3.1-8b").shape.hidden * 4
+    assert taken["none"] - taken["norms"] == 2 * 2 * hidden, "two norms in each of the two blocks that are moved"
+    assert kept["none"] - kept["norms"] == 2 * hidden
+
+
 def test_no_gradient_nothing_moved() -> None:
     found = laid_out("llama-3.1-8b", offload="activations")
     with torch.no_grad():
@@ -127,6 +143,9 @@ RANKS = [
     (2, {"cp": 2, "zero": 1, "recompute": "full", "recompute_layers": 2}),
     (2, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}),
     (2, {"pp": 2, "vp": 2, "micro_batch": 1, "schedule": "dualpipe-v", "recompute": "full"}),
+    (2, {"dp_shard": 2, "zero": 3, "recompute": "norms"}),
+    (2, {"tp": 2, "sp": True, "recompute": "norms", "recompute_layers": 2}),
+    (4, {"dp_shard": 4, "ep": 2, "zero": 3, "recompute": "norms"}),
     (4, {"dp_shard": 4, "ep": 2, "zero": 3}),
     (4, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 1}),
 ]

@@ -172,6 +172,7 @@ def test_window_from_a_layer_on() -> None:
         {"dp_shard": 4, "zero": 3, "micro_batch": 2, "recompute": "full", "recompute_layers": 2},
         {"pp": 2, "schedule": "1f1b", "micro_batch": 2, "recompute": "norms", "recompute_layers": 1},
         {"dp_shard": 4, "zero": 3, "micro_batch": 2, "offload": "activations"},
+        {"dp_shard": 4, "zero": 3, "micro_batch": 2, "recompute": "norms", "offload": "activations"},
         {"pp": 2, "schedule": "1f1b", "micro_batch": 2, "offload": "activations"},
         {"dp_shard": 2, "pp": 2, "zero": 1, "schedule": "1f1b", "micro_batch": 2, "offload": "activations"},
         {
@@ -193,6 +194,51 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     said, run = predict(asked), dry_run(asked, device="cuda")
     for one, seen in zip(said.memory, run.ranks, strict=True):
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+
+
+@pytest.mark.parametrize(
+    ("tied", "micro_batches", "layout"),
+    [
+        *(
+            (False, count, layout)
+            for count in (1, 4)
+            for layout in ({}, {"dp_replicate": 4}, {"dp_shard": 4, "zero": 1})
+        ),
+        *((True, 4, layout) for layout in ({}, {"dp_replicate": 4}, {"dp_shard": 4, "zero": 1})),
+        (True, 1, {"dp_replicate": 4}),
+    ],
+    ids=str,
+)
+def test_no_gradient_stands_beside_a_wide_copy_of_itself(
+    tied: bool, layout: dict[str, object], micro_batches: int
+) -> None:
+    """Large matrices and few tokens: of one matrix it would be 1 to 7 % of the peak. Left out: a tied matrix in a step
+    of one micro-batch on one device and under ZeRO-1, of which the plan is 3 % too low with and without such copies."""
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384, tied=tied)
+    batch = micro_batches * (4 if layout else 1)
+    recipe = Recipe(sequence=256, global_batch=batch, precision="bf16", document_mask=False)
+    asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
+    said, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
+    assert said.memory[0].total_bytes - said.memory[0].kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("products", ["fp8", "fp8-all"])
+@pytest.mark.parametrize(
+    ("routed", "tokens", "layout"),
+    [(False, 128, {}), (True, 128, {}), (True, 1024, {"dp_shard": 4, "ep": 4, "zero": 1}),
+     (True, 512, {"pp": 2, "schedule": "zb-h1"})],
+)  # fmt: skip
+def test_operands_of_8_bits_take_what_was_planned(
+    products: str, routed: bool, tokens: int, layout: dict[str, object]
+) -> None:
+    moe = MoEShape(experts=8, top_k=2, ffn=2048) if routed else None
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=512, moe=moe)
+    batch = 4 * (4 if "dp_shard" in layout else 1)
+    recipe = Recipe(sequence=tokens, global_batch=batch, precision="bf16", document_mask=False, products=products)  # type: ignore[arg-type]
+    asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
+    said, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
+    planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
+    assert planned == pytest.approx(run.peak_bytes, rel=0.015), said.memory[0].when
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -165,6 +165,24 @@ def scaled_product(
     return found
 
 
+HAS_SCALED_GROUPS = hasattr(torch, "_scaled_grouped_mm")
+"""Whether this torch has grouped products of 8-bit operands. Private in 2.11 to 2.13; the public name of later ones
+(torch.nn.functional.scaled_grouped_mm) takes recipes of scales, and calls the same kernel."""
+
+
+def scaled_grouped_product(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, ends: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Products of runs that end at `ends` (X,) int32, of 8 bits. a (M, K) and b (X, N, K), scales (M,) and (X, N):
+    runs of rows of a, each times its b transposed -> (M, N). a (M, K) and b (N, K), scales (X M,) and (X N,): runs of
+    both along K -> (X, M, N). Fast accumulation, as in `scaled_product`."""
+    found: torch.Tensor = torch._scaled_grouped_mm(
+        a, b.transpose(-2, -1), a_scales, b_scales, offs=ends, out_dtype=dtype, use_fast_accum=True
+    )
+    return found
+
+
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch has the overload, and it adds: tried once, on ones."""

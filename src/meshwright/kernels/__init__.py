@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import attention, cross_entropy, experts, fp8, linear, norm, rope, swiglu
+from meshwright.kernels import attention, cross_entropy, experts, fp8, fp8_experts, linear, norm, rope, swiglu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +84,25 @@ def fast(prefer: str = "auto") -> Kernels:
 
 
 def in_form(kernels: Kernels, form: str) -> Kernels:
-    """The same with linear products of a form of kernels.linear, for the blocks of a model: SAME or FP8."""
+    """The same with products of a form of kernels.fp8, for the blocks of a model; those of experts with FP8_ALL."""
     if form == linear.SAME:
         return kernels
-    if kernels.name == "reference":
-        plain = (fp8.linear_reference, fp8.linears_reference, fp8.swiglu_linear_reference)
-        return replace(kernels, linear=plain[0], linears=plain[1], swiglu_linear=plain[2])
     given = functools.partial(functools.partial, form=form)
+    if kernels.name == "reference":
+        of_experts = fp8_experts.expert_linear_reference if form == fp8.FP8_ALL else kernels.expert_linear
+        return replace(
+            kernels,
+            linear=given(fp8.linear_reference),
+            linears=given(fp8.linears_reference),
+            swiglu_linear=given(fp8.swiglu_linear_reference),
+            expert_linear=of_experts,
+        )
     return replace(
         kernels,
         linear=given(kernels.linear),
         linears=given(kernels.linears),
         swiglu_linear=given(kernels.swiglu_linear),
+        expert_linear=given(kernels.expert_linear),
     )
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cpu_product
+from meshwright.kernels import cpu_product, fp8_experts
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import linear, linear_reference, needs_wide, weight_product
+from meshwright.kernels.linear import FP8_ALL, SAME, linear, linear_reference, needs_wide, weight_product
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.weight_gradients import as_leaf, is_left, leaf_at, splits, waits, whole
 
@@ -29,14 +29,19 @@ def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Te
     return torch.cat([linear_reference(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto") -> Tensor:
-    """As the reference; an expert without rows costs nothing and still gets a gradient of zero.
+def expert_linear(
+    rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto", form: str = SAME
+) -> Tensor:  # fmt: skip
+    """As the reference, of form FP8_ALL as that of kernels.fp8_experts; an expert without rows costs nothing and still
+    gets a gradient of zero.
 
     The stack is unbound, not indexed: the gradients are then stacked once, while each index would fill a whole stack.
     """
     if torch.compiler.is_compiling() and isinstance(counts, Tensor):
-        compiled: Tensor = expert_product(rows, weights, counts, prefer, rows.requires_grad and waits(weights))
+        compiled: Tensor = expert_product(rows, weights, counts, prefer, form, rows.requires_grad and waits(weights))
         return compiled
+    if form == FP8_ALL:
+        return fp8_experts.expert_linear(rows, weights, counts)
     grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
         found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -163,23 +168,24 @@ def _known(counts: Counts) -> list[int]:
 
 
 @torch.library.custom_op("meshwright::expert_product", mutates_args=())
-def expert_product(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool) -> Tensor:
+def expert_product(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool) -> Tensor:
     """As expert_linear, one operator of compiled code. `later`: the gradient of the weights is left."""
     with whole():
-        return expert_linear(rows, weights, counts, prefer)
+        return expert_linear(rows, weights, counts, prefer, form)
 
 
 @expert_product.register_fake
-def _(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool) -> Tensor:
+def _(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool) -> Tensor:
     return rows.new_empty(len(rows), weights.shape[1])
 
 
 @torch.library.custom_op("meshwright::expert_product_backward", mutates_args=())
 def expert_product_backward(
-    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool, wanted: Sequence[bool]
-) -> list[Tensor]:
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     """The gradients that are `wanted` of rows and weights; those of the weights may be left for `later`."""
-    by_rows, by_weights = _gradients_by(gradient, rows, weights, counts, prefer)
+    by_rows, by_weights = _gradients_by(gradient, rows, weights, counts, prefer, form)
     found = [by_rows()] if wanted[0] else []
     if wanted[1] and not (later and is_left(leaf_at(weights), by_weights)):
         found.append(by_weights())
@@ -188,16 +194,22 @@ def expert_product_backward(
 
 @expert_product_backward.register_fake
 def _(
-    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, later: bool, wanted: Sequence[bool]
-) -> list[Tensor]:
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     made = zip((rows, weights), (wanted[0], wanted[1] and not later), strict=True)
     return [like.new_empty(like.shape) for like, is_made in made if is_made]
 
 
 def _gradients_by(
-    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str
+    gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """What makes the gradient of rows, and that of weights, as expert_linear would."""
+    if form == FP8_ALL:
+        return (
+            partial(fp8_experts.rows_gradient, gradient, weights, counts),
+            partial(fp8_experts.stack_gradient, gradient, rows, counts, weights.dtype),
+        )
     grouped = groups_on_device(rows, weights)
     if not grouped and _groups_in_triton(rows, weights, prefer):
         from meshwright.kernels.triton import grouped as in_triton
@@ -209,16 +221,17 @@ def _gradients_by(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weights, counts, ctx.prefer, ctx.later = inputs
+    rows, weights, counts, ctx.prefer, ctx.form, ctx.later = inputs
     ctx.save_for_backward(rows, weights, counts)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     rows, weights, counts = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:2])
-    found = iter(expert_product_backward(gradient, rows, weights, counts, ctx.prefer, ctx.later, wanted))
+    options = ctx.prefer, ctx.form, ctx.later
+    found = iter(expert_product_backward(gradient, rows, weights, counts, *options, wanted))
     made = wanted[0], wanted[1] and not ctx.later
-    return *(next(found) if is_made else None for is_made in made), None, None, None
+    return *(next(found) if is_made else None for is_made in made), None, None, None, None
 
 
 expert_product.register_autograd(_backward, setup_context=_setup)

@@ -2,12 +2,14 @@
 
     y  = x W^T     x scaled by rows, W by rows (outputs)
     dX = G W       G scaled by rows, W by columns (inputs)
-    dW = G^T x     as it is, in 16 bit: its operands' rows are tokens, of which outliers spoil a whole row
+    dW = G^T x     form FP8: as it is, in 16 bit, since one outlier spoils a whole row of tokens
+                   form FP8_ALL: both scaled by columns, each over all tokens
 
 Each row has a scale of its own: the power of two that brings its largest number just below 448, so that scaling itself
-rounds nothing (Micikevicius et al. 2022, arXiv:2209.05433; the split into 8 and 16 bit is that of torchao's
-`rowwise_with_gw_hp`). Sums are fp32. Where a device has no such product, numbers are rounded the same way and
-multiplied in fp32: the same results but for the order of sums, and slower.
+rounds nothing (Micikevicius et al. 2022, arXiv:2209.05433; the two forms are torchao's `rowwise_with_gw_hp` and
+`rowwise`; e4m3 for gradients too, as DeepSeek-V3 has it, arXiv:2412.19437, section 3.3). Sums are fp32. Where a device
+has no such product, numbers are rounded the same way and multiplied in fp32: the same results but for the order of
+sums, and slower.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +23,9 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.target import acts, kind
 
+SAME, FP8, FP8_ALL = "same", "fp8", "fp8-all"
+"""Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits; FP8 but for gradients of
+weights and for experts."""
 LARGEST = 448.0
 """Of e4m3."""
 SMALLEST = 1e-12
@@ -53,12 +58,25 @@ def missing(device: torch.device) -> str:
 
 
 def narrow(x: Tensor | Narrow) -> Narrow:
-    """x (N, K), rounded once; as it is where it already was."""
+    """x (..., N, K), rounded once; as it is where it already was."""
     if isinstance(x, Narrow):
         return x
-    peaks = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
-    scales = torch.exp2(torch.floor(torch.log2(LARGEST / peaks)))
+    scales = scales_of(x, -1)
     return Narrow((x * scales.to(x.dtype)).to(torch.float8_e4m3fn).contiguous(), 1 / scales)
+
+
+def narrow_columns(x: Tensor | Narrow) -> Narrow:
+    """x (N, C) -> its columns (C, N), with zeros behind them up to a multiple that products can add over."""
+    if isinstance(x, Narrow):
+        return x
+    missing_rows = -len(x) % MULTIPLE
+    return narrow((F.pad(x, (0, 0, 0, missing_rows)) if missing_rows else x).t())
+
+
+def scales_of(x: Tensor, dim: int) -> Tensor:
+    """fp32, with a size of 1 at `dim`: what brings the largest number along it just below LARGEST."""
+    peaks = x.abs().amax(dim, keepdim=True).float().clamp(min=SMALLEST)
+    return torch.exp2(torch.floor(torch.log2(LARGEST / peaks)))
 
 
 def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -96,36 +114,50 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor | Narro
     return total.view(*first.shape[:-1], -1)
 
 
+def weight_gradient(gradient: Tensor, x: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
+    """gradient (N, out), x (N, in) or its `narrow_columns` -> gradient^T x (out, in)."""
+    if not len(gradient):
+        assert isinstance(x, Tensor)
+        return gradient.new_zeros(gradient.shape[1], x.shape[1], dtype=dtype)
+    return product(narrow_columns(gradient), narrow_columns(x), dtype)
+
+
 class _Plain(torch.autograd.Function):
     """The three products written out, each on the numbers that the rounded operands stand for."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, form: str) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.form = form
         return (narrow(x).wide() @ narrow(weight).wide().t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        x_gradient = narrow(gradient).wide() @ narrow(weight.t()).wide().t()
-        return x_gradient.to(x.dtype), (gradient.float().t() @ x.float()).to(weight.dtype)
+        x_gradient = (narrow(gradient).wide() @ narrow(weight.t()).wide().t()).to(x.dtype)
+        if ctx.form == FP8_ALL and len(x):
+            return x_gradient, (narrow(gradient.t()).wide() @ narrow(x.t()).wide().t()).to(weight.dtype), None
+        return x_gradient, (gradient.float().t() @ x.float()).to(weight.dtype), None
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = FP8) -> Tensor:
     """x (..., in), weight (out, in), bias (out,)."""
-    found: Tensor = _Plain.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    found = found.view(*x.shape[:-1], -1)
+    found: Tensor = _Plain.apply(x.reshape(-1, x.shape[-1]), weight, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    found = found.view(*x.shape[:-1], len(weight))
     return found if bias is None else found + bias
 
 
-def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def linears_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = FP8
+) -> tuple[Tensor, ...]:
     """Several of one x."""
-    return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(linear_reference(x, weight, bias, form) for weight, bias in zip(weights, biases, strict=True))
 
 
 def swiglu_linear_reference(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None, form: str = FP8
 ) -> Tensor:  # fmt: skip
     """As kernels.swiglu.swiglu_linear_reference."""
-    found: Tensor = (summed.linear if summed else linear_reference)(F.silu(gate) * up, weight, bias)
+    product = summed.linear if summed else partial(linear_reference, form=form)
+    found: Tensor = product(F.silu(gate) * up, weight, bias)
     return found

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import cpu_product, fp8
+from meshwright.kernels.fp8 import FP8 as FP8
+from meshwright.kernels.fp8 import FP8_ALL as FP8_ALL
+from meshwright.kernels.fp8 import SAME as SAME
 from meshwright.kernels.target import kind
 from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_left, leaf_at, splits, waits
-
-SAME, FP8 = "same", "fp8"
-"""Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits (kernels.fp8)."""
 
 
 class Kept:
@@ -57,6 +57,10 @@ class _Keep(torch.autograd.Function):
 
 class SummedProduct(Protocol):
     """A product x W^T + b whose result is a part of a sum; what it gives is the sum, or a slice of it."""
+
+    @property
+    def form(self) -> str:
+        """Of kernels.fp8."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., in) -> the sum."""
@@ -102,8 +106,12 @@ def needs_wide(x: Tensor) -> bool:
     return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
-def weight_product(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once."""
+def weight_product(gradient: Tensor, x: Tensor | fp8.Narrow, dtype: torch.dtype, form: str = SAME) -> Tensor:
+    """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once. Of form FP8_ALL x may have been
+    narrowed."""
+    if form == FP8_ALL:
+        return fp8.weight_gradient(gradient, x, dtype)
+    assert isinstance(x, Tensor)
     wide = torch.float32 if needs_wide(x) else x.dtype
     return cpu_product.multiply(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
@@ -112,7 +120,7 @@ def products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
     """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once."""
-    if form == FP8:
+    if form != SAME:
         return fp8.products(x, weights, biases)
     if not needs_wide(x):
         return tuple(map(partial(cpu_product.linear, x), weights, biases))
@@ -125,14 +133,15 @@ def products_of_pieces(
     pieces: Iterable[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> Iterator[tuple[Tensor, ...]]:
     """`products` of one x after the other; what a form makes of the weights is made once."""
-    multiply = fp8.products_with(weights, biases) if form == FP8 else partial(products, weights=weights, biases=biases)
+    plain = partial(products, weights=weights, biases=biases)
+    multiply = plain if form == SAME else fp8.products_with(weights, biases)
     return map(multiply, pieces)
 
 
 def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str = SAME) -> Tensor:
     """gradients (..., out) of several products of one x -> that of x (..., in), summed inside the products (beta = 1)
     instead of by passes over memory."""
-    if form == FP8:
+    if form != SAME:
         return fp8.input_gradient(gradients, weights)
     first = gradients[0]
     wide = torch.float32 if needs_wide(first) else first.dtype
@@ -150,6 +159,7 @@ def parameter_gradients(
     x: Tensor | None,
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
+    form: str = SAME,
 ) -> Iterator[Tensor | None]:
     """Gradients of the weights, then of the biases, as they are `wanted`; None where none is, or where an open queue
     has taken the product. Without x only biases have any."""
@@ -157,16 +167,23 @@ def parameter_gradients(
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
     # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
     rows = None if x is None else x.detach().reshape(-1, x.shape[-1])
-    wide: Tensor | None = None
+    wide: Tensor | fp8.Narrow | None = None
     for gradient, weight, leaf, wants in zip(narrow, weights, leaves, wanted[:count], strict=True):
-        if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype)):
+        if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype, form)):
             yield None
             continue
         if wide is None:
-            wide = rows.float() if needs_wide(rows) else rows
-        yield weight_product(gradient, wide, weight.dtype)
+            wide = _as_operand(rows, form)
+        yield weight_product(gradient, wide, weight.dtype, form)
     for gradient, wants in zip(narrow, wanted[count:], strict=True):
         yield gradient.sum(0) if wants else None
+
+
+def _as_operand(rows: Tensor, form: str) -> Tensor | fp8.Narrow:
+    """What several products with gradients read, made once."""
+    if form == FP8_ALL and len(rows):
+        return fp8.narrow_columns(rows)
+    return rows.float() if form != FP8_ALL and needs_wide(rows) else rows
 
 
 def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
@@ -176,34 +193,37 @@ def in_halves(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Se
 
 
 @torch.library.custom_op("meshwright::leave_products", mutates_args=("of_x",))
-def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str) -> None:
     """In compiled code: leave the products that are gradients of the weights. It is said to change the gradient of x,
     which it does not: the compiler drops what nobody reads."""
     rows = x.detach().reshape(-1, x.shape[-1])
     for gradient, weight in zip(gradients, weights, strict=True):
         flat = gradient.detach().reshape(-1, gradient.shape[-1])
-        is_left(leaf_at(weight), partial(weight_product, flat, rows, weight.dtype))
+        is_left(leaf_at(weight), partial(weight_product, flat, rows, weight.dtype, form))
 
 
 @torch.library.custom_op("meshwright::linears_backward", mutates_args=())
 def linears_backward(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool],
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     """The gradient of x if `of_x`, then those of the weights that `of_weights` names. In compiled code one operator
-    where products are (kernels.cpu_product): the compiler would keep views, sums and copies around each."""
-    flat = x.reshape(-1, x.shape[-1])
+    where products are (kernels.cpu_product): the compiler would keep views, sums and copies around each. Of form
+    FP8_ALL everywhere: what the compiler makes of columns in 8 bits is wrong (torch 2.13, CPU: not a number)."""
+    flat = _as_operand(x.reshape(-1, x.shape[-1]), form) if any(of_weights) else x
     of_each = [
-        weight_product(gradient.reshape(-1, gradient.shape[-1]), flat, weight.dtype)
+        weight_product(gradient.reshape(-1, gradient.shape[-1]), flat, weight.dtype, form)
         for gradient, weight, wants in zip(gradients, weights, of_weights, strict=True)
         if wants
     ]
-    return [input_gradient(gradients, weights), *of_each] if of_x else of_each
+    return [input_gradient(gradients, weights, form), *of_each] if of_x else of_each
 
 
 @linears_backward.register_fake
 def _(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool]
-) -> list[Tensor]:
+    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_x: bool, of_weights: Sequence[bool],
+    form: str,
+) -> list[Tensor]:  # fmt: skip
     of_each = [weight.new_empty(weight.shape) for weight, wants in zip(weights, of_weights, strict=True) if wants]
     return [x.new_empty(x.shape), *of_each] if of_x else of_each
 
@@ -229,27 +249,29 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        if torch.compiler.is_compiling() and ctx.form == SAME and x is not None and _are_opaque(x, weights):
+        if torch.compiler.is_compiling() and x is not None and _are_opaque(x, weights, ctx.form):
             return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
         wanted = list(ctx.needs_input_grad[3:])
         if found is not None and any(ctx.waiting):
             left = [place for place, waits in enumerate(ctx.waiting) if waits]
-            leave_products(found, x, [gradients[place] for place in left], [weights[place] for place in left])
+            some = [gradients[place] for place in left], [weights[place] for place in left]
+            leave_products(found, x, *some, ctx.form)
             wanted = [wants and place not in left for place, wants in enumerate(wanted)]
-        return found, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights)
+        return found, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights, ctx.form)
 
     @staticmethod
     def in_one(ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-        """As `backward`, in compiled code with products of oneDNN."""
+        """As `backward`, in compiled code with products that it does not see into."""
         of_x, count = ctx.needs_input_grad[0], len(weights)
         wanted = ctx.needs_input_grad[3:]
         now = [wants and not waits for wants, waits in zip(wanted[:count], ctx.waiting, strict=True)]
-        found = linears_backward(gradients, x, weights, of_x, now) if of_x or any(now) else []
+        found = linears_backward(gradients, x, weights, of_x, now, ctx.form) if of_x or any(now) else []
         each = iter(found[1:] if of_x else found)
         if of_x and any(ctx.waiting):
             left = [place for place, waits in enumerate(ctx.waiting) if waits]
-            leave_products(found[0], x, [gradients[place] for place in left], [weights[place] for place in left])
+            some = [gradients[place] for place in left], [weights[place] for place in left]
+            leave_products(found[0], x, *some, ctx.form)
         of_weights = [next(each) if wants else None for wants in now]
         of_biases = [
             gradient.flatten(0, -2).sum(0) if wants else None
@@ -258,15 +280,19 @@ class _Linears(torch.autograd.Function):
         return found[0] if of_x else None, None, None, *of_weights, *of_biases
 
 
-def _are_opaque(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the compiler does not see into products of x and these."""
+def _are_opaque(x: Tensor, weights: Sequence[Tensor], form: str) -> bool:
+    """Whether the compiler does not see into gradients of products of x and these."""
+    return form == FP8_ALL or (form == SAME and _pays(x, weights))
+
+
+def _pays(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return any([cpu_product.pays(x, weight.shape[0]) for weight in weights])
 
 
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
-    """As the reference; `form` FP8: as that of kernels.fp8."""
+    """As the reference; of another `form` as that of kernels.fp8."""
     compiles = torch.compiler.is_compiling()
     waiting = [compiles and x.requires_grad and waits(weight) for weight in weights]
     if compiles and not any(waiting) and not any([_has_own(x, weight, form) for weight in weights]):
@@ -276,7 +302,7 @@ def linears(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = SAME) -> Tensor:
-    """As the reference; `form` FP8: as that of kernels.fp8."""
+    """As the reference; of another `form` as that of kernels.fp8."""
     if splits() or _has_own(x, weight, form):
         return linears(x, (weight,), (bias,), form)[0]
     return F.linear(x, weight, bias)

@@ -86,7 +86,7 @@ class _SwigluLinear(torch.autograd.Function):
         again = next(gradients)
         weight_gradient = bias_gradient = None
         if again is not None:
-            product = partial(weight_product, flat, again.reshape(flat.shape[0], -1), weight.dtype)
+            product = partial(weight_product, flat, again.reshape(flat.shape[0], -1), weight.dtype, ctx.summed.form)
             weight_gradient = None if is_left(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.gradient_sums import add_gradient
+
 
 @dataclass(slots=True)
 class _Split:
@@ -115,10 +117,7 @@ class WeightGradients:
                 total = products.pop(0)()
                 while products:
                     total = total + products.pop(0)()
-                if weight.grad is None:
-                    weight.grad = total.to(weight.grad_dtype)
-                else:
-                    weight.grad += total
+                add_gradient(weight, total)
                 del total  # else it stands beside the next weight's
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention import UNKNOWN
+from meshwright.kernels.gradient_sums import apart
 from meshwright.kernels.linear import SAME
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
@@ -253,7 +254,7 @@ class Predictions:
     def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         flat, model = self._x.flatten(0, 1), self.model
         if model.shape.tied:
-            return use(flat, model.embed.weight)
+            return use(flat, apart(model.embed.weight))
         found: Tensor = model.head(flat, use)
         return found
 

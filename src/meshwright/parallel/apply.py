@@ -139,11 +139,11 @@ def parallelize(
             apply(stage, mesh, device, reduce_dtype, gathered)
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
-        if reduce_dtype and adds_gradients(mesh.layout, micro_batches):
-            data.widen_gradients(stage, mesh, reduce_dtype)
     share_embedding(stages)
     shape = stages[0].shape
-    replicas = replicate(stages, mesh) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
+    replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
+    sums = tuple(one for stage in stages if wide for one in data.widen_gradients(stage, mesh, wide))
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
@@ -152,6 +152,7 @@ def parallelize(
         reduce_dtype=reduce_dtype,
         gathered_dtype=gathered,
         replicas=replicas,
+        sums=sums,
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )

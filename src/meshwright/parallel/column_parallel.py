@@ -99,7 +99,7 @@ def _gradients(
         part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
     rows = gathering.whole() if gathering else x if weighed else None
-    found = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights))
+    found = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights, form))
     return [None if total is None else total.wait(), *found]
 
 

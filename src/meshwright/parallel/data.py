@@ -16,6 +16,7 @@ dtype of the shards, and add micro-batches up in that.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
+from meshwright.kernels.gradient_sums import GradientSum, sum_of
 from meshwright.model import Transformer
 from meshwright.model.moe import MoE
 from meshwright.parallel.mesh import Mesh, device_mesh
@@ -119,22 +121,35 @@ def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceM
     return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
 
 
-def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Have every gradient added up and reduced in a dtype other than the parameter's. Of stages that keep whole
-    gradients, whole parameters are gathered once, a block at a time: those that autograd adds to are made by that."""
-    modules = sharded_modules(model)
+def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> list[GradientSum]:
+    """Have every gradient that nothing else sums added up and reduced in a dtype other than the parameter's. Of stages
+    that keep whole gradients, whole parameters are gathered once, a block at a time: those that have gradients are
+    made by that. The sums are to be kept as long as the model."""
+    modules, sums = sharded_modules(model), list[GradientSum]()
     if mesh.layout.zero == 1 or mesh["pp"].size > 1:
         for module in modules:
             module.unshard()
-            _set_grad_dtype(model, dtype)
+            _widen(model, dtype, sums)
             module.reshard()
     compat.fsdp_keep_reduce_dtype(modules)
-    _set_grad_dtype(model, dtype)
+    _widen(model, dtype, sums)
+    return sums
 
 
-def _set_grad_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def _widen(model: Transformer, dtype: torch.dtype, sums: list[GradientSum]) -> None:
+    """A shard's gradient is what a reduction gives: nothing is added to it here."""
     for parameter in model.parameters():
-        parameter.grad_dtype = dtype
+        if isinstance(parameter, DTensor):
+            parameter.grad_dtype = dtype
+        elif parameter.requires_grad and sum_of(parameter) is None:
+            place = partial(torch.empty_like, parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            sums.append(GradientSum(parameter, dtype, place, meets=parameter in meeting(model)))
+
+
+def meeting(model: Transformer) -> set[Tensor]:
+    """Parameters with two gradients in one backward pass: a matrix that both ends share."""
+    tied = model.shape.tied and model.first and model.last
+    return {model.embed.weight} if tied else set()
 
 
 def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import compat
+from meshwright.kernels.gradient_sums import GradientSum, gradient_dtype
 from meshwright.model import Transformer
 from meshwright.parallel import data
 from meshwright.parallel.context import places
@@ -43,6 +44,8 @@ class Engine:
     """In what weights are computed with, where parameters are shards of their fp32 masters; None = in their own."""
     replicas: tuple[Replicas, ...] = ()
     """Of each stage under ZeRO-0, what sums its gradients over the ranks."""
+    sums: tuple[GradientSum, ...] = ()
+    """Of gradients that no bucket of those has, where they are widened."""
     pipeline: Pipeline | None = None
     """What runs the stages; None where there is one."""
 
@@ -108,7 +111,7 @@ class Engine:
             last = index == len(passes) - 1
             data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
             for replicas in self.replicas:
-                replicas.expect(last=last)
+                replicas.expect(last=last, only=len(passes) == 1)
             _, loss = one(self.model, None)
             loss.backward()
             if after is not None:
@@ -141,7 +144,7 @@ class Engine:
             some = [p for p in held if p.dtype == dtype]
             for parameter in some:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                    parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             grads = [data.local(p.grad) for p in some if p.grad is not None]
             parts = torch.cat([g.reshape(-1) for g in grads])
             flat = group.all_reduce(parts.to(self.reduce_dtype or parts.dtype))

@@ -19,7 +19,6 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
@@ -27,6 +26,7 @@ from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
+from meshwright.parallel.saved_tensors import SavedTensorHooks, saving_by
 from meshwright.spec.purpose import takes
 
 
@@ -238,7 +238,7 @@ class Offload:
         kept = KeptOfBlock(self, None if starts else self.last, moves, stays, units)
         self.last = ref(kept)
         try:
-            with saved_tensors_hooks(kept.pack, kept.unpack):
+            with saving_by(SavedTensorHooks(kept.pack, kept.unpack)):
                 found = self.inner(block, x, sight, cache)
             sent = kept.send()
         finally:  # a forward pass that fails keeps nothing

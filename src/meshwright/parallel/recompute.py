@@ -10,7 +10,7 @@ loss and gradients keep every bit.
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -28,10 +28,11 @@ from meshwright.parallel import column_parallel as column_parallel  # registers 
 from meshwright.parallel import operators as operators
 from meshwright.parallel import ring as ring
 from meshwright.parallel import row_parallel as row_parallel
+from meshwright.parallel.saved_tensors import SavedTensorHooks, hooks_around, saving_by
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
+    for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
     if hasattr(torch.ops.aten, name)
 ) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product", "cpu_product")}
 """Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
@@ -75,10 +76,13 @@ def _call(
 
 
 class _NormOutput:
-    """What a norm has made, for a tensor that a later operation wanted to save."""
+    """What a norm has made, for a tensor that a later operation wanted to save. Of what the norm was given `given` is
+    kept until the block has saved the first of those, and from then on what `around` makes of it."""
 
-    def __init__(self, norm: nn.Module, given: Tensor, made: Tensor) -> None:
-        self.norm, self.given, self.made, self.version = norm, given.detach(), ref(made), made._version
+    def __init__(self, norm: nn.Module, given: Tensor, made: Tensor, around: SavedTensorHooks) -> None:
+        self.norm, self.made, self.version, self.around = norm, ref(made), made._version, around
+        self.given: Tensor | None = given
+        self.packed: Any = None
         self.readers = 0
         self.again: Tensor | None = None
 
@@ -87,13 +91,28 @@ class _NormOutput:
         made = self.made()
         return made is not None and made._version == self.version
 
+    def pack(self) -> None:
+        """For one more reader."""
+        if self.given is not None:
+            self.packed, self.given = self.around.pack(self.given), None
+        self.readers += 1
+
     @torch.no_grad()
     def made_again(self) -> Tensor:
         """Once for all of its readers, and gone after the last."""
-        found: Tensor = self.norm.forward(self.given) if self.again is None else self.again
+        found = self.again
+        if found is None:
+            found = self.norm.forward(self.around.unpack(self.packed))
         self.readers -= 1
         self.again = found if self.readers > 0 else None
         return found
+
+
+class _Reading(NamedTuple):
+    """What a node keeps in place of what a norm has made."""
+
+    norm: _NormOutput
+    shape: torch.Size
 
 
 class _Norms:
@@ -101,24 +120,26 @@ class _Norms:
 
     def __init__(self) -> None:
         self.found: dict[tuple[Any, ...], _NormOutput] = {}
+        self.around = hooks_around()
 
     def mark(self, norm: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
         """A forward hook of a norm."""
         if made.is_contiguous():
-            self.found[_place(made)] = _NormOutput(norm, given[0], made)
+            self.found[_place(made)] = _NormOutput(norm, given[0].detach(), made, self.around)
 
-    def pack(self, saved: Tensor) -> Tensor | tuple[_NormOutput, torch.Size]:
-        """A node that kept its own result itself would never be freed without a backward pass: an alias."""
+    def pack(self, saved: Tensor) -> Any:
+        """A norm's result as that norm's; whatever else is saved as outside of here."""
         found = self.found.get(_place(saved)) if saved.is_contiguous() else None
         if found is None or not found.is_there():
-            return saved.detach()
-        found.readers += 1
-        return found, saved.shape
+            return self.around.pack(saved)
+        found.pack()
+        return _Reading(found, saved.shape)
 
-    @staticmethod
-    def unpack(packed: Tensor | tuple[_NormOutput, torch.Size]) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """The tensor, or what the norm makes once more."""
-        return packed if isinstance(packed, Tensor) else packed[0].made_again().view(packed[1])
+        return (
+            packed.norm.made_again().view(packed.shape) if isinstance(packed, _Reading) else self.around.unpack(packed)
+        )
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -135,7 +156,7 @@ def _call_without_norms(
         part.register_forward_hook(norms.mark) for part in block.modules() if isinstance(part, RMSNorm | LayerNorm)
     ]
     try:
-        with saved_tensors_hooks(norms.pack, norms.unpack):
+        with saving_by(SavedTensorHooks(norms.pack, norms.unpack)):
             return inner(block, x, sight, cache)
     finally:
         for handle in handles:

@@ -1,27 +1,31 @@
 """ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
 
-A bucket is a block; embedding, and norm with head, are one each. When the backward pass of the last micro-batch has
-made the last gradient of a bucket, they are laid into one buffer whose all-reduce runs while the backward pass goes on
-with the blocks before (Li et al. 2020, arXiv:2006.15704). From then on the gradients are views of that buffer: nothing
-is copied back, and only the bucket that is being laid exists twice. A rank holds 4 N elements in fp32 (parameters,
-gradients, two moments) and a block, where DistributedDataParallel's buckets are a fifth N. Sums are taken in the dtype
-that the gradients have (`data.widen_gradients`).
+A bucket is a block; embedding, and norm with head, are one each. Micro-batches are added up in one buffer for each, of
+which the gradients are views. When the backward pass of the last one has made the last gradient of a bucket, its
+all-reduce begins, in place, while the backward pass goes on with the blocks before (Li et al. 2020, arXiv:2006.15704).
+Of a step's only micro-batch gradients stay as they are made until a bucket has all, and are widened as they are laid
+into the buffer: a buffer from the first gradient on would stand beside the activations of the block.
+
+A rank holds 4 N elements in fp32 (parameters, gradients, two moments), and of one micro-batch a block more, where
+DistributedDataParallel's buckets are a fifth N. Sums are taken in fp32, or in the parameters' dtype.
 
 Buckets start in one order on every rank, each after the ones before it.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from meshwright import compat
+from meshwright.kernels.gradient_sums import GradientSum
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import MoE
+from meshwright.parallel.data import meeting
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.purpose import takes
@@ -33,11 +37,30 @@ class Bucket:
 
     parameters: Sequence[nn.Parameter]
     group: Group
+    dtype: torch.dtype
+    """Of the sum."""
     made_here: int
-    """How many of them get a gradient on this rank: biases that another tp rank adds do not."""
+    """Gradients that a pass makes of them on this rank: none of biases that another tp rank adds, two of a matrix that
+    both ends share."""
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
     pending: Pending | None = None
+    buffer: Tensor | None = None
+
+    def place(self, index: int) -> Tensor:
+        """Of a parameter's sum, in the buffer of this step."""
+        if self.buffer is None or all(one.grad is None for one in self.parameters):
+            self._allocate()
+        return self._parts()[index]
+
+    def _allocate(self) -> None:
+        size = sum(one.numel() for one in self.parameters)
+        self.buffer = torch.empty(size, dtype=self.dtype, device=self.parameters[0].device)
+
+    def _parts(self) -> list[Tensor]:
+        assert self.buffer is not None
+        parts = self.buffer.split([one.numel() for one in self.parameters])
+        return [part.view_as(one) for part, one in zip(parts, self.parameters, strict=True)]
 
     def __post_init__(self) -> None:
         self.missing = self.made_here
@@ -45,12 +68,19 @@ class Bucket:
     @takes("buffers")
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
-        gradients = [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in self.parameters]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        parts = flat.split([p.numel() for p in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-        self.pending = self.group.start_all_reduce(flat)
+        if self.buffer is None:
+            self._allocate()
+        assert self.buffer is not None
+        here, laid = compat.storage_key(self.buffer.untyped_storage()), []
+        for parameter, part in zip(self.parameters, self._parts(), strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            elif compat.storage_key(parameter.grad.untyped_storage()) != here:
+                laid.append((part, parameter.grad))
+            parameter.grad = part
+        if laid:
+            compat.copy_each(*map(list, zip(*laid, strict=True)))
+        self.pending, self.buffer = self.group.start_all_reduce(self.buffer), None
 
     def finish(self) -> None:
         """Wait for the sum."""
@@ -62,18 +92,28 @@ class Bucket:
 class Replicas:
     """The buckets of one model (a pipeline stage), in the order of the backward pass."""
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], meeting: Container[Tensor] = ()) -> None:
         self.buckets = list(buckets)
-        self.expecting = False
+        self.meeting = meeting
+        self.expecting = self.only = False
         self.started = 0
-        own = ref(self)  # a parameter's hooks are out of the garbage collector's sight: no circle may go through them
-        for place, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(_made, own, place))
+        self.sums = [
+            GradientSum(
+                one, bucket.dtype, partial(self.place, bucket, index), partial(self.made, number), meets=one in meeting
+            )
+            for number, bucket in enumerate(self.buckets)
+            for index, one in enumerate(bucket.parameters)
+        ]
 
-    def expect(self, *, last: bool) -> None:
-        """Before a micro-batch's backward pass; that of the `last` one of the step starts the sums."""
-        self.expecting = last
+    def expect(self, *, last: bool, only: bool = False) -> None:
+        """Before a micro-batch's backward pass; that of the `last` one of the step starts the sums. `only`: there is no
+        other."""
+        self.expecting, self.only = last, only
+
+    def place(self, bucket: Bucket, index: int) -> Tensor | None:
+        """Of a parameter's first gradient of a step."""
+        lone = bucket.parameters[index] not in self.meeting
+        return None if self.only and lone else bucket.place(index)
 
     def start(self) -> None:
         """Start what has not been started: after the last backward pass, or where weight gradients came apart."""
@@ -98,18 +138,13 @@ class Replicas:
             self.started += 1
 
 
-def _made(own: "ref[Replicas]", place: int, parameter: Tensor) -> None:
-    if (replicas := own()) is not None:
-        replicas.made(place)
+def replicate(stages: Iterable[Transformer], mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[Replicas, ...]:
+    """Sum the gradients of each stage over the ranks that hold the same parameters, in `dtype` (None = theirs). No two
+    stages of a rank have one in common: spec.legal refuses that beside data parallelism."""
+    return tuple(_replicate(stage, mesh, dtype) for stage in stages)
 
 
-def replicate(stages: Iterable[Transformer], mesh: Mesh) -> tuple[Replicas, ...]:
-    """Sum the gradients of each stage over the ranks that hold the same parameters. No two stages of a rank have one in
-    common: spec.legal refuses that beside data parallelism."""
-    return tuple(_replicate(stage, mesh) for stage in stages)
-
-
-def _replicate(model: Transformer, mesh: Mesh) -> Replicas:
+def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Replicas:
     experts = {
         parameter
         for block in model.blocks
@@ -121,18 +156,28 @@ def _replicate(model: Transformer, mesh: Mesh) -> Replicas:
     ends = [p for name, p in model.named_parameters() if p not in inside and name.startswith(("embed.", "positions."))]
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
+    times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
     buckets = []
     for parameters in [last, *reversed(blocks), ends]:
         some = [p for p in parameters if p.requires_grad]
-        buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
-        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)
-    return Replicas(buckets)
+        buckets += _buckets([p for p in some if p not in experts], mesh["data"], dtype, times)
+        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], dtype, times)
+    return Replicas(buckets, meeting(model))
 
 
-def _buckets(parameters: Sequence[nn.Parameter], group: Group, idle: Container[nn.Parameter | None]) -> list[Bucket]:
-    """One for each dtype; none where there is nobody to sum with."""
+def _buckets(
+    parameters: Sequence[nn.Parameter],
+    group: Group,
+    dtype: torch.dtype | None,
+    times: Mapping[Tensor | None, int],
+) -> list[Bucket]:
+    """One for each dtype; none where there is nobody to sum with. `times`: gradients of a parameter in a pass, if not
+    one."""
     if group.size == 1:
         return []
     dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
     held = [[p for p in parameters if p.dtype == dtype] for dtype in dtypes]
-    return [Bucket(some, group, sum(p not in idle for p in some)) for some in held]
+    return [
+        Bucket(some, group, dtype or own, sum(times.get(p, 1) for p in some))
+        for own, some in zip(dtypes, held, strict=True)
+    ]

@@ -17,7 +17,6 @@ from torch import Tensor
 from meshwright.kernels import fp8
 from meshwright.kernels.cpu_product import pays
 from meshwright.kernels.linear import (
-    FP8,
     SAME,
     Kept,
     input_gradient,
@@ -94,7 +93,7 @@ def _gradients_into(
     places: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
 ) -> None:  # fmt: skip
     """Gradients of x of one piece (B, s, out) after the other, each written to its place (B, s, in)."""
-    if form == FP8:
+    if form != SAME:
         columns = fp8.narrow(weight.t())
         for piece, place in zip(pieces, places, strict=True):
             place.copy_(fp8.input_gradient((piece,), (columns,)))
@@ -125,7 +124,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.kept.tensors
         whole, of_x = ctx.summed.gradient(gradient, weight)
-        found = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,))
+        form = ctx.summed.form
+        found = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,), form)
         return of_x, *found, None, None
 
 
@@ -151,7 +151,7 @@ def rows_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of x, and those `wanted` of weight and bias; the weight's may be left for `later`."""
     whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces, form)
-    found = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,))
+    found = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,), form)
     return [of_x, *(one for one in found if one is not None)]
 
 

@@ -14,7 +14,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-OFFLOADED: tuple[Recompute, ...] = ("none", "full")
+OFFLOADED: tuple[Recompute, ...] = ("none", "norms", "full")
 """Policies under which all that a block keeps can be moved to host memory; the others keep some of it by themselves."""
 
 
@@ -81,7 +81,7 @@ class Layout:
     """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
     offload: Literal["off", "activations"] = "off"
     """activations: what a block keeps for its backward pass is held in host memory, except for each stage's last
-    block. With recompute none and full."""
+    block. With recompute none, norms and full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"

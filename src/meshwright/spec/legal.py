@@ -226,7 +226,7 @@ NARROW_MULTIPLE = 16
 
 
 def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """recipe.products=fp8 rounds bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
+    """Products of 8 bits round bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
     if recipe.products == "same":
         return
     if recipe.precision != "bf16":
@@ -234,18 +234,20 @@ def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
             f"recipe.products={recipe.products} rounds bf16 operands, not {recipe.precision} ones: "
             "take recipe.precision=bf16"
         )
+    rounded = ("attention", "mlp", "expert") if recipe.products == "fp8-all" else ("attention", "mlp")
     for parameter in parameters(shape):
-        if parameter.group in ("attention", "mlp") and parameter.decays:
-            ranks = layout.tp // tp_holders(parameter, shape, layout)
+        if parameter.group in rounded and parameter.decays:
+            whole = parameter.group == "expert" and layout.ep > 1
+            ranks = 1 if whole else layout.tp // tp_holders(parameter, shape, layout)
             sizes = [
                 size // ranks if axis == "tp" else size
                 for size, axis in zip(parameter.shape, parameter.axes, strict=True)
-            ]
+            ][-2:]
             if any(size % NARROW_MULTIPLE for size in sizes):
                 yield (
                     f"recipe.products={recipe.products} wants matrices of multiples of {NARROW_MULTIPLE}, and "
                     f"{parameter.name} is {sizes[0]} x {sizes[1]} on each of {layout.tp} tp ranks: take "
-                    "recipe.products=same"
+                    f"recipe.products={'fp8' if parameter.group == 'expert' else 'same'}"
                 )
                 return
 
@@ -259,7 +261,8 @@ def _recomputation(layout: Layout) -> Iterator[str]:
     if layout.offload != "off" and layout.recompute not in layout.policies:
         yield (
             f"layout.offload={layout.offload} moves what blocks save, and layout.recompute={layout.recompute} keeps "
-            "some of it by itself: take layout.recompute=none or full, or layout.offload=off"
+            f"some of it by itself: take layout.recompute={', '.join(layout.policies[:-1])} or {layout.policies[-1]}, "
+            "or layout.offload=off"
         )
 
 

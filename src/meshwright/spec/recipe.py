@@ -48,8 +48,9 @@ class Recipe:
     """Of the initial weights, the data order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Bytes per parameter: fp32 4+4+8; bf16 2+2, fp32 master 4, moments 4+4; fp16 the same, with loss scaling."""
-    products: Literal["same", "fp8"] = "same"
-    """Of blocks: fp8 rounds the bf16 operands of linear products to e4m3, row by row, but for gradients of weights."""
+    products: Literal["same", "fp8", "fp8-all"] = "same"
+    """Of blocks: fp8 rounds the bf16 operands of linear products to e4m3, row by row, but for gradients of weights;
+    fp8-all: those too, and the products of experts."""
     tf32: bool = False
     """fp32 on a GPU: products round their operands to TF32 (10 bits of mantissa), 8 times as fast on an H100."""
     deterministic: bool = False

@@ -12,7 +12,7 @@ import torch
 from meshwright import compat
 from meshwright.kernels import chooser, fp8
 from meshwright.kernels.attention import backend, causal_mask
-from meshwright.kernels.linear import FP8
+from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
@@ -48,7 +48,7 @@ def prepare(
     `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
     CUBLAS_WORKSPACE_CONFIG, which the command line sets.
     """
-    if products == FP8 and device.type != "cpu" and (why := fp8.missing(device)):
+    if products != SAME and device.type != "cpu" and (why := fp8.missing(device)):
         raise PlanError(f"{why}: take recipe.products=same")
     if device.type == "cpu":
         compat.keep_freed_memory()
@@ -106,15 +106,15 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
 
 def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     """What makes products of 8 bits slower than those of 16 bit."""
-    if plan.recipe.products != FP8:
+    if plan.recipe.products == SAME:
         return []
     if why := fp8.missing(device) if device.type == "cpu" else "":
         return [f"{why}: fp8 products are rounded as a GPU does and multiplied in fp32, slower than bf16"]
     if compiled:
         return []
     return [
-        "recipe.products=fp8 rounds in several passes over memory in eager mode, slower than bf16 for small "
-        "micro-batches: layout.compile=on makes two of them"
+        f"recipe.products={plan.recipe.products} rounds in several passes over memory in eager mode, slower than bf16 "
+        "for small micro-batches: layout.compile=on makes two of them"
     ]
 
 

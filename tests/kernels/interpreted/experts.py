@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import experts
+from meshwright.kernels.fp8 import SAME
 from meshwright.kernels.triton import grouped, permute
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -61,7 +62,7 @@ def test_grouped_products(
     given = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
     fast = partial(grouped.expert_linear, counts=torch.tensor(counts))
     if compiled:
-        fast = partial(experts.expert_product, counts=torch.tensor(counts), prefer="triton", later=False)
+        fast = partial(experts.expert_product, counts=torch.tensor(counts), prefer="triton", form=SAME, later=False)
 
     def exact(rows: Tensor, weights: Tensor) -> Tensor:
         return torch.cat([part @ w.T for part, w in zip(rows.split(counts), weights, strict=True)])

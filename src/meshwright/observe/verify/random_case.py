@@ -247,7 +247,9 @@ def _narrow(random: Random, settings: Settings) -> Settings:
     if not _often(random, 0.6):
         return {}
     unit = MULTIPLE * settings["tp"]
-    found: Settings = {"products": "fp8", "head_dim": MULTIPLE, "hidden": unit * random.randint(2, 4)}
+    units = random.randint(2, 4)
+    every = "fp8-all" if units == 3 else "fp8"  # no draw of its own
+    found: Settings = {"products": every, "head_dim": MULTIPLE, "hidden": unit * units}
     found["ffn"] = unit * random.randint(1, 2)
     return found | ({"moe.ffn": unit} if "moe.ffn" in settings else {})
 
@@ -266,7 +268,7 @@ def _adapters(random: Random, settings: Settings) -> Settings:
         return {}
     targets = random.choice(("all", "all", "all", "attention", "mlp", "q,v", "o,down", "v,up"))
     found: Settings = {"lora.targets": targets, "lora.rslora": _often(random, 0.3)}
-    found["lora.rank"] = MULTIPLE if settings.get("products") == "fp8" else random.choice((1, 2, 3, 5, 8))
+    found["lora.rank"] = MULTIPLE if "products" in settings else random.choice((1, 2, 3, 5, 8))
     return found | {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
 
 

@@ -29,18 +29,20 @@ class Backward:
 
 
 NONE = Backward()
+PIECE = 2**26
+"""Elements of a stack of experts that are rounded at a time (kernels.fp8_experts)."""
 
 
 def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward:
     """Of a layer."""
-    mlp = _experts(of, routed) if routed else max(_mlp(of), _rounded_mlp(of))
+    mlp = _experts(of, routed) + _rounded_experts(of, routed) if routed else max(_mlp(of), _rounded_mlp(of))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
     return Backward(
         mlp=mlp + weights * of.width + stream,
         attention=max(_attention(of, widths), _rounded_attention(of, widths)) - kept + stream,
-        after=(mlp if routed else _mlp(of) / 2 - kept) + stream,
+        after=(_experts(of, routed) if routed else _mlp(of) / 2 - kept) + stream,
         weights=weights,
         queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
     )
@@ -54,18 +56,32 @@ def _mlp(of: "Local") -> float:
 
 def _rounded(of: "Local", weight: float, rows: float) -> float:
     """A matrix and the rows that it multiplies, of so many elements, on their way to 8 bits (kernels.fp8.narrow): first
-    the matrix, scaled and then narrow, then the rows beside it. Compiled code makes no scaled copy."""
-    each = 1 if of.compiled else 1 + of.width
+    the matrix, scaled and then narrow, then the rows beside it. Where compiled code rounds, it makes no scaled copy."""
+    each = 1 if of.compiled and not of.fp8_all else 1 + of.width
     return max(each * weight, weight + each * rows)
 
 
 def _rounded_mlp(of: "Local") -> float:
     """Where the second of two gates is rounded, beside the sum of their products and, in a split pass, the product made
-    again."""
+    again. Where gradients of weights are products of 8 bits too: where the product that is made again is rounded beside
+    the gradient of what it makes, its own, and, gated, the activation."""
     ffn = of.shape.ffn / of.tp
     inner = of.tokens * ffn
     beside = of.hidden_bytes + of.splits * inner * of.width
-    return _rounded(of, of.shape.hidden * ffn, inner) + beside if of.fp8 else 0.0
+    again = (3 if of.gates == 2 else 1) * inner * of.width + _rounded(of, of.tokens * of.shape.hidden, inner)
+    gates = _rounded(of, of.shape.hidden * ffn, inner) + beside
+    return max(gates, again * of.fp8_all) if of.fp8 else 0.0
+
+
+def _rounded_experts(of: "Local", routed: Routed) -> float:
+    """Stacks, some experts at a time, beside the rows that they multiply; rows of both sides of a gradient of a stack,
+    each in three copies of a byte. No compiled code."""
+    assert of.shape.moe is not None
+    experts = of.shape.moe.experts / of.ep / of.ep_pieces
+    one, wider = of.shape.hidden * routed.ffn, max(of.shape.hidden, routed.ffn)
+    piece = min(experts, max(1.0, PIECE // one)) * one
+    stack, rows = experts * one + piece * of.width, (1 + of.width) * routed.copies * wider
+    return max(stack, experts * one + rows, (of.shape.hidden + routed.ffn) * routed.copies + rows) * of.fp8_all
 
 
 def _rounded_attention(of: "Local", widths: HeadWidths) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges
+from meshwright.planner.cost import activations, adapters, exchanges, operands
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import core, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
@@ -128,7 +128,7 @@ def head(of: Local) -> LayerWork:
     else:
         operation = LayerOperation(
             name="head", forward=(product, softmax), inputs=(data, softmax),
-            weights=(weight, *_accumulate(of, vocab * shape.hidden)), exchanges=enter,
+            weights=(weight, *operands.accumulated(of, vocab * shape.hidden)), exchanges=enter,
         )  # fmt: skip
     return LayerWork(operations=(_norm(of, "norm"), operation), logits=activations.logits(of))
 
@@ -154,37 +154,22 @@ def _add(of: Local) -> LayerOperation:
 
 def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> LayerOperation:
     width, low = of.product_width, 1.0 if of.fp8 else of.product_width
+    least = 1.0 if of.fp8_all else width
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     thin = adapters.thin(of, name, tokens, into, out)
-    learned = (Product(into, tokens, out, 1.0, width), *summed, *_accumulate(of, into * out))
+    back = replace(of, compiled=of.compiled and not of.fp8_all)  # by an operator of its own (kernels.linear)
+    turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
+    learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
     return LayerOperation(
         name=name,
-        forward=(*_cast(of, tokens * into), *_rounded(of, tokens * into, into * out),
+        forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out),
                  Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
-        inputs=(*_cast(of, tokens * out), *_rounded(of, tokens * out, into * out),
+        inputs=(*operands.cast(of, tokens * out), *operands.rounded(back, tokens * out, into * out),
                 Product(tokens, out, into, 1.0, low), *thin.inputs),
         weights=thin.weights if of.shape.lora else learned,
     )  # fmt: skip
-
-
-def _cast(of: Local, elements: float) -> tuple[Work, ...]:
-    """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
-    width = of.product_width
-    return (MemoryPass((of.width + 2 * width) * elements),) if width < of.width else ()
-
-
-def _rounded(of: Local, *operands: float) -> tuple[Work, ...]:
-    """Operands of so many elements rounded to 8 bits (kernels.fp8.narrow): sizes, the largest of each row, the scaled
-    copy, the cast. Compiled code makes two passes of it: one reads for the largest, one reads and writes."""
-    moved, launches = (2 * of.width + 1, 2.0) if of.compiled else (6 * of.width + 1, 4.0)
-    return tuple(MemoryPass(moved * elements, launches) for elements in operands) if of.fp8 else ()
-
-
-def _accumulate(of: Local, elements: float) -> tuple[Work, ...]:
-    """Adding new gradients to those of the micro-batches before."""
-    return (MemoryPass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
 
 
 def _widths(of: Local) -> HeadWidths:
@@ -332,16 +317,21 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
 
 def _stack(of: Local, name: str, copies: float, into: float, out: float) -> LayerOperation:
     """Grouped products of a rank's experts, those of each piece in one. What they make of the gradients of a stack is
-    put together."""
+    put together. What rounds their operands is no compiled code (kernels.experts)."""
     assert of.shape.moe is not None
     experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
     each = copies / experts
     put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
     thin = adapters.thin(of, name, each, into, out, experts / pieces)
-    learned = (Product(into, each, out, experts / pieces),) * pieces + put
+    width, matrices = 1.0 if of.fp8_all else 2.0, experts * into * out
+    forward, inputs, turned = (
+        operands.rounded(replace(of, compiled=False), *elements) if of.fp8_all else ()
+        for elements in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
+    )
+    learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
     return LayerOperation(
         name=name,
-        forward=(Product(each, into, out, experts / pieces),) * pieces + thin.forward * pieces,
-        inputs=(Product(each, out, into, experts / pieces),) * pieces + thin.inputs * pieces,
+        forward=forward + (Product(each, into, out, experts / pieces, width),) * pieces + thin.forward * pieces,
+        inputs=inputs + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
         weights=thin.weights * pieces if of.shape.lora else learned,
     )

@@ -31,7 +31,9 @@ class Local:
     product_width: float = 2.0
     """Bytes of an operand of the layers' products."""
     fp8: bool = False
-    """The engine rounds the operands of these products itself (kernels.fp8), but for those of weight gradients."""
+    """The engine rounds the operands of these products itself (kernels.fp8)."""
+    fp8_all: bool = False
+    """Those of weight gradients and of experts, too."""
     dropout: bool = False
     documents: bool = False
     """Attention has a mask of documents."""
@@ -114,7 +116,8 @@ def local(
         context_split=layout.context_split,
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
-        fp8=stack.own and products == "fp8",
+        fp8=stack.own and products != "same",
+        fp8_all=stack.own and products == "fp8-all",
         dropout=stack.dropout or dropout > 0,
         documents=documents and stack.own,
         compares=compares and stack.own,

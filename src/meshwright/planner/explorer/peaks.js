@@ -117,10 +117,7 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
   if (what === "reduce") {
     if (!units.summed) return [];
     const some = [...(first && place === 0 ? [units.first] : []), units.block];
-    if (!layout.zero) {
-      const all = [...some, ...(ends ? [units.last] : [])];
-      return [kinds(before, logits, 0, Math.max(...all.map((unit) => unit.gradients)))];
-    }
+    if (!layout.zero) return [kinds(before, logits, 0, 0)]; // added up where they are reduced
     const unit = some.reduce((a, b) => b.gradients - b.parameters > a.gradients - a.parameters ? b : a);
     return [kinds(before, logits, 0, unit.gradients, unit.parameters)];
   }
@@ -133,10 +130,8 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
       const gathers = frees ? embedding.parameters : 0;
       return [kinds(whole, logits, embedding.made, gathers + Math.max(embedding.gradients, block.gradients), rest)];
     }
-    const more = again && made < summed ? embedding.gradients : 0;
     const left = embedding.gradients + block.gradients + own / sharers;
-    const inside = Math.max(embedding.made + more, final && !layout.zero ? embedding.gradients : 0);
-    return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, inside, 0, rest)];
+    return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, embedding.made, 0, rest)];
   }
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;
@@ -149,13 +144,12 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     found.push(kinds(before, logits, end.made, gathers));
     if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients, headless));
     else {
-      found.push(kinds(gradients, logits - gone, end.made + (again ? end.gradients : 0), 0));
-      if (final) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
+      found.push(kinds(gradients, logits - gone, end.made, 0));
+      if (final && layout.zero) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
     }
   }
   const leaves = what === "inputs" && cost.made > 0; // gradients of weights, for later
-  const weights = again && !apart && !leaves ? cost.weights * (made + summed) : 0;
-  const inside = Math.max(cost.mlp - (leaves ? cost.made : 0), cost.attention, weights);
+  const inside = Math.max(cost.mlp - (leaves ? cost.made : 0), cost.attention);
   if (apart) {
     const gathers = frees ? 2 * block.parameters : 0;
     const most = Math.max(cost.mlp, Math.max(cost.after, cost.attention) + block.made);

@@ -196,23 +196,18 @@ class PipelineRank:
             yield kinds(Place(before, logits, cost.weights * (self.made + wider)))
         elif what == "reduce":
             if units.summed:
-                yield kinds(Place(before, logits, 0.0, *self._reduction(self.first and place == 0, ends)))
+                yield kinds(Place(before, logits, 0.0, *self._reduction(self.first and place == 0)))
         elif what == "split":
             yield kinds(Place(before, logits, cost.split_bytes))
         elif what in ("embedding", "end"):
             last = what == "end" and units.summed
             after = before if again else before + (units.first.gradients if early else whole * own)
-            found = self._embedding(after, logits, again, own if last and self.layout.zero else 0.0)
-            if last and not self.layout.zero:  # put together in one buffer for their sum
-                found = found._replace(temporaries=max(found.temporaries, units.first.gradients))
-            yield kinds(found)
+            yield kinds(self._embedding(after, logits, again, own if last and self.layout.zero else 0.0))
         else:
             if ends:
                 yield from map(kinds, self._head(before, logits, cost, again, final))
             left = what == "inputs" and cost.new_bytes > 0
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
-            if again and not self.apart and not left:
-                temporaries = max(temporaries, cost.weights * (self.made + self.summed))
             yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
 
     def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:
@@ -225,8 +220,8 @@ class PipelineRank:
             yield Place(gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final))
             return
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        yield Place(gradients, logits - gone, last.made + (last.gradients if again else 0.0))
-        if final:
+        yield Place(gradients, logits - gone, last.made)
+        if final and self.layout.zero:
             yield Place(gradients, logits - gone, 0.0, last.gradients, self._gone(final))
 
     def _layer(
@@ -252,12 +247,12 @@ class PipelineRank:
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         return Place(gradients, logits - gone, temporaries, gone=freed)
 
-    def _reduction(self, first: bool, ends: bool) -> tuple[float, float]:
+    def _reduction(self, first: bool) -> tuple[float, float]:
         """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
-        what was reduced stays."""
+        gradients are added up where they are reduced."""
         units = [*([self.units.first] if first else []), self.units.block]
         if not self.layout.zero:
-            return max(unit.gradients for unit in (*units, *([self.units.last] if ends else []))), 0.0
+            return 0.0, 0.0
         unit = max(units, key=lambda unit: unit.gradients - unit.parameters)
         return unit.gradients, unit.parameters
 
@@ -270,7 +265,7 @@ class PipelineRank:
         return self._shard(GatherUnit(gradients=gradients)) if self.lets_go else gradients
 
     def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
-        """Made whole, however few rows of it are not zero; then widened, and added or reduced: then those of the
+        """Made whole, however few rows of it are not zero; then added or reduced: then those of the
         stage's layers are shards already, and their parameters are gone. `final`: the stage's share of the rank where
         they are reduced."""
         first, block = self.units.first, self.units.block
@@ -279,12 +274,11 @@ class PipelineRank:
             gathers = first.parameters if self.frees else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
             return Place(self.state["gradients"], logits, first.made, buffers, gone)
-        more = first.gradients if again and self.made < self.summed else 0.0
         if final:
             own = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shard(GatherUnit(gradients=own))
             gradients -= max(0.0, own - left)
-        return Place(gradients, logits, first.made + more, gone=gone)
+        return Place(gradients, logits, first.made, gone=gone)
 
     def _shard(self, unit: GatherUnit) -> float:
         """Of gradients after their reduction."""

@@ -1,0 +1,124 @@
+"""Sums of a parameter's gradients over the micro-batches of a step, wider than the gradients, without a wide copy.
+
+Autograd would widen a gradient whole before it adds it to a `grad` of another dtype. Here it is widened while it is
+added, or while it is copied to where its sum will be: a bucket that a collective reduces in place, or memory of its
+own. `grad` is the sum throughout, as with autograd's own accumulation.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.kernels.target import kind
+
+PIECE = 2**18
+"""Elements that a CPU widens at a time: torch's additions of two dtypes widen their operand there first."""
+
+Place = Callable[[], Tensor | None]
+"""Where a step's first gradient is copied to; None = it stays as it was made."""
+
+
+class GradientSum:
+    """The sum of one parameter's gradients, in `dtype`. `place` is asked for the first of a step, `made` called after
+    each. `meets`: a backward pass makes several, which come one by one (`apart`)."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        place: Place,
+        made: Callable[[], None] | None = None,
+        *,
+        meets: bool = False,
+    ) -> None:
+        self.parameter, self.dtype, self.place, self.made, self.meets = parameter, dtype, place, made, meets
+        parameter.grad_dtype = None  # autograd does not widen
+        alias = parameter.view_as(parameter).grad_fn
+        node = alias and alias.next_functions[0][0]
+        assert node is not None, "a frozen parameter has no gradient"
+        own = ref(self)  # the node's hooks are out of the garbage collector's sight: no circle may go through them
+
+        def take(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            found, gradient = own(), gradients[0]
+            if found is None or gradient is None:  # None: the product that makes it waits
+                return None
+            found.add(gradient)
+            return (None,)
+
+        self._node, self._handle = node, node.register_prehook(take)  # a node is gone as soon as nobody holds it
+        _sums[parameter] = own
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        """Of one micro-batch, or of one product that its backward pass has left."""
+        total = self.parameter.grad
+        if total is not None:
+            add_into(total, gradient)
+        elif (place := self.place()) is not None:
+            self.parameter.grad = place.copy_(gradient)
+        else:
+            self.parameter.grad = gradient.contiguous()
+        if self.made is not None:
+            self.made()
+
+
+_sums = WeakTensorKeyDictionary()
+"""ref[GradientSum] by parameter."""
+
+
+def sum_of(parameter: Tensor) -> GradientSum | None:
+    """What adds the parameter's gradients up; None = autograd."""
+    own = _sums.get(parameter)
+    found: GradientSum | None = None if own is None else own()
+    return found
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """In which `grad` is, or would be."""
+    found = sum_of(parameter)
+    return found.dtype if found is not None else parameter.grad_dtype or parameter.dtype
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.sum = sum_of(parameter)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        ctx.sum.add(gradient)
+
+
+def apart(parameter: Tensor) -> Tensor:
+    """The parameter, for one of its uses in a pass: the gradient goes to the sum by itself. Autograd would add those of
+    all uses first, rounded as they are, and hold the first of them until the last is there."""
+    found = sum_of(parameter)
+    if found is None or not found.meets:
+        return parameter
+    alias: Tensor = _Apart.apply(parameter)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return alias
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd would, outside of its passes."""
+    found = sum_of(parameter)
+    if found is not None:
+        found.add(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient.to(parameter.grad_dtype)
+    else:
+        parameter.grad += gradient
+
+
+def add_into(total: Tensor, gradient: Tensor) -> None:
+    """total (contiguous) += gradient of the same shape, whatever its dtype, with no copy of it as wide as the total."""
+    if total.dtype == gradient.dtype or kind(total) == "cuda":
+        total += gradient
+        return
+    for part, piece in zip(total.view(-1).split(PIECE), gradient.reshape(-1).split(PIECE), strict=True):
+        part += piece

@@ -1,0 +1,22 @@
+"""Passes over memory around a matrix product: operands made narrower, gradients added to those before."""
+
+from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.work import MemoryPass, Work
+
+
+def cast(of: Local, elements: float) -> tuple[Work, ...]:
+    """An operand narrowed to the width of products, and turned, since both later products read it along other rows."""
+    width = of.product_width
+    return (MemoryPass((of.width + 2 * width) * elements),) if width < of.width else ()
+
+
+def rounded(of: Local, *elements: float) -> tuple[Work, ...]:
+    """Operands of so many `elements` rounded to 8 bits (kernels.fp8.narrow): sizes, the largest of each row, the scaled
+    copy, the cast. Compiled code makes two passes of it: one reads for the largest, one reads and writes."""
+    moved, launches = (2 * of.width + 1, 2.0) if of.compiled else (6 * of.width + 1, 4.0)
+    return tuple(MemoryPass(moved * each, launches) for each in elements) if of.fp8 else ()
+
+
+def accumulated(of: Local, elements: float) -> tuple[Work, ...]:
+    """Adding new gradients to those of the micro-batches before."""
+    return (MemoryPass(elements * (of.width + 2 * of.stack.gradient_bytes)),) if of.stack.accumulates else ()
