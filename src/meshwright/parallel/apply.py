@@ -203,9 +203,8 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     model.seams.overwrites = layout.recompute != "selective"
     make: Callable[[str], BlockCall] = block_call
     if compiled:
-        apart = experts_stay_apart(layout)
-        prepare(model, apart=apart)
-        make = partial(compiled_call, apart=apart)
+        prepare()
+        make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     call = make(layout.recompute)
     model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call
