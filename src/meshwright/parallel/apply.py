@@ -23,6 +23,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.offload import Offload
+from meshwright.parallel.pass_graphs import pass_graphs
 from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
@@ -153,6 +154,7 @@ def parallelize(
         gathered_dtype=gathered,
         replicas=replicas,
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
+        graphs=pass_graphs(stages[0], mesh, device, replicas),
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )
 

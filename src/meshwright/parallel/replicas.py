@@ -38,6 +38,8 @@ class Bucket:
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
     pending: Pending | None = None
+    laid: Tensor | None = None
+    """All gradients, where they lie in one buffer from the beginning (parallel/pass_graphs.py)."""
 
     def __post_init__(self) -> None:
         self.missing = self.made_here
@@ -45,6 +47,9 @@ class Bucket:
     @takes("buffers")
     def start(self) -> None:
         """Begin the sum. A parameter without a gradient takes part with zeros, and gets the sum like the others."""
+        if self.laid is not None:
+            self.pending = self.group.start_all_reduce(self.laid)
+            return
         gradients = [torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in self.parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         parts = flat.split([p.numel() for p in self.parameters])
@@ -60,14 +65,15 @@ class Bucket:
 
 
 class Replicas:
-    """The buckets of one model (a pipeline stage), in the order of the backward pass."""
+    """The buckets of one model (a pipeline stage), in the order of the backward pass. `overlaps`: sums start while the
+    last backward pass goes on; else behind it, and no parameter has a hook."""
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], *, overlaps: bool = True) -> None:
         self.buckets = list(buckets)
         self.expecting = False
         self.started = 0
         own = ref(self)  # a parameter's hooks are out of the garbage collector's sight: no circle may go through them
-        for place, bucket in enumerate(self.buckets):
+        for place, bucket in enumerate(self.buckets if overlaps else ()):
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(_made, own, place))
 
@@ -126,7 +132,7 @@ def _replicate(model: Transformer, mesh: Mesh) -> Replicas:
         some = [p for p in parameters if p.requires_grad]
         buckets += _buckets([p for p in some if p not in experts], mesh["data"], idle)
         buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], idle)
-    return Replicas(buckets)
+    return Replicas(buckets, overlaps=mesh.layout.cuda_graphs == "off")
 
 
 def _buckets(parameters: Sequence[nn.Parameter], group: Group, idle: Container[nn.Parameter | None]) -> list[Bucket]:

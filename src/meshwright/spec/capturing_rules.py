@@ -1,0 +1,46 @@
+"""What a CUDA graph of a pass cannot hold (layout.cuda_graphs), each refusal a sentence. What only the device decides
+is refused when it is known (parallel/pass_graphs.py)."""
+
+from collections.abc import Iterator
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+STAYS = "layout.cuda_graphs=on captures a pass that stays on its device"
+OFF = "layout.cuda_graphs=off"
+
+
+def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """No collective and no copy to the host inside of a pass, nothing that the host decides in it, and gradients that
+    are added up in one place."""
+    if layout.cuda_graphs == "off":
+        return
+    for axis in ("pp", "tp", "cp", "ep"):
+        if (degree := getattr(layout, axis)) > 1:
+            yield f"{STAYS}, and layout.{axis}={degree} sends in it: take layout.{axis}=1 or {OFF}"
+    if layout.zero:
+        yield f"{STAYS}, and layout.zero={layout.zero} sends in it: take layout.zero=0 or {OFF}"
+    if layout.offload != "off":
+        yield f"{STAYS}, and layout.offload={layout.offload} moves memory off it: take layout.offload=off or {OFF}"
+    yield from _random_state(shape, recipe, layout)
+    if recipe.noise_scale_every:
+        yield (
+            f"layout.cuda_graphs=on adds gradients up in one place, and recipe.noise_scale_every="
+            f"{recipe.noise_scale_every} keeps each micro-batch's apart: take recipe.noise_scale_every=0 or {OFF}"
+        )
+    if recipe.traits.pairs:
+        yield (
+            f"layout.cuda_graphs=on captures cross-entropy, and recipe.objective={recipe.objective} reads on the host "
+            f"which answers a batch has: take {OFF}"
+        )
+
+
+def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    dropout = {"recipe.dropout": recipe.dropout, "model.lora.dropout": shape.lora.dropout if shape.lora else 0.0}
+    for key, rate in dropout.items():
+        if rate and layout.recompute != "none":
+            yield (
+                f"layout.cuda_graphs=on cannot set a random state back, as layout.recompute={layout.recompute} does "
+                f"for {key}={rate}: take layout.recompute=none or {OFF}"
+            )
