@@ -117,7 +117,12 @@ class NoCapture:
 
     def record(self, work: Callable[[], None]) -> Launch:
         """The work itself."""
-        return work
+
+        def launch() -> None:
+            with self.beside():
+                work()
+
+        return launch
 
 
 @dataclass(slots=True)

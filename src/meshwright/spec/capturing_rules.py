@@ -9,6 +9,9 @@ from meshwright.spec.shape import ModelShape
 
 STAYS = "layout.cuda_graphs=on captures a pass that stays on its device"
 OFF = "layout.cuda_graphs=off"
+ATTENDS_AGAIN = ("selective", "full")
+"""Policies that make the attention core again. In compiled code its random state would be set back, dropout or not:
+torch's compiler takes every call of that operator for a random one."""
 
 
 def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -44,3 +47,9 @@ def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
                 f"layout.cuda_graphs=on cannot set a random state back, as layout.recompute={layout.recompute} does "
                 f"for {key}={rate}: take layout.recompute=none or {OFF}"
             )
+            return
+    if layout.recompute in ATTENDS_AGAIN and layout.compile != "off":
+        yield (
+            f"layout.cuda_graphs=on cannot set a random state back, as compiled code does that makes attention again "
+            f"(layout.recompute={layout.recompute}): take layout.recompute=none, layout.compile=off or {OFF}"
+        )
