@@ -3,12 +3,16 @@ is refused when it is known (parallel/pass_graphs.py)."""
 
 from collections.abc import Iterator
 
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import RECOMPUTE, Layout, Recompute
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
 STAYS = "layout.cuda_graphs=on captures a pass that stays on its device"
 OFF = "layout.cuda_graphs=off"
+CAPTURED: dict[str, tuple[object, ...]] = {
+    "pp": (1,), "tp": (1,), "cp": (1,), "ep": (1,), "zero": (0,), "offload": ("off",),
+}  # fmt: skip
+"""What a layout with graphs may have; a pass of any other sends, or moves memory off its device."""
 ATTENDS_AGAIN = ("selective", "full")
 """Policies that make the attention core again. In compiled code its random state would be set back, dropout or not:
 torch's compiler takes every call of that operator for a random one."""
@@ -19,13 +23,10 @@ def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Ite
     are added up in one place."""
     if layout.cuda_graphs == "off":
         return
-    for axis in ("pp", "tp", "cp", "ep"):
-        if (degree := getattr(layout, axis)) > 1:
-            yield f"{STAYS}, and layout.{axis}={degree} sends in it: take layout.{axis}=1 or {OFF}"
-    if layout.zero:
-        yield f"{STAYS}, and layout.zero={layout.zero} sends in it: take layout.zero=0 or {OFF}"
-    if layout.offload != "off":
-        yield f"{STAYS}, and layout.offload={layout.offload} moves memory off it: take layout.offload=off or {OFF}"
+    for key, (legal,) in CAPTURED.items():
+        if (found := getattr(layout, key)) != legal:
+            how = "moves memory off it" if key == "offload" else "sends in it"
+            yield f"{STAYS}, and layout.{key}={found} {how}: take layout.{key}={legal} or {OFF}"
     yield from _random_state(shape, recipe, layout)
     if recipe.noise_scale_every:
         yield (
@@ -39,6 +40,11 @@ def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Ite
         )
 
 
+def policies(layout: Layout) -> tuple[Recompute, ...]:
+    """Those of its words of recompute whose passes can be captured, without dropout."""
+    return tuple(word for word in RECOMPUTE if word not in ATTENDS_AGAIN or layout.compile == "off")
+
+
 def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     dropout = {"recipe.dropout": recipe.dropout, "model.lora.dropout": shape.lora.dropout if shape.lora else 0.0}
     for key, rate in dropout.items():
@@ -48,7 +54,7 @@ def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
                 f"for {key}={rate}: take layout.recompute=none or {OFF}"
             )
             return
-    if layout.recompute in ATTENDS_AGAIN and layout.compile != "off":
+    if layout.recompute not in policies(layout):
         yield (
             f"layout.cuda_graphs=on cannot set a random state back, as compiled code does that makes attention again "
             f"(layout.recompute={layout.recompute}): take layout.recompute=none, layout.compile=off or {OFF}"
