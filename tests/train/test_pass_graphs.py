@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels import cross_entropy
-from meshwright.kernels.attention import borders_of
 from meshwright.kernels.target import acting_as
+from meshwright.kernels.varlen import borders_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
@@ -83,7 +83,7 @@ class Recording(TorchDispatchMode):
     """Operations with their operands and results."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     @classmethod
@@ -233,7 +233,7 @@ def on_two_ranks(precision: str) -> list[tuple[list[list[float]], dict[str, Tens
     assert recorder.launches == 8 - WARM and graphed.graphs is not None
     for bucket in (bucket for one in apart.replicas for bucket in one.buckets):
         assert bucket.laid is not None  # summed where graphs leave it, without a copy
-        owned = {graphed.graphs.gradients[p].untyped_storage().data_ptr() for p in bucket.parameters}  # type: ignore[index]
+        owned = {graphed.graphs.gradients[p].untyped_storage().data_ptr() for p in bucket.parameters}
         assert owned == {bucket.laid.untyped_storage().data_ptr()}
     return found
 
@@ -383,7 +383,7 @@ def test_a_gpu_trains_the_same_with_graphs_and_without(compiled: Literal["off", 
     found = []
     try:
         for graphs in ("off", "on"):
-            layout = Layout(compile=compiled, cuda_graphs=graphs)  # type: ignore[arg-type]  # two words of it
+            layout = Layout(compile=compiled, cuda_graphs=graphs)
             engine = engine_of(aligned("llama-3.1-8b"), layout, "bf16", device=device)
             found.append(trained(engine, recipe, 5, packed=lambda step: packed, device="cuda"))
             if engine.graphs is not None:
@@ -425,6 +425,6 @@ def test_no_pass_of_a_gpu_waits_for_its_values(name: str, packed: bool, recipe: 
         if packed:
             batch = replace(batch, documents_of_rows=((3, 20),) * 4)
         passes = [MicroPass(one, Weights(*torch.ones(4).unbind())) for one in split(batch, 1)]
-        with OnDeviceOnly():
+        with OnDeviceOnly():  # type: ignore[no-untyped-call]  # torch has no annotations there
             engine.forward_backward(passes)
         assert engine.graphs is not None and engine.graphs.captured == 1
