@@ -142,7 +142,7 @@ def finish(shared: GatedMLP | PlainMLP, *begun: Tensor) -> Tensor:
 IN_HALVES: tuple[Half, Half] = begin, finish
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Where tokens go, and how they are put together again."""
 
     x: Tensor
@@ -180,7 +180,7 @@ class MoE(nn.Module):
         received, shared = self.visit(routed, rows)
         return self.join(routed, received, shared)
 
-    def route(self, x: Tensor) -> tuple["Routed", list[Tensor]]:
+    def route(self, x: Tensor) -> tuple["RoutedTokens", list[Tensor]]:
         """What comes before the experts: x (B, S, D) -> where its tokens go, and their rows (N k, D), sorted by that.
         These are alone in a list, so that who sends them can let go of them."""
         x = self.seams.routed.enter(x)
@@ -191,10 +191,10 @@ class MoE(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
         rows = spread(flat, order, inverse, self.moe.top_k, prefer)
-        return Routed(x, counts, weights, experts, probabilities, order, inverse), [rows]
+        return RoutedTokens(x, counts, weights, experts, probabilities, order, inverse), [rows]
 
     def visit(
-        self, routed: "Routed", rows: list[Tensor], halves: "tuple[Half, Half]" = IN_HALVES
+        self, routed: "RoutedTokens", rows: list[Tensor], halves: "tuple[Half, Half]" = IN_HALVES
     ) -> tuple[Tensor, Tensor | None]:
         """To the experts and back: (rows (N k, D) that they made, what shared experts made of x (B, S, D)).
 
@@ -209,7 +209,7 @@ class MoE(nn.Module):
         shared = finish(self.shared, *begun) if beside else None
         return dispatch.receive(made), shared
 
-    def join(self, routed: "Routed", received: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+    def join(self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
         """What comes behind the experts: their rows (N k, D) -> as `forward`."""
         x, prefer = routed.x, self.experts.kernels.prefer
         out = combine(received, routed.weights, routed.order, routed.inverse, prefer).view_as(x)

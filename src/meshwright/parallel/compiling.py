@@ -12,7 +12,7 @@ from meshwright.compat import torch_compile
 from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
-from meshwright.model.moe import MoE, Routed, begin, finish
+from meshwright.model.moe import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
@@ -119,13 +119,13 @@ def _around_experts() -> BlockCall:
     return run
 
 
-def _before_experts(block: Block, x: Tensor, sight: Sight) -> tuple[Tensor, Routed, list[Tensor]]:
+def _before_experts(block: Block, x: Tensor, sight: Sight) -> tuple[Tensor, RoutedTokens, list[Tensor]]:
     normed, x = block.attend(x, sight)
     return x, *cast(MoE, block.mlp).route(normed)
 
 
 def _behind_experts(
-    block: Block, x: Tensor, routed: Routed, received: Tensor, shared: Tensor | None
+    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, balance = cast(MoE, block.mlp).join(routed, received, shared)
     return x + block.drop(out), balance
