@@ -210,6 +210,7 @@ def test_compiled_passes_are_repeated_as_well(
     state (run_and_save_rng_state), which the recorder has no rule for, and a graph none either."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     recipe, layout = Recipe(global_batch=4, sequence=24), Layout(compile="on", recompute=recompute)
     expected = trained(engine_of(LLAMA, layout), recipe, 4)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
