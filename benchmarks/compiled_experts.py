@@ -34,7 +34,7 @@ def contestants(recompute: Literal["none", "selective"]) -> dict[str, Transforme
     found = {name: build(SHAPE) for name in ("eager", "around experts", "whole")}
     for name, compiled in (("eager", "off"), ("whole", "on")):
         apply_block_call(found[name], Layout(recompute=recompute, compile=compiled), torch.device("cpu"))  # type: ignore[arg-type]  # two of the words
-    prepare(found["around experts"], apart=True)
+    prepare()
     found["around experts"].seams.call = compiled_call(recompute, apart=True)
     return found
 

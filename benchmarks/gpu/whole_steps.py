@@ -8,6 +8,7 @@ Trainer does. Where a model's states do not fit, layers are left out: the row sa
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -31,9 +32,15 @@ from meshwright.training.precision import DTYPES
 from meshwright.training.step import train_step
 
 Step = Callable[[], Any]
-OURS = ("ours", "ours, compiled")
+OURS = {
+    "ours": {"compile": "off"},
+    "ours, compiled": {"compile": "on"},
+    "ours, compiled, CUDA graphs": {"compile": "on", "cuda_graphs": "on"},
+}
+"""Layouts."""
 THEIRS = ("transformers", "transformers, compiled", "transformers with Liger")
-WARM, LEAST, MOST = 3, 3, 30
+WARM, LEAST, MOST = 5, 3, 30
+"""Steps: before time is taken (three passes before a graph is captured, and that), and timed."""
 ROOM = 0.75
 """Of a GPU's memory that the planner may fill: rivals hold more than ours."""
 
@@ -48,6 +55,8 @@ class StepEntry:
     rank: int
     expected_s: float
     """Of all contestants, compilation included."""
+    alone: bool = False
+    """Ours only: a small model, with CUDA graphs and without."""
 
     @property
     def name(self) -> str:
@@ -57,18 +66,19 @@ class StepEntry:
 
 STEPS = [
     StepEntry(model="llama-3.2-1b", sequence=4096, rows=2, rank=2, expected_s=150),
+    StepEntry(model="gpt2-124m", sequence=1024, rows=4, rank=3, expected_s=100, alone=True),
     StepEntry(model="llama-3.1-8b", sequence=8192, rows=1, rank=4, expected_s=150),
 ]
 TINY_STEPS = [StepEntry(model="llama-tiny", sequence=32, rows=2, rank=2, expected_s=5)]
 
 
-def plan_of(shape: ModelShape, entry: StepEntry, device: torch.device, *, compiled: bool, precision: str) -> Plan:
+def plan_of(shape: ModelShape, entry: StepEntry, device: torch.device, *, how: str, precision: str) -> Plan:
     """What ours trains, on the device that is here."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     here = machine.known_device(device) or Device(name=machine.title(device), memory_bytes=memory)
     return Plan(
         model=shape, cluster=Cluster(device=here),
-        layout=Layout(compile="on" if compiled else "off", micro_batch=entry.rows),
+        layout=Layout(**OURS[how], micro_batch=entry.rows),  # type: ignore[arg-type]  # words of a layout
         recipe=Recipe(
             sequence=entry.sequence, global_batch=entry.rows, document_mask=False,
             precision=precision,  # type: ignore[arg-type]  # one of its words
@@ -91,7 +101,7 @@ def fitting(entry: StepEntry, device: torch.device, precision: str) -> ModelShap
     room = ROOM * torch.cuda.mem_get_info(device)[0]
     for layers in range(shape.layers, 0, -1):
         cut = replace(shape, layers=layers)
-        if predict(plan_of(cut, entry, device, compiled=False, precision=precision)).peak_bytes <= room:
+        if predict(plan_of(cut, entry, device, how="ours", precision=precision)).peak_bytes <= room:
             return cut
     return replace(shape, layers=1)
 
@@ -143,19 +153,24 @@ def theirs(shape: ModelShape, entry: StepEntry, device: torch.device, precision:
     return step
 
 
+def ours_of(entry: StepEntry, device: torch.device) -> list[str]:
+    """Names of our contestants: graphs for small models, on a GPU."""
+    return [name for name in OURS if "graphs" not in name or (entry.alone and device.type == "cuda")]
+
+
 def makers(
     shape: ModelShape, entry: StepEntry, device: torch.device, precision: str, skip: set[str]
 ) -> dict[str, Callable[[], Step]]:
     """By name, in the order in which they run; those of packages that are not here are left out."""
 
-    def mine(compiled: bool) -> Step:
-        return ours(plan_of(shape, entry, device, compiled=compiled, precision=precision), entry, device)
+    def mine(how: str) -> Step:
+        return ours(plan_of(shape, entry, device, how=how, precision=precision), entry, device)
 
+    others = {} if entry.alone else dict(zip(THEIRS, ("eager", "compiled", "liger"), strict=True))
     found: dict[str, Callable[[], Step]] = {
-        OURS[0]: lambda: mine(False), OURS[1]: lambda: mine(True),
-        **{name: lambda how=how: theirs(shape, entry, device, precision, how)  # type: ignore[misc]
-           for name, how in zip(THEIRS, ("eager", "compiled", "liger"), strict=True)},
-    }  # fmt: skip
+        **{name: partial(mine, name) for name in ours_of(entry, device)},
+        **{name: partial(theirs, shape, entry, device, precision, how) for name, how in others.items()},
+    }
     return {name: make for name, make in found.items() if not any(word in name.lower() for word in skip)}
 
 
@@ -203,9 +218,9 @@ def row(
     for name, make in makers(shape, entry, device, precision, skip).items():
         found[name] = {"left_out": "no time left"} if late() else timed(make, timer, seconds)
         _rates(found[name], shape, entry, device, ceilings, precision)
-    for name, compiled in zip(OURS, (False, True), strict=True):
+    for name in OURS:
         if name in found:
-            plan = plan_of(shape, entry, device, compiled=compiled, precision=precision)
+            plan = plan_of(shape, entry, device, how=name, precision=precision)
             found[name]["predicted_peak_bytes"] = predicted_bytes(plan) if device.type == "cuda" else None
     return {
         "model": entry.model, "layers": shape.layers, "of_layers": whole.layers, "sequence": entry.sequence,

@@ -294,9 +294,10 @@ def test_a_model_is_cut_to_the_memory_that_is_there(monkeypatch: pytest.MonkeyPa
         torch.cuda, "get_device_properties", lambda device: type("P", (), {"name": "X", "total_memory": room})()
     )
     monkeypatch.setattr(whole_steps.machine, "title", lambda device: "X")
-    one, eight = (whole_steps.fitting(entry, gpu, "bf16") for entry in whole_steps.STEPS)
+    one, small, eight = (whole_steps.fitting(entry, gpu, "bf16") for entry in whole_steps.STEPS)
+    assert small.layers == 12
     assert one.layers == 16 and 4 <= eight.layers < 32
-    plan = whole_steps.plan_of(one, whole_steps.STEPS[0], gpu, compiled=False, precision="bf16")
+    plan = whole_steps.plan_of(one, whole_steps.STEPS[0], gpu, how="ours", precision="bf16")
     assert 16 * 1.2e9 < whole_steps.predicted_bytes(plan) < whole_steps.predict(plan).peak_bytes
 
 

@@ -259,8 +259,8 @@ def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precisi
     of, run = estimator(asked), dry_run(asked, device="cuda")
     for place, seen in enumerate(run.ranks):
         count = of.held(asked.layout, place)
-        planned = sum(of.states(asked.layout, count, asked.micro_batches).update.values())
-        planned += of.update_bytes(asked.layout, place, count)
+        state = of.states(asked.layout, count, asked.micro_batches)
+        planned = sum(state.update.values()) + of.update_bytes(asked.layout, place, count, state)
         held = max(sum(part.kinds.values()) for part in seen.passes if part.name == "optimizer")
         assert planned == pytest.approx(held, rel=0.08)
         sent = {(each.axis, each.collective): (each.calls, each.sent_bytes) for each in traffic(asked, place)}

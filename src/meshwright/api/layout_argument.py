@@ -6,13 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 from meshwright.spec import Layout, Plan
+from meshwright.spec.capturing_rules import CAPTURED, policies
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.schedule import NAMES
 from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
-WORDS = ("recompute", "schedule", "sp", "offload")
+WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
 SEARCHED = (*DEGREES[1:], *WORDS)
 
 Fixed = dict[str, tuple[Any, ...]]
@@ -28,6 +29,8 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
                 raise ArgumentError(
                     f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
                 )
+    if found.get("cuda_graphs") == ("on",):
+        _captured(asked, found)
     _agree(asked, found)
     if layers := found.get("recompute_layers", (0,))[0]:
         found.setdefault("recompute", RECOMPUTE[1:])
@@ -60,7 +63,7 @@ def _value(part: str, key: str, value: str) -> Any:
     from difflib import get_close_matches
 
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
-             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations")}  # fmt: skip
+             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"), "cuda_graphs": ("off", "on")}  # fmt: skip
     if key in words and value in words[key]:
         return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
     if key in words:
@@ -85,6 +88,16 @@ def _made_for(asked: Plan) -> None:
             f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out to "
             "search one"
         )
+
+
+def _captured(asked: Plan, found: Fixed) -> None:
+    """Leave what can be captured. Raise where something else is fixed."""
+    for key, legal in {**CAPTURED, "recompute": policies(asked.layout)}.items():
+        fixed = found.get(key, legal)
+        if not set(fixed) <= set(legal):
+            shown = " or ".join(map(_shown, legal))
+            raise ArgumentError(f"layout= has cuda_graphs=on and {key}={_shown(fixed[0])}: take {key}={shown}")
+        found[key] = fixed
 
 
 def _agree(asked: Plan, found: Fixed) -> None:

@@ -3,9 +3,9 @@
 Dropless: every token reaches its top_k experts, however uneven. Letters: N tokens, D hidden, X experts, F expert ffn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
-from meshwright.model.mlp import gelu_form, make_mlp
+from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
 from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape, MoEShape
 
@@ -125,6 +125,42 @@ class ExpertStack:
         return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
 
 
+Half = Callable[..., Any]
+"""(shared experts, ...) -> as their `begin` or `finish`."""
+
+
+def begin(shared: GatedMLP | PlainMLP, x: Tensor) -> tuple[Tensor, ...]:
+    """As its method."""
+    return shared.begin(x)
+
+
+def finish(shared: GatedMLP | PlainMLP, *begun: Tensor) -> Tensor:
+    """As its method."""
+    return shared.finish(*begun)
+
+
+IN_HALVES: tuple[Half, Half] = begin, finish
+
+
+class RoutedTokens(NamedTuple):
+    """Where tokens go, and how they are put together again."""
+
+    x: Tensor
+    """(B, S, D), the tokens."""
+    counts: Tensor
+    """(X,) rows of each expert."""
+    weights: Tensor
+    """(N, k) fp32."""
+    experts: Tensor
+    """(N, k) int64, of each token."""
+    probabilities: Tensor
+    """(N, X) fp32."""
+    order: Tensor
+    """(N k,) which choice each row is."""
+    inverse: Tensor
+    """(N k,) which row each choice is."""
+
+
 class MoE(nn.Module):
     """Routed experts plus shared ones."""
 
@@ -139,11 +175,14 @@ class MoE(nn.Module):
             self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32.
+        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32."""
+        routed, rows = self.route(x)
+        received, shared = self.visit(routed, rows)
+        return self.join(routed, received, shared)
 
-        Where rows travel, the shared experts are computed in two halves: while the rows come, and while they return.
-        The backward pass goes the same way round.
-        """
+    def route(self, x: Tensor) -> tuple["RoutedTokens", list[Tensor]]:
+        """What comes before the experts: x (B, S, D) -> where its tokens go, and their rows (N k, D), sorted by that.
+        These are alone in a list, so that who sends them can let go of them."""
         x = self.seams.routed.enter(x)
         flat, dispatch, prefer = x.flatten(0, 1), self.seams.dispatch, self.experts.kernels.prefer
         weights, experts, probabilities = self.router(flat)
@@ -151,16 +190,32 @@ class MoE(nn.Module):
         order = dispatch.ordered(choices).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
-        shares = self.moe.shared_experts > 0
-        beside = shares and dispatch.travels
-        sent = dispatch.send(self.experts, spread(flat, order, inverse, self.moe.top_k, prefer), counts)
-        begun = self.shared.begin(x) if beside else ()
+        rows = spread(flat, order, inverse, self.moe.top_k, prefer)
+        return RoutedTokens(x, counts, weights, experts, probabilities, order, inverse), [rows]
+
+    def visit(
+        self, routed: "RoutedTokens", rows: list[Tensor], halves: "tuple[Half, Half]" = IN_HALVES
+    ) -> tuple[Tensor, Tensor | None]:
+        """To the experts and back: (rows (N k, D) that they made, what shared experts made of x (B, S, D)).
+
+        Where rows travel, the shared experts are computed in two halves, by `halves`: while the rows come, and while
+        they return. Elsewhere `join` computes them. The backward pass goes the same way round.
+        """
+        dispatch, (begin, finish) = self.seams.dispatch, halves
+        beside = self.moe.shared_experts > 0 and dispatch.travels
+        sent = dispatch.send(self.experts, rows.pop(), routed.counts)
+        begun = begin(self.shared, routed.x) if beside else ()
         made = self.experts(*sent)
-        shared = self.shared.finish(*begun) if beside else None
-        out = combine(dispatch.receive(made), weights, order, inverse, prefer).view_as(x)
-        if shares:
+        shared = finish(self.shared, *begun) if beside else None
+        return dispatch.receive(made), shared
+
+    def join(self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What comes behind the experts: their rows (N k, D) -> as `forward`."""
+        x, prefer = routed.x, self.experts.kernels.prefer
+        out = combine(received, routed.weights, routed.order, routed.inverse, prefer).view_as(x)
+        if self.moe.shared_experts:
             out = out + (self.shared(x) if shared is None else shared)
-        balance = self._balance(experts, probabilities, x.shape[0])
+        balance = self._balance(routed.experts, routed.probabilities, x.shape[0])
         return self.seams.routed.leave(out), balance  # last: recomputation stops before it
 
     def _balance(self, experts: Tensor, probabilities: Tensor, sequences: int) -> Tensor:

@@ -49,14 +49,20 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """As `forward`: the arithmetic of one device."""
-        attended = self._drop(self.attention(self.attention_norm(x), sight, cache))
-        normed, x = self.mlp_norm.after(x, attended)
+        normed, x = self.attend(x, sight, cache)
         if self.routed:
             out, balance = self.mlp(normed)
-            return x + self._drop(out), balance
-        return x + self._drop(self.mlp(normed)), None
+            return x + self.drop(out), balance
+        return x + self.drop(self.mlp(normed)), None
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, S, D) -> what the feed-forward reads, and what its result is added to."""
+        attended = self.drop(self.attention(self.attention_norm(x), sight, cache))
+        normed, x = self.mlp_norm.after(x, attended)
+        return normed, x
+
+    def drop(self, x: Tensor) -> Tensor:
+        """x with dropout."""
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 

@@ -23,6 +23,7 @@ from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_gro
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.offload import Offload
+from meshwright.parallel.pass_graphs import pass_graphs
 from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.recompute import block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
@@ -154,6 +155,7 @@ def parallelize(
         replicas=replicas,
         sums=sums,
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
+        graphs=pass_graphs(stages[0], mesh, device, replicas),
         common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
     )
 
@@ -204,9 +206,8 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     model.seams.overwrites = layout.recompute != "selective"
     make: Callable[[str], BlockCall] = block_call
     if compiled:
-        apart = experts_stay_apart(layout)
-        prepare(model, apart=apart)
-        make = partial(compiled_call, apart=apart)
+        prepare()
+        make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     call = make(layout.recompute)
     model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call

@@ -1,17 +1,18 @@
 """Whether blocks are compiled, what that needs, and how a compiled block is called."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
 from meshwright.kernels.weight_gradients import splits, traced
-from meshwright.model import Transformer
 from meshwright.model.attention import Sight
 from meshwright.model.kv_cache import Past
+from meshwright.model.moe import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
@@ -73,20 +74,14 @@ def compile_notes(layout: Layout, device: torch.device) -> list[str]:
     return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
 
 
-def prepare(model: Transformer, *, apart: bool) -> None:
-    """Raise torch's limit of kinds of calls, and say so where that is hit. `apart`: experts are left alone."""
+def prepare() -> None:
+    """Raise torch's limit of kinds of calls, and say so where that is hit."""
     torch_compile.raise_recompile_limit(VARIANTS)
     torch_compile.when_recompile_limit_is_hit(_say_limit)
-    if apart:
-        # They take runs of rows whose lengths would become constants of the code: every step would compile anew.
-        dispatch = model.seams.dispatch
-        parts = ("send", "compute", "receive") if dispatch.travels else ("compute",)
-        alone = {part: torch.compiler.disable(getattr(dispatch, part)) for part in parts}
-        model.seams.dispatch = replace(dispatch, **alone)
 
 
 def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
-    """What calls the blocks of a model that is to be compiled, and prepared for it.
+    """What calls the blocks of a model that is to be compiled.
 
     Blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees any more,
     selective would keep nothing. Routed ones whose experts are left alone (`apart`) cannot be, since the compiler does
@@ -97,7 +92,7 @@ def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
     as_one = _compiled(block_call(recompute, compiled=True))
-    in_parts = block_call(around, _compiled(compute)) if apart else as_one
+    in_parts = block_call(around, _around_experts()) if apart else as_one
 
     def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         call = compute if cache is not None else in_parts if block.routed else as_one
@@ -107,18 +102,45 @@ def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     return run
 
 
-def _compiled(call: BlockCall) -> BlockCall:
-    """The call as compiled code: of backward passes that are whole, and of those that are split."""
+def _around_experts() -> BlockCall:
+    """A routed block as a graph before its experts and one behind them, and two of shared experts beside rows that
+    travel. The experts take runs of rows whose lengths would become constants of the code, and what ZeRO gathers for
+    them is gathered by a hook: neither is for the compiler. Cut by hand: where the compiler finds a part that it must
+    leave alone in a module inside of a block, it cuts around that module, too."""
+    before, behind = _compiled(_before_experts), _compiled(_behind_experts)
+    halves = _compiled(begin), _compiled(finish)
+
+    def run(block: Block, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
+        x, routed, rows = before(block, x, sight)
+        received, shared = cast(MoE, block.mlp).visit(routed, rows, halves)
+        found: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared)
+        return found
+
+    return run
+
+
+def _before_experts(block: Block, x: Tensor, sight: Sight) -> tuple[Tensor, RoutedTokens, list[Tensor]]:
+    normed, x = block.attend(x, sight)
+    return x, *cast(MoE, block.mlp).route(normed)
+
+
+def _behind_experts(
+    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, balance = cast(MoE, block.mlp).join(routed, received, shared)
+    return x + block.drop(out), balance
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, whose first argument is a module, as compiled code: of backward passes that are whole, and of those
+    that are split."""
     once, in_two = torch.compile(call, dynamic=False), torch.compile(call, dynamic=False, options=KEEPS_BUFFERS)
 
-    def run(block: Block, *given: Any) -> tuple[Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor | None]
+    def run(module: nn.Module, *given: Any) -> Any:
         if not splits():
-            found = once(block, *given)
-            return found
-        with traced(block.parameters()):
-            found = in_two(block, *given)
-        return found
+            return once(module, *given)
+        with traced(module.parameters()):
+            return in_two(module, *given)
 
     return run
 

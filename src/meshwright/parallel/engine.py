@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from meshwright.parallel import data
 from meshwright.parallel.context import places
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pass_graphs import Capturable, PassGraphs
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.replicas import Replicas
@@ -48,6 +49,8 @@ class Engine:
     """Of gradients that no bucket of those has, where they are widened."""
     pipeline: Pipeline | None = None
     """What runs the stages; None where there is one."""
+    graphs: PassGraphs | None = None
+    """What captures passes (layout.cuda_graphs=on)."""
 
     @property
     def model(self) -> Transformer:
@@ -107,6 +110,15 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.run(passes)
             return
+        if self.graphs is not None:
+            assert after is None, "spec.legal refuses recipe.noise_scale_every beside layout.cuda_graphs"
+            self.graphs.run(cast(Sequence[Capturable], passes))
+        else:
+            self._one_by_one(passes, after)
+        for replicas in self.replicas:
+            replicas.start()
+
+    def _one_by_one(self, passes: Sequence[P], after: Callable[[P], None] | None) -> None:
         for index, one in enumerate(passes):
             last = index == len(passes) - 1
             data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
@@ -116,8 +128,6 @@ class Engine:
             loss.backward()
             if after is not None:
                 after(one)
-        for replicas in self.replicas:
-            replicas.start()
 
     def evaluate(self, passes: Sequence[Pass]) -> Tensor:
         """Some micro-batches forward: this rank's part of their loss ()."""

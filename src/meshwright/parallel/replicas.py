@@ -46,6 +46,7 @@ class Bucket:
     """Gradients that the last backward pass of the step has not made yet."""
     pending: Pending | None = None
     buffer: Tensor | None = None
+    """Of this step. CUDA graphs lay one that stays where it is (parallel/pass_graphs.py)."""
 
     def place(self, index: int) -> Tensor:
         """Of a parameter's sum, in the buffer of this step."""

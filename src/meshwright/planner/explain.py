@@ -45,7 +45,8 @@ def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
         words.append(f"ep={layout.ep}")
     words += [f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"]
     return " ".join((*words, *([f"recompute_layers={n}"] if (n := layout.recompute_layers) else []),
-                     *([f"offload={layout.offload}"] if layout.offload != "off" else [])))  # fmt: skip
+                     *([f"offload={layout.offload}"] if layout.offload != "off" else []),
+                     *(["cuda_graphs=on"] if layout.cuda_graphs == "on" else [])))  # fmt: skip
 
 
 def words_of(plan: Plan) -> str:

@@ -84,6 +84,9 @@ class Layout:
     block. With recompute none, norms and full."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of each block: auto = on a GPU only."""
+    cuda_graphs: Literal["off", "on"] = "off"
+    """on: a micro-batch's forward and backward pass is captured as a CUDA graph and launched in one call, for models
+    whose kernels are shorter than their launches. On GPUs with data parallelism alone (zero=0)."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
     """auto = Triton's where they are better, on a GPU; eager = torch's own operations; triton = Triton's wherever they
     can run; reference = the plain twins, for comparison."""

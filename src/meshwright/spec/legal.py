@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
+from meshwright.spec.capturing_rules import capturing_refusals
 from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import cut_blocks
@@ -22,6 +23,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_expert(shape, layout),
         *_data(layout),
         *_recomputation(layout),
+        *capturing_refusals(shape, recipe, layout),
         *_randomness(shape, recipe, layout),
         *_masters(recipe),
         *_state_blocks(shape, recipe, layout),

@@ -164,7 +164,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
     counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
-        part = _each_tensor(batch, itemgetter(rows))
+        part = each_tensor(batch, itemgetter(rows))
         documents = batch.documents_of_rows[rows]
         part = replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents)
         parts.append(replace(part, answers_of_rows=batch.answers_of_rows[rows]))
@@ -173,7 +173,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
 
 def moved(batch: Batch, device: torch.device) -> Batch:
     """The same batch with its tensors on a device."""
-    return _each_tensor(batch, lambda tensor: tensor.to(device))
+    return each_tensor(batch, lambda tensor: tensor.to(device))
 
 
 def forms(batch: Batch) -> dict[bool, Batch]:
@@ -191,7 +191,8 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     }
 
 
-def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with each of its tensors changed."""
     put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
     more = {name: change(tensor) for name, tensor in batch.more.items()}
     changed: dict[str, Any] = {name: None if t is None else change(t) for name, t in put.items()}

@@ -18,6 +18,7 @@ from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
+from meshwright.parallel.pass_graphs import check_device
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
@@ -75,6 +76,7 @@ def run(
             f"layout.offload={plan.layout.offload} moves to host memory, which is all that a CPU has: take "
             "layout.offload=off"
         )
+    check_device(plan.model, plan.layout, target, DTYPES[plan.recipe.precision])
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
     recipe = plan.recipe

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from meshwright.training.batches import Batch, forms
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.skipping import StepSkipper
+from meshwright.training.standing_batch import form_of, standing, take
 
 
 class Objective(Protocol):
@@ -112,7 +113,7 @@ def train_step(
     passes = [MicroPass(batch, weights, objective) for batch in micro_batches]
     engine.forward_backward(
         passes,
-        after=lambda one: gradients.collect(objective.count(one.batch) * token) if measure_noise else None,
+        after=(lambda one: gradients.collect(objective.count(one.batch) * token)) if measure_noise else None,
     )
     loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
     balance = sum((one.balance for one in passes), torch.zeros((), device=device))
@@ -177,6 +178,17 @@ class Weights:
             scale,
         )
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of a training step."""
+        return tuple(one for one in self._each() if isinstance(one, Tensor))
+
+    def copied(self) -> "Weights":
+        """The same in memory of their own."""
+        return Weights(*(one.clone() if isinstance(one, Tensor) else one for one in self._each()))
+
+    def _each(self) -> tuple[Any, ...]:
+        return self.token, self.sequence, self.balance, self.scale
+
 
 EVALUATION = Weights(None)
 """Plain sums."""
@@ -203,6 +215,25 @@ class MicroPass:
             (*self.size, packed): MicroPass(one, self.weights, self.objective)
             for packed, one in forms(self.batch).items()
         }
+
+    def form(self) -> Hashable:
+        """As Capturable. An objective may read what it likes of a batch; cross-entropy reads tensors."""
+        return form_of(self.batch) if isinstance(self.objective, CrossEntropy) else None
+
+    def standing(self) -> "MicroPass":
+        """As Capturable (parallel.pass_graphs)."""
+        return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
+
+    def take(self, one: "MicroPass") -> None:
+        """As Capturable."""
+        take(self.batch, one.batch)
+        for own, given in zip(self.weights.tensors(), one.weights.tensors(), strict=True):
+            own.copy_(given)
+
+    def give(self, one: "MicroPass") -> None:
+        """As Capturable."""
+        one.cross_entropy, one.balance = self.cross_entropy.clone(), self.balance.clone()
+        one.figures = self.figures.clone()
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """Through one stage: (its output, its part of the step's loss times the loss scale)."""

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from meshwright.observe.dryrun.graph_pool import hold_pool
 from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.observe.program import TrainingProgram
@@ -78,6 +79,7 @@ class Watched:
             stack.enter_context(told(self._pass))
             program.build()
             label_states(watch, program.state)
+            hold_pool(program.state.engine.graphs, watch)
             self._name_modules(stack)
             for number, count in enumerate(counts, start=1):
                 before = program.mesh.traffic.snapshot()

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -150,6 +151,10 @@ class StorageWatch(compat.DispatchMode):
     def now(self) -> int:
         """The number of the next event."""
         return len(self._event_record)
+
+    def rise(self, start: int) -> int:
+        """The most bytes that were held since event `start`, beyond those that were held before it."""
+        return max(accumulate(self._event_bytes[start:], initial=0))
 
     def events(self) -> Iterator[tuple[int, int]]:
         """(number of a record, bytes more or less), in order."""

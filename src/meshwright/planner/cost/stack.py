@@ -145,6 +145,16 @@ def eager(stack: Stack) -> Stack:
     return replace(stack, passes=1.67, rope_passes=5.0) if stack.own and known else stack
 
 
+GRAPH_S = 2e-5
+"""Of the host to launch a graph of a micro-batch, and copy what it reads."""
+
+
+def graphed(stack: Stack) -> Stack:
+    """This package's engine with passes that are CUDA graphs (parallel/pass_graphs.py): the host launches no kernel of
+    theirs, and replicas are summed behind the last of them."""
+    return replace(stack, host_s=0.0, hides_gradients=0.0, micro_batch_s=stack.micro_batch_s + GRAPH_S)
+
+
 MESHWRIGHT = Stack(
     name="meshwright",
     own=True,

@@ -81,6 +81,8 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
+    if layout.cuda_graphs == "on":  # gradients are there from the first micro-batch on
+        micro_batches = max(2, micro_batches)
     found = [Instant("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
     if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
@@ -182,7 +184,7 @@ class PipelineRank:
         ends, early = self.last and place == len(self.costs) - 1, waits and not again
         before = whole * share + self._left(whole * reduced) + (units.last.gradients if ends and early else 0.0)
         parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
-        final = units.summed and what == "sums"
+        final = units.summed and what == "sums" and self.layout.cuda_graphs == "off"
 
         def kinds(at: Place) -> Sizes:
             return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.gone, kept)
@@ -200,7 +202,7 @@ class PipelineRank:
         elif what == "split":
             yield kinds(Place(before, logits, cost.split_bytes))
         elif what in ("embedding", "end"):
-            last = what == "end" and units.summed
+            last = what == "end" and units.summed and self.layout.cuda_graphs == "off"
             after = before if again else before + (units.first.gradients if early else whole * own)
             yield kinds(self._embedding(after, logits, again, own if last and self.layout.zero else 0.0))
         else:

@@ -108,9 +108,14 @@ def rank_memory(
     if stack.step_buffers and layout.pp > 1:
         kinds["buffers"] += (2 * len(own) - first - last) * micro_batches * border_bytes
         kinds["logits"] += micro_batches * logits_bytes if last else 0.0
-    update = {**state.update, "temporaries": update_bytes}
+    update, then = {**state.update, "temporaries": update_bytes}, "optimizer step"
+    if layout.cuda_graphs == "on":  # the graphs' pool keeps what a pass takes at the most
+        update["buffers"] = sum(kinds.values()) - sum(state.step.values())
+        head_bytes = max(cost.logits.chunk for cost in costs)
+        if head_bytes > update_bytes:
+            update["temporaries"], then = head_bytes, "evaluation"
     if sum(update.values()) > sum(kinds.values()):
-        kinds, when = update, "optimizer step"
+        kinds, when = update, then
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]

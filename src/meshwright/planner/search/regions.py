@@ -91,9 +91,11 @@ class RegionFamily(NamedTuple):
 
 
 def without_own(plan: Plan, fixed: Fixed) -> Plan:
-    """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed."""
+    """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed.
+    Passes are graphs where that is fixed: few layouts can have them."""
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
-    return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload))
+    graphs = fixed.get("cuda_graphs", ("off",))[0]
+    return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
 
 
 def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -87,7 +87,7 @@ class Estimator(SharedCosts):
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
-            update_s = max(update_s, update_seconds(self.speeds, count, recipe))
+            update_s = max(update_s, update_seconds(self.speeds, count, recipe) + self._zeros_s(layout, state))
             if self.matrices is not None:
                 muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
         send_s = self._send_s(layout, of)
@@ -98,8 +98,13 @@ class Estimator(SharedCosts):
             self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self.stack, m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
+        return step_time(layout, self._stack(layout), m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
                          passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
+
+    def _zeros_s(self, layout: Layout, state: States) -> float:
+        """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""
+        passes = 4.0 if layout.cuda_graphs == "on" else 0.0
+        return self.speeds.update_seconds(passes * state.step["gradients"]) if passes else 0.0
 
     def least_s(self, layout: Layout) -> float:
         """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
@@ -110,7 +115,8 @@ class Estimator(SharedCosts):
         passes_s = self._passes_s(layout, m, shown, send_s, False, key)
         if layout.pp > 1:
             passes_s /= max(1.0, self.speeds.ranks_per_core)
-        return passes_s + self.stack.step_s + m * self.stack.micro_batch_s
+        stack = self._stack(layout)
+        return passes_s + stack.step_s + m * stack.micro_batch_s
 
     def _passes_s(
         self, layout: Layout, m: int, stages: list[MicroBatchCost], send_s: float, exact: bool, key: tuple[object, ...]
@@ -141,7 +147,7 @@ class Estimator(SharedCosts):
                 layout, self.stack, m, stages, state, rank,
                 gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
                 border_bytes=of.between_bytes,
-                update_bytes=self.update_bytes(layout, rank, count),
+                update_bytes=self.update_bytes(layout, rank, count, state),
                 exact=exact,
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
                 units=self._units(layout, state) if self.stack.own else None,
@@ -209,10 +215,13 @@ class Estimator(SharedCosts):
             self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
         return self._known.standing[key]
 
-    def update_bytes(self, layout: Layout, rank: int, count: ElementCounts) -> float:
-        """Temporaries of the optimizer step."""
+    def update_bytes(self, layout: Layout, rank: int, count: ElementCounts, state: States) -> float:
+        """Temporaries of the optimizer step. Gradients that are fp32 already are not widened: that is counted where
+        this moment is often the fullest (layout.cuda_graphs)."""
         matrices = self.matrices.buffer_bytes(layout, *self._ranks(layout)[rank][:2]) if self.matrices else 0.0
-        return max(matrices, min(count.own * self.widened_bytes, self.stack.update_bucket_bytes))
+        wide = layout.cuda_graphs == "on" and state.gradient_bytes == 4 and not self.recipe.storage.narrow
+        each = 0.0 if wide else self.widened_bytes
+        return max(matrices, min(count.own * each, self.stack.update_bucket_bytes))
 
     @cached_property
     def matrices(self) -> MatrixCosts | None:

@@ -7,7 +7,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts
 from meshwright.planner.memory.engine_peak import GatherUnit
@@ -44,11 +44,17 @@ class SharedCosts:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
         return self.cluster.device.is_gpu and self.speeds.host is None
 
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, int]:
+    def _stack(self, layout: Layout) -> Stack:
+        """As a layout's code is launched."""
+        stack = eager(self.stack) if layout.compile == "off" else self.stack
+        return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
+
+    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, bool, int]:
         batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
         degrees, compiled = (layout.tp, layout.sp, layout.cp, layout.ep), layout.compile == "off"
         pieces = layout.tp_chunks, layout.ep_chunks
-        return *degrees, layout.context, layout.context_split, *pieces, splits, compiled, batch
+        graphs = layout.cuda_graphs == "on"
+        return *degrees, layout.context, layout.context_split, *pieces, splits, compiled, graphs, batch
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
@@ -63,7 +69,7 @@ class SharedCosts:
         key = self._key(layout)
         if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
-            recipe, stack = self.recipe, eager(self.stack) if layout.compile == "off" else self.stack
+            recipe, stack = self.recipe, self._stack(layout)
             documents = recipe.document_mask
             of = local(
                 self.shape,
