@@ -6,7 +6,7 @@ Letters: B batch, S sequence, D hidden, V vocab.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention import UNKNOWN
+from meshwright.kernels.divergence_rows import FORWARD, DistillationLoss, Divergence, KnownTop, TeacherHead
 from meshwright.kernels.linear import SAME
 from meshwright.model.attention import Attention, LatentAttention, Sight
 from meshwright.model.init import fill_initial
@@ -218,6 +219,9 @@ class Transformer(nn.Module):
         return {window: Sight(mask(window=window), cos, sin) for window in windows}
 
 
+Made = TypeVar("Made")
+
+
 @dataclass(frozen=True, slots=True)
 class Predictions:
     """What a model says of next tokens, asked for without the whole logits. `_x` (B, S, D) is at its head: the
@@ -238,6 +242,34 @@ class Predictions:
         made = self.model.seams.log_probabilities or self.model.kernels.linear_log_probabilities
         return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
 
+    def divergence(
+        self, teacher: "Predictions | KnownTop", targets: Tensor, scale: Tensor | None = None,
+        form: Divergence = FORWARD, shared: int = 0,
+    ) -> DistillationLoss:  # fmt: skip
+        """Distillation loss summed over targets (B, S) that are not -100, times scale (): against the predictions of a
+        teacher, which learns nothing, or against what was kept of them. `shared`: both know the first so many tokens
+        of their vocabularies alike; 0 = all."""
+        made = self.model.seams.divergence or self.model.kernels.linear_divergence
+        found: list[DistillationLoss] = []
+
+        def against(theirs: KnownTop | TeacherHead) -> None:
+            with torch.enable_grad() if learns else torch.no_grad():
+                use = partial(made, teacher=theirs, targets=targets.flatten(), scale=scale, form=form)
+                found.append(self._at_head(lambda x, weight: use(x, weight[: shared or None])))
+
+        def at_their_head(x: Tensor, weight: Tensor) -> Tensor:
+            """Nothing that could be differentiated leaves the teacher."""
+            against(TeacherHead(x, weight[: shared or None]))
+            return x.new_zeros(())
+
+        learns = torch.is_grad_enabled()
+        if isinstance(teacher, KnownTop):
+            against(teacher)
+        else:
+            with torch.no_grad():
+                teacher._at_head(at_their_head)
+        return found[0]
+
     def whole_sums(self, sums: Tensor) -> Tensor:
         """Sums over the positions that are here -> over whole sequences, the same on each rank that has a part of them
         (cp). Each of these must then add the same to the step's loss: its share of it, as `Objective.count` counts."""
@@ -250,11 +282,11 @@ class Predictions:
         linear = self.model.kernels.linear
         return self._at_head(lambda x, weight: linear(x[first + places], weight).float())
 
-    def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _at_head(self, use: Callable[[Tensor, Tensor], Made]) -> Made:
         flat, model = self._x.flatten(0, 1), self.model
         if model.shape.tied:
             return use(flat, model.embed.weight)
-        found: Tensor = model.head(flat, use)
+        found: Made = model.head(flat, use)
         return found
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
+from meshwright.kernels.linear_divergence import linear_divergence
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
@@ -109,6 +110,7 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     prefer = model.kernels.prefer
     seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary, prefer=prefer)
     seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary, prefer=prefer)
+    seams.divergence = partial(linear_divergence, vocabulary=vocabulary)
 
 
 def _sum_over(x: Tensor, group: Group) -> Tensor:
