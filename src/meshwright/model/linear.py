@@ -1,7 +1,7 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
