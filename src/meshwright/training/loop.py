@@ -30,11 +30,13 @@ from meshwright.training.batches import Share
 from meshwright.training.disk import check_space
 from meshwright.training.fits import check_fits
 from meshwright.training.interrupt import Interrupt
+from meshwright.training.objectives import Task
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
+from meshwright.training.teacher import check_shared, check_teacher, distillation
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -84,6 +86,7 @@ def run(
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
+    check_shared(plan, corpus.tokenizer)
     # Refuses a short text before a run folder is made.
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     plan = replace(plan, recipe=plan.recipe.over(len(rows)))
@@ -116,6 +119,7 @@ def run(
         reference.measure(state.engine, share)
         if reference.said:
             foreseen = _also_said(foreseen, ("reference", reference.said))
+        task = reference.task() if not recipe.traits.teacher else Task(objective=distillation(plan, mesh, target))
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
@@ -126,7 +130,7 @@ def run(
             corpus=corpus,
             folder=folder,
             share=share,
-            task=reference.task(),
+            task=task,
             device=target,
             pulse=pulse,
             saving=saving,
@@ -218,6 +222,7 @@ def _check_resume(plan: Plan, resume: str) -> None:
     fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
     if fresh or plan.model.lora is not None:
         pretrained.check_weights(plan)
+    check_teacher(plan)
 
 
 def new_state(

@@ -107,9 +107,9 @@ class Reference:
         """What the run minimizes."""
         objective = objective_of(self.plan.recipe)
         if self.tables is None:
-            return Task(objective=objective)
+            return Task(objective=objective, scored=objective)
         of_training, of_validation = (_looked_up(one) for one in (self.tables.train, self.tables.validation))
-        return Task(objective=objective, of_training=of_training, of_validation=of_validation)
+        return Task(objective=objective, scored=objective, of_training=of_training, of_validation=of_validation)
 
     def _look(self) -> tuple[str, str, AnswerTables | None]:
         """(hash of the first weights, what is said, tables) on the first rank."""

@@ -261,7 +261,7 @@ class Trainer:
         rows = HeldOutRows(
             rows=numbered_rows(data, recipe, self.corpus, stream, shuffle=False), stream=stream,
             document_mask=recipe.document_mask, at_once=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=limit, objective=self.task.objective, of_answers=self.task.of_validation,
+            limit=limit, objective=self.task.scored, of_answers=self.task.of_validation,
         )  # fmt: skip
         return rows.evaluate(self.state.engine, self.device, self.share, step=self.state.progress.step)
 
