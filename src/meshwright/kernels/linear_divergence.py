@@ -41,6 +41,9 @@ from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
 
+BUFFERS = 5
+"""Of (R, V) fp32 that a chunk has at most: logits and probabilities of both, and what is made of them."""
+
 
 @takes("logits")
 def linear_divergence_reference(
@@ -95,7 +98,8 @@ class _DivergenceChunks:
         weights = self.weight.float() if wide else self.weight
         theirs = self.teacher.weight if isinstance(self.teacher, TeacherHead) else None
         theirs = theirs.float() if theirs is not None and wide else theirs
-        rows = chunk_rows(len(self.x), 2 * (self.vocabulary.most if self.vocabulary else len(weights)), kind(self.x))
+        columns = self.vocabulary.most if self.vocabulary else len(weights)
+        rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)

@@ -190,6 +190,12 @@ class Plan:
         return found
 
     @property
+    def beside(self) -> ModelShape | None:
+        """A teacher that stands beside the model in every step; None where there is none, or where it is asked once,
+        before the run."""
+        return self.teacher if self.recipe.traits.teacher and not self.recipe.distillation_top_k else None
+
+    @property
     def beyond_positions(self) -> str:
         """Said of a sequence that is longer than rotary positions are meant for; empty where it is not."""
         if self.model.positions != "rope" or self.recipe.sequence <= self.model.max_positions:
