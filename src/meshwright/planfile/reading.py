@@ -243,8 +243,7 @@ class _Reader:
         """What the preset of a section gives, changed by the other fields."""
         name = fields.pop("preset", None)
         init = fields.pop("init", None) if section in MODELS else None
-        if init is not None:
-            self.inits[section] = self._init(section, init)
+        self.inits |= {} if init is None else {section: self._init(section, init)}
         if not isinstance(name, str):
             return {"name": "custom", **fields} if section == "cluster.device" else fields
         if section in MODELS:

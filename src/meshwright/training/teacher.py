@@ -19,11 +19,13 @@ from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.hub.weights import stored_weights
 from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
+from meshwright.parallel.agree import digest
 from meshwright.parallel.data import local
 from meshwright.spec import ModelShape, Plan
 from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
+from meshwright.store.commit import NAME
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.batches import Batch
@@ -51,6 +53,13 @@ class TeacherFolder:
             return
         run, found = locate(self.path)
         yield from final_weights(run.plan, found, dtype)
+
+    def fingerprint(self) -> str:
+        """Of its weights: of a run those of its newest checkpoint that is whole."""
+        if self.hub is not None:
+            return self.hub.fingerprint()
+        _, found = locate(self.path)
+        return digest([(found / NAME).read_text(encoding="utf-8")])
 
 
 def folder_of(path: Path) -> TeacherFolder:

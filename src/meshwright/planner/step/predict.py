@@ -138,6 +138,8 @@ class Estimator(SharedCosts):
         for rank in ranks:
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
+            for kinds in (state.step, state.update) if self.teacher is not None else ():
+                kinds["parameters"] += held_bytes(self.teacher, layout)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
             one = rank_memory(
@@ -156,11 +158,7 @@ class Estimator(SharedCosts):
     def states(self, layout: Layout, count: ElementCounts, m: int) -> States:
         """Of the elements of a pipeline rank, with steps of `m` micro-batches."""
         recipe = self.recipe
-        found = states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
-        if self.teacher is not None:
-            for kinds in (found.step, found.update):
-                kinds["parameters"] += held_bytes(self.teacher, layout)
-        return found
+        return states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
 
     def _taught(self, layout: Layout) -> MicroBatchCost:
         assert self.teacher is not None, "asked where there is one"
