@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cross_entropy, linear_divergence
+from meshwright.kernels import cross_entropy, linear_divergence, linear_top
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop, TeacherHead
 from tests.counting import Alive, Operations
@@ -235,7 +236,7 @@ def test_a_vocabulary_in_parts_gives_what_a_whole_one_does(beta: float, kept: bo
     x, weight, *theirs = inputs(21)
     teacher = top_of(*theirs, form=form) if kept else TeacherHead(*theirs)
     right = outcome(partial(loss_of, FUNCTIONS["fast"], teacher=teacher, targets=targets, form=form), [x, weight])
-    found = in_parts(x, weight, teacher, targets, form, [(0, 13), (13, 13), (26, 11)])
+    found = in_parts(x, weight, teacher, targets, form)
     torch.testing.assert_close(found[0], right[0].float(), rtol=1e-6, atol=1e-6)
     for one, other in zip(found[1:], (right[1], right[2]), strict=True):
         torch.testing.assert_close(one.double(), other / seed_of(), rtol=1e-5, atol=1e-5)
@@ -246,11 +247,11 @@ def seed_of() -> Tensor:
     return torch.randn((), generator=torch.Generator().manual_seed(1)).bfloat16().double()
 
 
-def in_parts(
-    x: Tensor, weight: Tensor, teacher: TeacherHead | KnownTop, targets: Tensor, form: Divergence,
-    parts: list[tuple[int, int]],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, gradient of x, of the weight), each part computed by a thread of its own."""
+PARTS = [(0, 13), (13, 13), (26, 11)]
+
+
+def together(one: Callable[[Vocabulary], Any], parts: list[tuple[int, int]]) -> tuple[list[Any], set[int]]:
+    """(what each part of a vocabulary finds, how many reductions each made), a thread a part."""
     barrier, shared = Barrier(len(parts)), [Tensor()] * len(parts)
     calls = [0] * len(parts)
 
@@ -262,26 +263,36 @@ def in_parts(
         barrier.wait()
         return stacked.amax(0) if largest else stacked.sum(0)
 
-    def run(index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(index: int) -> Any:
         first, number = parts[index]
         vocabulary = Vocabulary(
-            first=first, number=number, most=max(size for _, size in parts), whole=VOCAB,
+            first=first, number=number, most=max(size for _, size in parts), whole=VOCAB, index=index, parts=len(parts),
             largest=partial(reduce, index, True), total=partial(reduce, index, False),
         )  # fmt: skip
-        own = x.clone().requires_grad_(), weight[first : first + number].clone().requires_grad_()
-        theirs = teacher
-        if isinstance(teacher, TeacherHead):
-            theirs = TeacherHead(teacher.x, teacher.weight[first : first + number])
+        return one(vocabulary)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(run, range(len(parts)))), set(calls)
+
+
+def in_parts(
+    x: Tensor, weight: Tensor, teacher: TeacherHead | KnownTop, targets: Tensor, form: Divergence
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient of x, of the weight)."""
+
+    def one(vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+        here = slice(vocabulary.first, vocabulary.first + vocabulary.number)
+        own = x.clone().requires_grad_(), weight[here].clone().requires_grad_()
+        theirs = TeacherHead(teacher.x, teacher.weight[here]) if isinstance(teacher, TeacherHead) else teacher
         loss = FUNCTIONS["fast"](*own, theirs, targets, vocabulary=vocabulary, form=form).loss
         return loss.detach(), *torch.autograd.grad(loss, own)
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        found = list(pool.map(run, range(len(parts))))
+    found, calls = together(one, PARTS)
     chunks = -(-len(x) // 8)
     between = 0 < form.beta < 1
-    assert set(calls) == {chunks * (3 if between else 2)}, "two reductions a chunk, three between forward and reverse"
-    assert all(torch.equal(one[0], found[0][0]) for one in found)
-    return found[0][0], torch.stack([one[1] for one in found]).sum(0), torch.cat([one[2] for one in found])
+    assert calls == {chunks * (3 if between else 2)}, "two reductions a chunk, three between forward and reverse"
+    assert all(torch.equal(each[0], found[0][0]) for each in found)
+    return found[0][0], torch.stack([each[1] for each in found]).sum(0), torch.cat([each[2] for each in found])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -297,3 +308,31 @@ def test_values_are_those_of_trl(beta: float, heat: float) -> None:
         (x @ weight.T)[None], (theirs @ head.T)[None], targets[None], beta=beta, temperature=heat, reduction="sum"
     )
     torch.testing.assert_close(parts[0] / heat**2, right, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("heat", [1.0, 2.5])
+def test_the_likeliest_are_those_of_whole_logits(heat: float) -> None:
+    _, _, theirs, head = inputs(21)
+    right = top_of(theirs, head, Divergence(temperature=heat))
+    for function in (linear_top.linear_top, linear_top.linear_top_reference):
+        found = function(theirs, head, KEPT, heat)
+        assert torch.equal(found.ids, right.ids)
+        torch.testing.assert_close(found.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)
+        every = function(theirs, head, VOCAB + 3)
+        assert every.ids.shape == (21, VOCAB) and (every.log_probabilities[:, -1] < -15).all()
+        assert torch.isfinite(every.log_probabilities).all()
+
+
+def test_the_likeliest_of_a_vocabulary_in_parts() -> None:
+    """Also of parts that are smaller than what is kept."""
+    _, _, theirs, head = inputs(21)
+    for kept in (KEPT, 12):
+        right = linear_top.linear_top_reference(theirs, head, kept, 1.5)
+
+        def one(vocabulary: Vocabulary, kept: int = kept) -> KnownTop:
+            part = head[vocabulary.first : vocabulary.first + vocabulary.number]
+            return linear_top.linear_top(theirs, part, kept, 1.5, vocabulary)
+
+        for found in together(one, PARTS)[0]:
+            assert torch.equal(found.ids, right.ids)
+            torch.testing.assert_close(found.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)

@@ -12,8 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import attention, cross_entropy, experts, fp8, linear, linear_divergence, norm, rope, swiglu
-from meshwright.kernels.divergence_rows import DistillationLoss
+from meshwright.kernels import (
+    attention,
+    cross_entropy,
+    experts,
+    fp8,
+    linear,
+    linear_divergence,
+    linear_top,
+    norm,
+    rope,
+    swiglu,
+)
+from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,7 @@ class Kernels:
     linear_cross_entropy: Callable[..., Tensor]
     linear_log_probabilities: Callable[..., Tensor]
     linear_divergence: Callable[..., DistillationLoss]
+    linear_top: Callable[..., KnownTop]
 
 
 def reference() -> Kernels:
@@ -60,6 +72,7 @@ def reference() -> Kernels:
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
         linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
         linear_divergence=linear_divergence.linear_divergence_reference,
+        linear_top=linear_top.linear_top_reference,
     )
 
 
@@ -84,6 +97,7 @@ def fast(prefer: str = "auto") -> Kernels:
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
         linear_divergence=linear_divergence.linear_divergence,
+        linear_top=linear_top.linear_top,
     )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask, causal_mask
-from meshwright.kernels.divergence_rows import DistillationLoss
+from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 from meshwright.kernels.linear import SummedProduct
 
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
@@ -119,3 +119,5 @@ class Seams:
     """As kernels.linear_log_probabilities."""
     divergence: Callable[..., DistillationLoss] | None = None
     """As kernels.linear_divergence."""
+    top: Callable[..., KnownTop] | None = None
+    """As kernels.linear_top."""

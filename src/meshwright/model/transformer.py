@@ -250,25 +250,28 @@ class Predictions:
         teacher, which learns nothing, or against what was kept of them. `shared`: both know the first so many tokens
         of their vocabularies alike; 0 = all."""
         made = self.model.seams.divergence or self.model.kernels.linear_divergence
-        found: list[DistillationLoss] = []
+        learns, found = torch.is_grad_enabled(), list[DistillationLoss]()
 
-        def against(theirs: KnownTop | TeacherHead) -> None:
-            with torch.enable_grad() if learns else torch.no_grad():
+        def against(theirs: KnownTop | TeacherHead) -> Tensor:
+            with torch.set_grad_enabled(learns):
                 use = partial(made, teacher=theirs, targets=targets.flatten(), scale=scale, form=form)
                 found.append(self._at_head(lambda x, weight: use(x, weight[: shared or None])))
+            return targets.new_zeros(())  # nothing that could be differentiated leaves a teacher's head
 
-        def at_their_head(x: Tensor, weight: Tensor) -> Tensor:
-            """Nothing that could be differentiated leaves the teacher."""
-            against(TeacherHead(x, weight[: shared or None]))
-            return x.new_zeros(())
-
-        learns = torch.is_grad_enabled()
         if isinstance(teacher, KnownTop):
             against(teacher)
         else:
             with torch.no_grad():
-                teacher._at_head(at_their_head)
+                teacher._at_head(lambda x, weight: against(TeacherHead(x, weight[: shared or None])))
         return found[0]
+
+    def top(self, number: int, temperature: float, shared: int = 0) -> KnownTop:
+        """The likeliest next tokens (B, S, K) of each position at a temperature, and log-probabilities (B, S, K + 1):
+        theirs, and that of all others together."""
+        made = self.model.seams.top or self.model.kernels.linear_top
+        use = partial(made, number=number, temperature=temperature)
+        found = self._at_head(lambda x, weight: use(x, weight[: shared or None]))
+        return KnownTop(*(one.view(*self._x.shape[:2], -1) for one in found))
 
     def whole_sums(self, sums: Tensor) -> Tensor:
         """Sums over the positions that are here -> over whole sequences, the same on each rank that has a part of them

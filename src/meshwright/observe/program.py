@@ -8,9 +8,11 @@ run and the measurement it is compared with are the same program.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright import compat
@@ -26,8 +28,8 @@ from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
-from meshwright.training.batches import Batch, Share, split, to_batch
-from meshwright.training.distillation import Distillation
+from meshwright.training.batches import Batch, Share, columns_of, split, to_batch
+from meshwright.training.distillation import LIKELIEST, LOGS, Distillation
 from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
 from meshwright.training.objectives import objective_of
@@ -36,6 +38,7 @@ from meshwright.training.rate import learning_rate
 from meshwright.training.state import TrainState
 from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
 from meshwright.training.teacher import OnlineTeacher, distillation
+from meshwright.training.teacher_targets import sizes_of
 
 Stage = Callable[[str], None]
 """Told of each part of the program before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
@@ -152,7 +155,18 @@ class TrainingProgram:
         if self.documents:  # a GPU's kernels have room for each
             known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
             batch = replace(batch, documents_of_rows=(known,) * rows)
+        if recipe.distillation_top_k:
+            batch = replace(batch, more=columns_of(self._kept(rows), share, self.device))
         return split(batch, layout.micro_batch_of(recipe.global_batch))
+
+    def _kept(self, rows: int) -> dict[str, NDArray[Any]]:
+        """What rows have of a teacher that was asked before: its likeliest tokens, in the widths that a run reads."""
+        sizes = sizes_of(self.plan, rows)
+        shape = rows, sizes.sequence
+        return {
+            LIKELIEST: np.zeros((*shape, sizes.top), dtype=np.int32),
+            LOGS: np.zeros((*shape, sizes.top + 1), dtype=np.float16),
+        }  # fmt: skip
 
 
 @contextmanager

@@ -51,8 +51,7 @@ def distillation_violations(
             f"recipe.sequence={recipe.sequence} exceeds the {teacher.max_positions} learned positions of the teacher: "
             f"take recipe.sequence={teacher.max_positions}"
         )
-    if not recipe.distillation_top_k:
-        yield from _online(recipe, student, teacher, layout)
+    yield from _laid_out(recipe, student, teacher, layout)
 
 
 def _kept(recipe: Recipe, *, mixed: bool) -> Iterator[str]:
@@ -97,13 +96,12 @@ def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
     )  # fmt: skip
 
 
-def _online(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
-    """Of a teacher that stands beside the student under the same layout."""
-    instead = "or recipe.distillation_top_k=64, which asks the teacher once, before the run"
-    if layout.pp > 1:
+def _laid_out(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
+    """A teacher has the layout of its student, whether it stands beside it or is asked once."""
+    if layout.pp > 1 and not recipe.distillation_top_k:
         yield (
-            f"layout.pp={layout.pp} has no stage for a teacher that stands beside the student: take layout.pp=1, "
-            f"{instead}"
+            f"layout.pp={layout.pp} has no stage for a teacher that stands beside the student: take layout.pp=1, or "
+            "recipe.distillation_top_k=64, which asks the teacher once, before the run"
         )
         return
     plain = replace(
@@ -112,4 +110,4 @@ def _online(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: La
     known = layout_violations(student, recipe, layout)
     for sentence in layout_violations(teacher, plain, teacher_layout(layout, teacher)):
         if sentence not in known:
-            yield f"of the teacher: {sentence}; {instead}"
+            yield f"of the teacher: {sentence}"

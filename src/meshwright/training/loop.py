@@ -37,6 +37,7 @@ from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
 from meshwright.training.teacher import check_shared, check_teacher, distillation
+from meshwright.training.teacher_targets import ask
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -104,6 +105,7 @@ def run(
             _check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
+        kept = ask(plan, corpus, mesh, target, first) if recipe.distillation_top_k else None
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
@@ -119,7 +121,11 @@ def run(
         reference.measure(state.engine, share)
         if reference.said:
             foreseen = _also_said(foreseen, ("reference", reference.said))
-        task = reference.task() if not recipe.traits.teacher else Task(objective=distillation(plan, mesh, target))
+        task = reference.task()
+        if recipe.traits.teacher:
+            task = Task(objective=distillation(plan, mesh, target), of_rows=kept.of_rows if kept else None)
+            said = kept.said if kept else "beside the student, in every step"
+            foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))

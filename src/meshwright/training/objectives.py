@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.spec import Recipe
-from meshwright.training.batches import OfAnswers
+from meshwright.training.batches import OfAnswers, OfRows
 from meshwright.training.orpo import ORPO
 from meshwright.training.preference import DPO, IPO
 from meshwright.training.step import CROSS_ENTROPY, Objective
@@ -32,6 +32,8 @@ class Task:
     """What the objective reads of answers that are trained on."""
     of_validation: OfAnswers | None = None
     """The same of those held out."""
+    of_rows: OfRows | None = None
+    """What it reads of each position of a row that is trained on."""
 
 
 TEXT = Task()

@@ -31,7 +31,7 @@ from meshwright.store import checkpoint
 from meshwright.training import reference_store as store
 from meshwright.training.batches import Batch, OfAnswers, Share, held_out
 from meshwright.training.evaluate import evaluating, runs
-from meshwright.training.objectives import Task, objective_of
+from meshwright.training.objectives import TEXT, Task, objective_of
 from meshwright.training.preference import REFERENCE, answer_sums
 from meshwright.training.reference_store import AnswerTables
 from meshwright.training.step import EVALUATION, MicroPass
@@ -105,6 +105,8 @@ class Reference:
 
     def task(self) -> Task:
         """What the run minimizes."""
+        if self.plan.recipe.traits.teacher:
+            return TEXT
         objective = objective_of(self.plan.recipe)
         if self.tables is None:
             return Task(objective=objective, scored=objective)

@@ -55,7 +55,7 @@ class TeacherFolder:
         yield from final_weights(run.plan, found, dtype)
 
     def fingerprint(self) -> str:
-        """Of its weights: of a run those of its newest checkpoint that is whole."""
+        """Of its weights: of a run those of its newest checkpoint that is whole, which all ranks look for."""
         if self.hub is not None:
             return self.hub.fingerprint()
         _, found = locate(self.path)
