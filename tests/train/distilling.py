@@ -14,10 +14,10 @@ STUDENT = replace(SHAPE, name="student", kv_heads=2)
 ROUTED = replace(TEACHER, name="routed", family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=20))
 
 
-def taught(folder: Path, shape: ModelShape = TEACHER) -> Path:
+def taught(folder: Path, shape: ModelShape = TEACHER, steps: int = 8) -> Path:
     """The run of a teacher that was trained for some steps on texts beside it."""
     texts = write_texts(folder / "texts")
-    loop.run(plain_plan(texts, folder / "teacher", shape=shape, steps=8))
+    loop.run(plain_plan(texts, folder / "teacher", shape=shape, steps=steps, checkpoint_every=0, eval_every=0))
     return folder / "teacher"
 
 

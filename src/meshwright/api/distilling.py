@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
@@ -14,6 +14,9 @@ from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.worlds import world_violation
 from meshwright.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from meshwright.compress.distill_sequences import WrittenAnswers
 
 OF_TEACHER = re.compile(r"teacher:layers=(\d+)")
 """A student by layers of its teacher."""
@@ -85,3 +88,28 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     from meshwright.compress.distill_student import student_of_layers
 
     return [*added, f"model={student_of_layers(folder, int(layers[1]))}"]
+
+
+def write_answers(
+    teacher: str | Path, prompts: str | Path, out: str | Path, *, beams: int = 1, temperature: float = 0.0,
+    samples: int = 1, max_new_tokens: int = 256, seed: int = 0, limit: int = 0, dtype: str | None = None,
+) -> "WrittenAnswers":  # fmt: skip
+    """A file of what a teacher answers to the prompts of a file, to tune a student on (sequence-level distillation).
+
+    `beams`: more than one searches for the likeliest answer; else it is sampled, at temperature 0 greedily. `samples`
+    answers to each prompt; `limit` prompts, 0 = all. Answers that do not end, or say nothing, are left out.
+    DataError, RunError.
+    """
+    from meshwright.api.trained_model import load
+    from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
+
+    how = AnswerSearch(
+        beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed
+    )  # fmt: skip
+    asked = questions(Path(prompts))
+    if Path(out).exists():
+        raise ArgumentError(f"{out} is there already: name another file")
+    opened = load(teacher, dtype)
+    tokenizer, template = opened.chat_template()
+    answerer = Answerer(model=opened.model, tokenizer=tokenizer, template=template, stop_ids=opened.stop_ids)
+    return answerer.write(asked, Path(out), how, limit)
