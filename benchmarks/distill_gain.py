@@ -1,6 +1,6 @@
 """What a teacher is worth: students of three seeds, taught and untaught, at equal tokens and at equal student compute.
 
-    python -m benchmarks.distill_gain [--json] [--teacher-steps 1200] [--steps 400] [--seeds 3]
+    python -m benchmarks.distill_gain [--json] [--teacher-steps 800] [--steps 300] [--seeds 3]
 
 A teacher is trained here on the source of Python's standard library, in bytes. Students of a quarter of its parameters
 are trained on the same text, all with the same steps, batches and rate:
@@ -139,8 +139,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--teacher-steps", type=int, default=1200)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--teacher-steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args(words)
     import torch
