@@ -35,9 +35,10 @@ BELOW: dict[str, set[str]] = {
     "parallel": MODEL - {"parallel"},
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
+    "compress": TRAINING,
     "observe": TRAINING | {"planner"},
-    "api": TRAINING | {"planner", "observe"},
-    "cli": TRAINING | {"planner", "observe", "api"},
+    "api": TRAINING | {"planner", "observe", "compress"},
+    "cli": TRAINING | {"planner", "observe", "compress", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import compare, report
+    from meshwright.api.distilling import distill
     from meshwright.api.dry_runs import dry_run
     from meshwright.api.evaluation import evaluate
     from meshwright.api.planning import plan
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "dry_run", "evaluate", "load", "plan", "profile", "report",
-    "train", "tune",
+    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "distill", "dry_run", "evaluate", "load", "plan",
+    "profile", "report", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
-    "compare": "api.comparing", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
+    "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
     "load": "api.trained_model", "plan": "api.planning",
     "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "tune": "api.tuning",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",

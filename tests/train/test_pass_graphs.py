@@ -325,6 +325,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], ModelShape, str]] = {
     ),
     "noise": ({"micro_batch": 1}, {"noise_scale_every": 2}, LLAMA, "recipe.noise_scale_every=0"),
     "pairs": ({}, {"objective": "dpo"}, LLAMA, "layout.cuda_graphs=off"),
+    "a teacher": ({}, {"objective": "distill"}, LLAMA, "layout.cuda_graphs=off"),
 }  # fmt: skip
 
 

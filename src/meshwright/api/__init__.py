@@ -8,6 +8,7 @@
     profiling        profile       -> ProfileAnswer
     training_run     train         -> TrainAnswer; foresight: what is said before the first step
     tuning           tune          -> TrainAnswer
+    distilling       distill       -> TrainAnswer
     comparing        compare       -> ComparisonAnswer; report
     evaluation       evaluate      -> EvaluationAnswer
     trained_model    load          -> TrainedModel: generate, evaluate

@@ -60,9 +60,12 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def shape_from_folder(folder: Path) -> ModelShape:
-    """Of a Hugging Face directory."""
+    """Of a Hugging Face directory, or of a run."""
     from meshwright.model.hub import import_folder
+    from meshwright.store.run_folder import RunFolder
 
+    if (folder / "plan.yaml").is_file():
+        return RunFolder.open(folder).plan.model.base
     return import_folder(folder).shape
 
 

@@ -18,6 +18,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.legal import layout_violations
+from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.units import GIB
 
 SEQUENCE = 8192
@@ -32,9 +33,12 @@ FULL, LORA = "full", "lora"
 RATE = "recipe.learning_rate"
 
 
-def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "") -> Plan:
+def asked_plan(
+    model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
+) -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
-    plan file, or a plan. `tune`: full, lora or lora:RANK, for fine-tuning's batch and sequence, and with adapters."""
+    plan file, or a plan. `tune`: full, lora or lora:RANK, for fine-tuning's batch and sequence, and with adapters.
+    `teacher`: as `model`, for a distillation."""
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
@@ -48,6 +52,7 @@ def asked_plan(model: Any, cluster: str | None, nodes: int | None, recipe: Seque
     named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not given:
         words += _tuned(named, adapters=tune.startswith(LORA))
+    words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
         found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])

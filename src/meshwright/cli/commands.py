@@ -13,6 +13,7 @@ from meshwright.cli.terminal import help
 from meshwright.cli.verbs.accuracy import accuracy
 from meshwright.cli.verbs.calibrate import calibrate
 from meshwright.cli.verbs.compare import compare
+from meshwright.cli.verbs.distill import distill
 from meshwright.cli.verbs.doctor import doctor
 from meshwright.cli.verbs.dryrun import dryrun
 from meshwright.cli.verbs.eval import evaluate
@@ -94,7 +95,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 FUNCTIONS: dict[str, Callable[..., None]] = {
-    "quickstart": quickstart, "init": init, "train": train, "tune": tune, "generate": generate,
+    "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "schema": schema,

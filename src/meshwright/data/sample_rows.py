@@ -82,12 +82,20 @@ class SampleRows:
 
     def take(self, cursor: int, count: int) -> Sequences:
         """Rows [cursor, cursor + count) of the run; depends on the arguments, the samples and the seed alone."""
+        return self.rows_of(self.windows(cursor, count))
+
+    def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
+        """The rows of these numbers, which are not shuffled."""
+        return self._gather(numbers)
+
+    def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
+        """Which rows these are, [count]."""
         epochs, places = np.divmod(np.arange(cursor, cursor + count, dtype=np.int64), len(self))
         if self._shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
                 places[here] = permute(places[here], len(self), seed=self._seed, epoch=int(epoch))
-        return self._gather(places)
+        return places
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
         """All rows for evaluation, `count` at a time (fewer at the end); `limit` > 0 takes so many, spread evenly."""

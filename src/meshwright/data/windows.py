@@ -88,8 +88,11 @@ class Sampler:
     def take(self, cursor: int, count: int) -> Sequences:
         """Samples [cursor, cursor + count) of the run; depends on the arguments, the stream and the seed alone."""
         self._check_length()
-        windows = self.windows(cursor, count)
-        return _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
+        return self.rows_of(self.windows(cursor, count))
+
+    def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
+        """The windows of these numbers."""
+        return _gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Which windows these samples are, [count]."""

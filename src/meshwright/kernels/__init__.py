@@ -12,7 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import attention, cross_entropy, experts, fp8, fp8_experts, linear, norm, rope, swiglu
+from meshwright.kernels import (
+    attention,
+    cross_entropy,
+    experts,
+    fp8,
+    fp8_experts,
+    linear,
+    linear_divergence,
+    linear_top,
+    norm,
+    rope,
+    swiglu,
+)
+from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +49,8 @@ class Kernels:
     expert_linear: Callable[..., Tensor]
     linear_cross_entropy: Callable[..., Tensor]
     linear_log_probabilities: Callable[..., Tensor]
+    linear_divergence: Callable[..., DistillationLoss]
+    linear_top: Callable[..., KnownTop]
 
 
 def reference() -> Kernels:
@@ -57,6 +72,8 @@ def reference() -> Kernels:
         expert_linear=experts.expert_linear_reference,
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
         linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
+        linear_divergence=linear_divergence.linear_divergence_reference,
+        linear_top=linear_top.linear_top_reference,
     )
 
 
@@ -80,6 +97,8 @@ def fast(prefer: str = "auto") -> Kernels:
         expert_linear=told(experts.expert_linear),
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
+        linear_divergence=linear_divergence.linear_divergence,
+        linear_top=linear_top.linear_top,
     )
 
 

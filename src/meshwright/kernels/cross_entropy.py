@@ -72,6 +72,9 @@ class Vocabulary:
     most: int
     whole: int
     """Rows of the head on all devices."""
+    index: int = 0
+    """Which of `parts` this is."""
+    parts: int = 1
     largest: Callable[[Tensor], Tensor]
     """Maxima (R,) of the rows here -> of all rows."""
     total: Callable[[Tensor], Tensor]

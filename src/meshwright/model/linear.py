@@ -1,7 +1,7 @@
 """A linear layer whose product is a kernel, and several of them applied to one input."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ class Head(Linear):
     """The last layer, which gives logits, or at once what is made of them. It is called for either, so that its weight
     is used inside of its own call."""
 
-    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """x (..., D) -> logits (..., V), or what `use` makes of x and the weight (V, D)."""
         assert self.lora is None, "what is made of logits takes the head's own matrix"
         return super().forward(x) if use is None else use(x, self.weight)

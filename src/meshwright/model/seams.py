@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask, causal_mask
+from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 from meshwright.kernels.linear import SummedProduct
 
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
@@ -116,3 +117,7 @@ class Seams:
     """As kernels.linear_cross_entropy."""
     log_probabilities: Callable[..., Tensor] | None = None
     """As kernels.linear_log_probabilities."""
+    divergence: Callable[..., DistillationLoss] | None = None
+    """As kernels.linear_divergence."""
+    top: Callable[..., KnownTop] | None = None
+    """As kernels.linear_top."""

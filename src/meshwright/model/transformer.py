@@ -4,7 +4,6 @@ Letters: B batch, S sequence, D hidden, V vocab.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -24,6 +23,7 @@ from meshwright.model.low_rank import add_adapters
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
+from meshwright.model.predictions import Made, Predictions
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
 from meshwright.spec.shape import ModelShape
@@ -224,44 +224,11 @@ class Transformer(nn.Module):
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
         return {window: Sight(mask(window=window), cos, sin) for window in windows}
 
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """What a model says of next tokens, asked for without the whole logits. `_x` (B, S, D) is at its head: the
-    gradient of anything else made of it would be summed over tensor-parallel ranks."""
-
-    model: Transformer
-    _x: Tensor
-
-    def cross_entropy(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-        """-log p summed () fp32 in nats over targets (B, S) that are not -100, times scale, () or (B, S)."""
-        model = self.model
-        made = model.seams.loss or model.kernels.linear_cross_entropy
-        factor = scale.flatten() if scale is not None and scale.dim() else scale
-        return self._at_head(lambda x, weight: made(x, weight, targets.flatten(), factor))
-
-    def log_probabilities(self, targets: Tensor) -> Tensor:
-        """log p (B, S) fp32 in nats of targets (B, S); 0 where they are -100."""
-        made = self.model.seams.log_probabilities or self.model.kernels.linear_log_probabilities
-        return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
-
-    def whole_sums(self, sums: Tensor) -> Tensor:
-        """Sums over the positions that are here -> over whole sequences, the same on each rank that has a part of them
-        (cp). Each of these must then add the same to the step's loss: its share of it, as `Objective.count` counts."""
-        return self.model.seams.whole_sums(sums)
-
-    def logits_at(self, places: Tensor) -> Tensor:
-        """Logits (B, V) fp32 at one position (B,) of each row; of this rank's part of the vocabulary where it is
-        shared."""
-        first = torch.arange(len(places), device=places.device) * self._x.shape[1]
-        linear = self.model.kernels.linear
-        return self._at_head(lambda x, weight: linear(x[first + places], weight).float())
-
-    def _at_head(self, use: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        flat, model = self._x.flatten(0, 1), self.model
-        if model.shape.tied:
-            return use(flat, apart(model.embed.weight))
-        found: Tensor = model.head(flat, use)
+    def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Made]) -> Made:
+        """use(x (N, D), weight (V, D)) of the head, tied or not."""
+        if self.shape.tied:
+            return use(x, apart(self.embed.weight))
+        found: Made = self.head(x, use)
         return found
 
 

@@ -8,9 +8,11 @@ run and the measurement it is compared with are the same program.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright import compat
@@ -26,14 +28,17 @@ from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
-from meshwright.training.batches import Batch, Share, split, to_batch
+from meshwright.training.batches import Batch, Share, columns_of, split, to_batch
+from meshwright.training.distillation import LIKELIEST, LOGS, Distillation
 from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
 from meshwright.training.objectives import objective_of
 from meshwright.training.preference import REFERENCE
 from meshwright.training.rate import learning_rate
 from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
+from meshwright.training.teacher import OnlineTeacher, distillation
+from meshwright.training.teacher_targets import sizes_of
 
 Stage = Callable[[str], None]
 """Told of each part of the program before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
@@ -60,6 +65,7 @@ class TrainingProgram:
     staging_bytes: int = field(default=0, init=False)
     """Host memory of the copy that the thread writes from; on a GPU it lies beside the device's."""
     state: TrainState = field(init=False)
+    objective: Objective = field(init=False)
     batches: list[Batch] = field(init=False)
     read_ahead: list[Batch] = field(init=False)
     """Of the next step, which a thread reads while this one is made."""
@@ -73,11 +79,24 @@ class TrainingProgram:
         self.told("build")
         self.state = new_state(self.plan, self.mesh, self.device, initialize=self.initialize)
         self.state.engine.train()
+        self.objective = self._objective()
         if self.routing is not None:
             for stage in self.state.engine.stages:
                 stage.seams.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
         self.told("tokens")
         self.batches, self.read_ahead = self._tokens(), self._tokens()
+
+    def _objective(self) -> Objective:
+        if not self.plan.recipe.traits.teacher:
+            return objective_of(self.plan.recipe)
+        return distillation(self.plan, self.mesh, self.device, loads=False)
+
+    def teacher_tensors(self) -> list[Tensor]:
+        """Parameters and buffers of a teacher that stands beside the model."""
+        if not isinstance(self.objective, Distillation) or not isinstance(self.objective.teacher, OnlineTeacher):
+            return []
+        engine = self.objective.teacher.engine
+        return [*engine.parameters.values(), *engine.buffers.values()]
 
     def step(self, number: int, count: int) -> None:
         """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the
@@ -88,7 +107,7 @@ class TrainingProgram:
             state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
             clip=recipe.clip, balance_loss=recipe.balance_loss, scaler=state.scaler,
             measure_noise=bool(recipe.noise_scale_every) and number == 2,
-            before_update=lambda: self.told(f"update {number}"), objective=objective_of(recipe),
+            before_update=lambda: self.told(f"update {number}"), objective=self.objective,
         )  # fmt: skip
 
     def copy(self) -> None:
@@ -112,7 +131,8 @@ class TrainingProgram:
     def rest(self) -> None:
         """Evaluation, and what a checkpoint reads."""
         self.told("evaluate")
-        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp], objective_of(self.plan.recipe))
+        scored = CROSS_ENTROPY if self.plan.recipe.traits.teacher else self.objective
+        summed_loss(self.state.engine, self.batches[: self.plan.layout.pp], scored)
         self.told("save")
         self.state.pieces()
         self.told("end")
@@ -135,7 +155,18 @@ class TrainingProgram:
         if self.documents:  # a GPU's kernels have room for each
             known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
             batch = replace(batch, documents_of_rows=(known,) * rows)
+        if recipe.distillation_top_k:
+            batch = replace(batch, more=columns_of(self._kept(rows), share, self.device))
         return split(batch, layout.micro_batch_of(recipe.global_batch))
+
+    def _kept(self, rows: int) -> dict[str, NDArray[Any]]:
+        """What rows have of a teacher that was asked before: its likeliest tokens, in the widths that a run reads."""
+        sizes = sizes_of(self.plan, rows)
+        shape = rows, sizes.sequence
+        return {
+            LIKELIEST: np.zeros((*shape, sizes.top), dtype=np.int32),
+            LOGS: np.zeros((*shape, sizes.top + 1), dtype=np.float16),
+        }  # fmt: skip
 
 
 @contextmanager

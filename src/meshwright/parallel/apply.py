@@ -55,6 +55,7 @@ def build_engine(
     initialize: bool = True,
     masters: bool = False,
     adapters: bool = False,
+    trains: bool = True,
 ) -> Engine:
     """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
 
@@ -63,6 +64,7 @@ def build_engine(
     in `dtype`. `products` as recipe.products. IllegalLayout where one rank has both ends of a tied head and
     data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
     (spec.held.shards_are_masters). `adapters`: these are given their initial values where all else is left unset.
+    Not `trains`: all of it is frozen.
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
@@ -78,6 +80,8 @@ def build_engine(
         for number in own_stages(layout, mesh["pp"].index):
             whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
             stage = cut(whole, layout, number)
+            if not trains:
+                stage.requires_grad_(False)
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype

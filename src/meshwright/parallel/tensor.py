@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
+from meshwright.kernels.linear_divergence import linear_divergence
+from meshwright.kernels.linear_top import linear_top
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
@@ -109,6 +111,8 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     prefer = model.kernels.prefer
     seams.loss = partial(linear_cross_entropy, vocabulary=vocabulary, prefer=prefer)
     seams.log_probabilities = partial(linear_log_probabilities, vocabulary=vocabulary, prefer=prefer)
+    seams.divergence = partial(linear_divergence, vocabulary=vocabulary)
+    seams.top = partial(linear_top, vocabulary=vocabulary)
 
 
 def _sum_over(x: Tensor, group: Group) -> Tensor:
@@ -136,6 +140,8 @@ def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
         number=number,
         most=share(vocab, group.size, 0)[1],
         whole=vocab,
+        index=group.index,
+        parts=group.size,
         largest=partial(group.all_reduce, op="max"),
         total=group.all_reduce,
     )

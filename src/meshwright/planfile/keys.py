@@ -8,21 +8,26 @@ from typing import Any, get_args, get_type_hints
 from meshwright.spec.plan import Plan
 from meshwright.spec.presets import CLOSE, nearest
 
-SHORTHAND = {"model": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset", "model.lora": "rank"}
+SHORTHAND = {
+    "model": "preset", "teacher": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset",
+    "model.lora": "rank",
+}  # fmt: skip
 """A section given as one word: which key of the section the word is the value of."""
-STARTS_FROM = ("model", "cluster", "cluster.device")
+STARTS_FROM = ("model", "teacher", "cluster", "cluster.device")
 """Sections with the extra key `preset`: begin with that one and change what else is given."""
 INSTEAD = {"data.path": "mixture", "data.mixture": "path"}
 """Keys that stand in place of another key of their section: a change of one takes the other away."""
 LENGTHS = ("recipe.steps", "recipe.epochs", "recipe.tokens")
 """Keys that say how long a run is; the last two are 0 where they do not."""
-MOVED = {"init": ("model", "init")}
+MOVED = {"init": ("model", "init"), "teacher_init": ("teacher", "init")}
 """Field of the Plan -> section and key that it has in a file: a shape has no weights, a model has."""
 
 SWITCH = {"true": "full", "false": "none"}
 ALIASES: dict[str, dict[str, str]] = {
     "": {
         "model_name_or_path": "model",
+        "teacher_model_name_or_path": "teacher",
+        "teacher_model": "teacher",
         "dataset": "data",
         "train_data": "data",
         "output_dir": "run",
@@ -147,6 +152,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "dpo_beta": "preference_beta",
         "pref_beta": "preference_beta",
         "label_smoothing": "preference_smoothing",
+        "kd_temperature": "distillation_temperature",
         "dpo_label_smoothing": "preference_smoothing",
     },
     "layout": {
@@ -187,6 +193,9 @@ ALIASES: dict[str, dict[str, str]] = {
     "cluster": {"gpus_per_node": "devices_per_node", "num_nodes": "nodes", "nnodes": "nodes", "gpu": "device"},
 }
 """Section -> name used by other tools -> ours. Read, with a note that says so."""
+ALIASES["teacher"] = ALIASES["model"]
+MODELS = ("model", "teacher")
+"""Sections that are one: a preset, a folder, or sizes."""
 
 WORDS = {
     "gradient_checkpointing": SWITCH,

@@ -19,9 +19,11 @@ KEPT = "plan.yaml"
 DEFAULT_RUN = next(str(field.default) for field in fields(Plan) if field.name == "run")
 WORDS = {
     "data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "data.template": ("auto",),
-    "model.init": (RANDOM,), "run": (),
+    "model.init": (RANDOM,), "teacher.init": (RANDOM,), "run": (),
 }  # fmt: skip
 DATA_PATHS = ("path", "tokenizer", "template")
+PRESETS = ("model.preset", "teacher.preset")
+"""Keys that are the name of a preset, or a path."""
 BEGINNINGS = {"data.path": ("hub:",), "data.tokenizer": ("bpe:",)}
 """Values of keys that are no paths, and what such values begin with."""
 
@@ -40,7 +42,7 @@ def located(tree: Given, file: Path) -> Given:
         items["run"] = Given(shown(own), run.where)
     elif run is None or named:
         items["run"] = _moved(run or Given(DEFAULT_RUN, ""), "run", base)
-    for section, key in (("data", "path"), ("model", "preset")):
+    for section, key in (("data", "path"), ("model", "preset"), ("teacher", "preset")):
         given = items.get(section)
         if given is not None and isinstance(given.value, str):
             items[section] = _moved(given, f"{section}.{key}", base)
@@ -69,7 +71,10 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {key: full(f"data.{key}", data[key]) for key in DATA_PATHS}
     data["mixture"] = [{**one, "path": full("data.path", one["path"])} for one in data["mixture"]]
     model |= {"init": full("model.init", model["init"])} if "init" in model else {}
-    return {**document, "model": model, "data": data, "run": full("run", document["run"])}
+    found = {**document, "model": model, "data": data, "run": full("run", document["run"])}
+    if "init" in (teacher := document.get("teacher") or {}):
+        found["teacher"] = {**teacher, "init": full("teacher.init", teacher["init"])}
+    return found
 
 
 def absolute(plan: Plan) -> Plan:
@@ -90,7 +95,8 @@ def _with_paths(plan: Plan, change: Callable[[str], str]) -> Plan:
     paths: dict[str, Any] = {key: changed(f"data.{key}", getattr(plan.data, key)) for key in DATA_PATHS}
     mixture = tuple(replace(one, path=changed("data.path", one.path)) for one in plan.data.mixture)
     data = replace(plan.data, **paths, mixture=mixture)
-    return replace(plan, data=data, run=changed("run", plan.run), init=changed("model.init", plan.init))
+    init, teacher = changed("model.init", plan.init), changed("teacher.init", plan.teacher_init)
+    return replace(plan, data=data, run=changed("run", plan.run), init=init, teacher_init=teacher)
 
 
 def shown(path: Path) -> str:
@@ -116,7 +122,7 @@ def _moved(given: Given, key: str, base: Path) -> Given:
     value = given.value
     if not isinstance(value, str) or base == Path(os.path.realpath(Path.cwd())):
         return given
-    if key == "model.preset":
+    if key in PRESETS:
         if not _is_folder(value, base):
             return given
         path = shown(Path(os.path.normpath(base / value)))

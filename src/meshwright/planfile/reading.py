@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from meshwright.planfile.keys import (
     INSTEAD,
     LENGTHS,
+    MODELS,
     SHORTHAND,
     STARTS_FROM,
     join,
@@ -108,7 +109,8 @@ class _Reader:
         self.shape_from_folder = shape_from_folder
         self.problems: list[PlanError] = []
         self.notes: list[str] = []
-        self.init = RANDOM
+        self.inits = dict.fromkeys(MODELS, RANDOM)
+        """Where the weights of each model are."""
 
     def refuse(self, where: str, sentence: str) -> None:
         self.problems.append(PlanError(_placed(where, sentence)))
@@ -200,10 +202,11 @@ class _Reader:
                 values[key] = self._section(key, hint, given)
         if self.problems:
             self._raise()
-        found = Plan(**values, init=self.init)
+        found = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
         found = replace(found, recipe=found.recipe.over()) if found.recipe.tokens else found
-        own = os.path.join(self.init, "tokenizer.json")
-        if found.init == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
+        source = found.init if found.init != RANDOM else found.teacher_init  # a student speaks as its teacher does
+        own = os.path.join(source, "tokenizer.json")
+        if source == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
             return found
         return replace(found, data=replace(found.data, tokenizer=own))
 
@@ -239,13 +242,12 @@ class _Reader:
     def _started(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
         """What the preset of a section gives, changed by the other fields."""
         name = fields.pop("preset", None)
-        init = fields.pop("init", None) if section == "model" else None
-        if init is not None:
-            self.init = self._init(init)
+        init = fields.pop("init", None) if section in MODELS else None
+        self.inits |= {} if init is None else {section: self._init(section, init)}
         if not isinstance(name, str):
             return {"name": "custom", **fields} if section == "cluster.device" else fields
-        if section == "model":
-            base = self._model(name, weights=init is None)
+        if section in MODELS:
+            base = self._model(section, name, weights=init is None)
             base["name"] = f"{base['name']} (changed)" if fields.keys() - {"lora"} else base["name"]
         elif section == "cluster":
             device, per_node = presets.devices_in_node(name)
@@ -254,13 +256,13 @@ class _Reader:
             base = asdict(presets.device(name))
         return _merged(base, fields)
 
-    def _init(self, value: Any) -> str:
-        """`model.init`; whether the folder is there is asked when its weights are read, if they are."""
+    def _init(self, section: str, value: Any) -> str:
+        """`model.init` or `teacher.init`; whether the folder is there is asked when its weights are read."""
         if isinstance(value, str) and value:
             return value if value == RANDOM else os.path.expanduser(value)
-        raise PlanError("model.init must be random, or a Hugging Face folder whose weights are taken")
+        raise PlanError(f"{section}.init must be random, or a Hugging Face folder whose weights are taken")
 
-    def _model(self, name: str, *, weights: bool) -> dict[str, Any]:
+    def _model(self, section: str, name: str, *, weights: bool) -> dict[str, Any]:
         """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first.
         `weights`: those of a folder are taken."""
         try:
@@ -277,12 +279,15 @@ class _Reader:
         if not exists:
             if folder.exists():
                 raise PlanError(
-                    f"model={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
+                    f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
-            raise PlanError(f"model={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
+            raise PlanError(f"{section}={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
         if self.shape_from_folder is None:
-            raise PlanError(f"model={name!r} is a folder, and folders are not read here: give a preset's name or sizes")
-        self.init = str(folder) if weights else self.init
+            raise PlanError(
+                f"{section}={name!r} is a folder, and folders are not read here: give a preset's name or sizes"
+            )
+        if weights:
+            self.inits[section] = str(folder)
         return asdict(self.shape_from_folder(folder))
 
     def _raise(self) -> None:

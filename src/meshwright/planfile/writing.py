@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from meshwright.planfile.keys import MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
+from meshwright.planfile.keys import MODELS, MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
 from meshwright.planfile.mixtures import WEIGHTED
 from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
@@ -83,7 +83,7 @@ def commented() -> str:
             continue
         lines.append("")
         value = getattr(plan, key)
-        if key in words or part_of(sections()[""][key]) is None:
+        if key in words or value is None or part_of(sections()[""][key]) is None:
             lines += _line(f"{key}: {_yaml(words.get(key, value))}", about)
         else:
             lines += _line(f"{key}:", about)
@@ -174,7 +174,7 @@ def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> N
     part = found["$defs"][kinds[section].__name__]
     word: dict[str, Any] = {"type": "string"}
     if section in STARTS_FROM:
-        names = presets.model_names() if section == "model" else presets.device_names()
+        names = presets.model_names() if section in MODELS else presets.device_names()
         word["examples"] = [name + "x8" for name in names[1:]] if section == "cluster" else list(names)
         part["properties"]["preset"] = {**word, "description": f"Start from this {join(section, 'preset')}."}
         if "required" in part:

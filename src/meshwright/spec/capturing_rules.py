@@ -38,6 +38,8 @@ def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Ite
             f"layout.cuda_graphs=on captures cross-entropy, and recipe.objective={recipe.objective} reads on the host "
             f"which answers a batch has: take {OFF}"
         )
+    if recipe.traits.teacher:
+        yield f"layout.cuda_graphs=on captures one model, and recipe.objective={recipe.objective} has two: take {OFF}"
 
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
@@ -151,6 +152,10 @@ class Plan:
     """What it runs on: a name as h100x8, or figures."""
     init: str = RANDOM
     """The first weights: `random`, or the Hugging Face folder that they are read from."""
+    teacher: ModelShape | None = None
+    """recipe.objective=distill: the model that is learnt from, as `model` is given; or the folder of a run."""
+    teacher_init: str = RANDOM
+    """Where the teacher's weights are: a Hugging Face folder, or a run; `random` serves to plan with."""
 
     def __post_init__(self) -> None:
         if not self.run:
@@ -163,6 +168,9 @@ class Plan:
         found = [*layout_violations(self.model, self.recipe, self.layout), *self._batches(), *self._noise_scale()]
         found += preference_violations(
             self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
+        )
+        found += distillation_violations(
+            self.recipe, self.model, self.teacher, self.layout, drawn=self.init == RANDOM, mixed=bool(self.data.mixture)
         )
         paths = [source.path for source in self.data.mixture]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
@@ -183,6 +191,12 @@ class Plan:
                 f"of the model: take recipe.sequence={self.model.max_positions}"
             )
         return found
+
+    @property
+    def beside(self) -> ModelShape | None:
+        """A teacher that stands beside the model in every step; None where there is none, or where it is asked once,
+        before the run."""
+        return self.teacher if self.recipe.traits.teacher and not self.recipe.distillation_top_k else None
 
     @property
     def beyond_positions(self) -> str:
@@ -242,8 +256,12 @@ class Plan:
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
-    """The plan as a plan file has it: where the weights are from belongs to the model, and is left out where they are
-    drawn."""
+    """The plan as a plan file has it: where weights are from belongs to their model, and is left out where they are
+    drawn; so is a teacher that is not there."""
     found = asdict(plan)
-    init = found.pop("init")
-    return found if init == RANDOM else {**found, "model": {**found["model"], "init": init}}
+    if plan.teacher is None:
+        found.pop("teacher")
+    for section, init in (("model", found.pop("init")), ("teacher", found.pop("teacher_init"))):
+        if init != RANDOM and section in found:
+            found[section] = {**found[section], "init": init}
+    return found

@@ -99,11 +99,21 @@ class Recipe:
     """Packed documents do not attend across their borders."""
     objective: ObjectiveName = CROSS_ENTROPY
     """cross-entropy; or over pairs of a better and a worse answer: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036),
-    orpo (arXiv:2403.07691)."""
+    orpo (arXiv:2403.07691); distill: the distributions of `teacher` (arXiv:1503.02531)."""
     preference_beta: float = 0.1
     """dpo, ipo: how strongly answers are held to the first weights; orpo: weight of the odds ratio."""
     preference_smoothing: float = 0.0
     """dpo: share of pairs that are taken to be the wrong way round (label smoothing)."""
+
+    distillation_beta: float = 0.0
+    """distill: 0 = forward KL, 1 = reverse KL, between: generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
+    distillation_temperature: float = 1.0
+    """distill: logits of teacher and student are divided by it; the loss is multiplied by its square."""
+    distillation_hard: float = 0.0
+    """distill: weight of the cross-entropy of the text itself, beside 1 - it of the divergence."""
+    distillation_top_k: int = 0
+    """distill: 0 = the teacher runs beside the student; else it runs once before, and of each token so many of its
+    likeliest successors are kept on disk, and the probability of all others together."""
 
     noise_scale_every: int = 0
     """Measure the gradient noise scale every so many steps (McCandlish et al. 2018); 0 = never."""
@@ -162,6 +172,8 @@ class Recipe:
             raise PlanError(
                 f"recipe.preference_smoothing={self.preference_smoothing} is a share of pairs: it must lie in [0, 0.5)"
             )
+        if wrong := distillation_problem(self):
+            raise PlanError(wrong)
         if self.min_learning_rate_ratio > 1:
             raise PlanError(
                 f"recipe.min_learning_rate_ratio={self.min_learning_rate_ratio} is a share of learning_rate: "
@@ -242,3 +254,20 @@ class Recipe:
             if tokens_seen >= stage.tokens:
                 batch = stage.global_batch
         return batch
+
+
+def distillation_problem(recipe: Recipe) -> str:
+    """What is wrong with the numbers of distillation; empty = nothing."""
+    beta, heat, hard = recipe.distillation_beta, recipe.distillation_temperature, recipe.distillation_hard
+    if not 0 <= beta <= 1:
+        return f"recipe.distillation_beta={beta} must lie in [0, 1]: 0 = forward KL, 1 = reverse KL"
+    if not 0 < heat < math.inf:
+        return f"recipe.distillation_temperature={heat} must be a finite number above 0"
+    if not 0 <= hard < 1:
+        return (
+            f"recipe.distillation_hard={hard} is the weight of cross-entropy: it must lie in [0, 1) "
+            f"(1 = recipe.objective={CROSS_ENTROPY})"
+        )
+    if not 0 <= recipe.distillation_top_k < 2**15:
+        return f"recipe.distillation_top_k={recipe.distillation_top_k} must be 0 (online) or more, and below 2**15"
+    return ""

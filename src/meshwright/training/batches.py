@@ -66,6 +66,10 @@ OfAnswers = Callable[["NDArray[np.int64]"], "Mapping[str, NDArray[Any]]"]
 """Numbers of answers (B, A), -1 = none -> what an objective reads of each, by name (B, A)."""
 
 
+OfRows = Callable[[int, int], "Mapping[str, NDArray[Any]]"]
+"""(cursor, count) of samples of a run -> what an objective reads of each position, by name (B, S, ...)."""
+
+
 def to_batch(
     sequences: "Sequences",
     device: torch.device,
@@ -199,6 +203,13 @@ def each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, more=more, **changed)
 
 
+def columns_of(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch.device) -> dict[str, Tensor]:
+    """Arrays (B, S, ...) of whole rows as tensors of the positions that are here."""
+    here = slice(None) if share.columns is None else list(share.columns)
+    each = {name: np.ascontiguousarray(array[:, here]) for name, array in arrays.items()}
+    return {name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in each.items()}
+
+
 class BatchSource(Protocol):
     """Where batches come from. The samples of a run are numbered; a number gives the same sample on every rank, in
     every layout and after a restart, and costs the same wherever it lies."""
@@ -214,11 +225,15 @@ class PackedRows:
     sampler: "NumberedRows"
     document_mask: bool
     of_answers: OfAnswers | None = None
+    of_rows: OfRows | None = None
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
         """As Source."""
         rows = self.sampler.take(cursor, count)
-        return to_batch(rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers)
+        found = to_batch(rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers)
+        if self.of_rows is None:
+            return found
+        return replace(found, more={**found.more, **columns_of(self.of_rows(cursor, count), share, device)})
 
 
 class Feed:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from meshwright.training.batches import WHOLE, Batch, OfAnswers, Share, held_out
 from meshwright.training.role_loss import RowPass
 from meshwright.training.step import CROSS_ENTROPY, EVALUATION, MicroPass, Objective
 from meshwright.training.watch import EvalMetrics, RoleLoss
+
+One = TypeVar("One")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +167,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
             engine.train()
 
 
-def runs(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+def runs(batches: Iterable[One], size: int) -> Iterator[list[One]]:
     """`size` batches at a time, as long as there are any."""
     rest = iter(batches)
     while some := list(islice(rest, size)):

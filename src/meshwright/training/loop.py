@@ -31,11 +31,14 @@ from meshwright.training.batches import Share
 from meshwright.training.disk import check_space
 from meshwright.training.fits import check_fits
 from meshwright.training.interrupt import Interrupt
+from meshwright.training.objectives import Task
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
+from meshwright.training.teacher import check_shared, check_teacher, distillation
+from meshwright.training.teacher_targets import ask
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -86,6 +89,7 @@ def run(
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
     corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
     _check_vocabulary(plan, corpus)
+    check_shared(plan, corpus.tokenizer)
     # Refuses a short text before a run folder is made.
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     plan = replace(plan, recipe=plan.recipe.over(len(rows)))
@@ -103,6 +107,7 @@ def run(
             _check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
+        kept = ask(plan, corpus, mesh, target, first) if recipe.distillation_top_k else None
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
@@ -118,6 +123,11 @@ def run(
         reference.measure(state.engine, share)
         if reference.said:
             foreseen = _also_said(foreseen, ("reference", reference.said))
+        task = reference.task()
+        if recipe.traits.teacher:
+            task = Task(objective=distillation(plan, mesh, target), of_rows=kept.of_rows if kept else None)
+            said = kept.said if kept else "beside the student, in every step"
+            foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
         remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
@@ -128,7 +138,7 @@ def run(
             corpus=corpus,
             folder=folder,
             share=share,
-            task=reference.task(),
+            task=task,
             device=target,
             pulse=pulse,
             saving=saving,
@@ -220,6 +230,7 @@ def _check_resume(plan: Plan, resume: str) -> None:
     fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
     if fresh or plan.model.lora is not None:
         pretrained.check_weights(plan)
+    check_teacher(plan)
 
 
 def new_state(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.spec import Recipe
-from meshwright.training.batches import OfAnswers
+from meshwright.training.batches import OfAnswers, OfRows
 from meshwright.training.orpo import ORPO
 from meshwright.training.preference import DPO, IPO
 from meshwright.training.step import CROSS_ENTROPY, Objective
@@ -15,6 +15,7 @@ def objective_of(recipe: Recipe) -> Objective:
         return DPO(sequence=recipe.sequence, beta=recipe.preference_beta, smoothing=recipe.preference_smoothing)
     if recipe.objective == "ipo":
         return IPO(sequence=recipe.sequence, beta=recipe.preference_beta)
+    assert not recipe.traits.teacher, "teacher.distillation makes it, with its teacher"
     if recipe.objective == "orpo":
         return ORPO(sequence=recipe.sequence, beta=recipe.preference_beta)
     return CROSS_ENTROPY
@@ -25,10 +26,14 @@ class Task:
     """What a run minimizes."""
 
     objective: Objective = CROSS_ENTROPY
+    scored: Objective = CROSS_ENTROPY
+    """What held-out text is scored by: of a distillation cross-entropy, so that runs compare."""
     of_training: OfAnswers | None = None
     """What the objective reads of answers that are trained on."""
     of_validation: OfAnswers | None = None
     """The same of those held out."""
+    of_rows: OfRows | None = None
+    """What it reads of each position of a row that is trained on."""
 
 
 TEXT = Task()

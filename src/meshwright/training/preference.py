@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.transformer import Predictions
+from meshwright.model.predictions import Predictions
 from meshwright.spec.objective_traits import FIGURES, most_answers
 from meshwright.training.batches import Batch
 

@@ -94,13 +94,19 @@ def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
         )
     if own is None or plan.data.tokenizer == str(own):
         return
-    given = plan.data.tokenizer
-    builtin = {"auto": Tokenizer.shipped, "bytes": Tokenizer.bytes}
-    trained = given.startswith("bpe:")
-    if trained or (builtin[given]() if given in builtin else Tokenizer.load(Path(given).expanduser())).fingerprint != (
-        Tokenizer.load(own).fingerprint
-    ):
+    if not means_the_same(plan.data.tokenizer, own):
         raise PlanError(
-            f"data.tokenizer={given} is not the tokenizer that the weights of model.init={plan.init} were trained "
-            f"with: take data.tokenizer={own}, {OTHERWISE}"
+            f"data.tokenizer={plan.data.tokenizer} is not the tokenizer that the weights of model.init={plan.init} "
+            f"were trained with: take data.tokenizer={own}, {OTHERWISE}"
         )
+
+
+def means_the_same(given: str, own: Path) -> bool:
+    """Whether `data.tokenizer` is what the tokenizer.json of a folder is, by its content."""
+    builtin = {"auto": Tokenizer.shipped, "bytes": Tokenizer.bytes}
+    if given == str(own):
+        return True
+    if given.startswith("bpe:"):
+        return False
+    found = builtin[given]() if given in builtin else Tokenizer.load(Path(given).expanduser())
+    return found.fingerprint == Tokenizer.load(own).fingerprint

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
 from meshwright.data.numbered_rows import numbered_rows
-from meshwright.model.transformer import Predictions
+from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.agree import FirstRank
 from meshwright.spec import Plan
@@ -31,7 +31,7 @@ from meshwright.store import checkpoint
 from meshwright.training import reference_store as store
 from meshwright.training.batches import Batch, OfAnswers, Share, held_out
 from meshwright.training.evaluate import evaluating, runs
-from meshwright.training.objectives import Task, objective_of
+from meshwright.training.objectives import TEXT, Task, objective_of
 from meshwright.training.preference import REFERENCE, answer_sums
 from meshwright.training.reference_store import AnswerTables
 from meshwright.training.step import EVALUATION, MicroPass
@@ -105,11 +105,13 @@ class Reference:
 
     def task(self) -> Task:
         """What the run minimizes."""
+        if self.plan.recipe.traits.teacher:
+            return TEXT
         objective = objective_of(self.plan.recipe)
         if self.tables is None:
-            return Task(objective=objective)
+            return Task(objective=objective, scored=objective)
         of_training, of_validation = (_looked_up(one) for one in (self.tables.train, self.tables.validation))
-        return Task(objective=objective, of_training=of_training, of_validation=of_validation)
+        return Task(objective=objective, scored=objective, of_training=of_training, of_validation=of_validation)
 
     def _look(self) -> tuple[str, str, AnswerTables | None]:
         """(hash of the first weights, what is said, tables) on the first rank."""

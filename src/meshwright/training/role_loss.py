@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.rendering import ROLES
-from meshwright.model.transformer import Predictions
+from meshwright.model.predictions import Predictions
 from meshwright.training.batches import Batch, forms
 from meshwright.training.step import EVALUATION, MicroPass
 

@@ -21,8 +21,8 @@ from meshwright.data.chat_template import DEFAULT, ChatTemplate
 from meshwright.data.corpus import TokenStream
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.model import Sampling
+from meshwright.model.predictions import Predictions
 from meshwright.model.prompt_batch import generate_many
-from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
 from meshwright.spec.boxes import share

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model import Transformer
-from meshwright.model.transformer import Predictions
+from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec.errors import IllegalLayout

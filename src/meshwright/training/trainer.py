@@ -95,7 +95,7 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
-        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training)
+        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training, self.task.of_rows)
         feed = Feed(rows, self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
@@ -261,7 +261,7 @@ class Trainer:
         rows = HeldOutRows(
             rows=numbered_rows(data, recipe, self.corpus, stream, shuffle=False), stream=stream,
             document_mask=recipe.document_mask, at_once=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=limit, objective=self.task.objective, of_answers=self.task.of_validation,
+            limit=limit, objective=self.task.scored, of_answers=self.task.of_validation,
         )  # fmt: skip
         return rows.evaluate(self.state.engine, self.device, self.share, step=self.state.progress.step)
 

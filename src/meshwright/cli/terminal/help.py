@@ -11,6 +11,7 @@ GROUPS = {
         "init": "Print a commented plan.",
         "train": "Train a plan.",
         "tune": "Fine-tune a model on conversations.",
+        "distill": "Train a small model on a large one's predictions.",
         "generate": "Continue a prompt.",
     },
     "Plan": {

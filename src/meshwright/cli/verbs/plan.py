@@ -38,6 +38,9 @@ def plan(
         str,
         typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, or with a rank `lora:64`."),
     ] = "",
+    teacher: Annotated[
+        str, typer.Option("--teacher", metavar="MODEL", help="Distillation: a preset or a folder.", show_default=False)
+    ] = "",
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
     ] = None,
@@ -74,7 +77,8 @@ def plan(
         raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
     try:
         answer = planning.plan(
-            model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, tokens=tokens, price=price,
+            model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
+            tokens=tokens, price=price,
             listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
         )  # fmt: skip
     except DoesNotFit as error:

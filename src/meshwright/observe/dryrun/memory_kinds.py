@@ -26,8 +26,11 @@ FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
 
 
-def label_states(watch: StorageWatch, state: TrainState) -> None:
-    """Name the storages that are kept from step to step, and gradients as they are now."""
+def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
+    """Name the storages that are kept from step to step, and gradients as they are now. `beside`: parameters of a
+    teacher."""
+    for record in _records(watch, beside):
+        record.kind = record.kind or "parameters"
     for kind, tensors in kept(state.engine, state.optimizer).items():
         for record in _records(watch, tensors):
             record.kind = record.kind or kind

@@ -78,7 +78,7 @@ class Watched:
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
             stack.enter_context(told(self._pass))
             program.build()
-            label_states(watch, program.state)
+            label_states(watch, program.state, program.teacher_tensors())
             hold_pool(program.state.engine.graphs, watch)
             self._name_modules(stack)
             for number, count in enumerate(counts, start=1):

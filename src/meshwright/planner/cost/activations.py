@@ -112,6 +112,14 @@ def head_rows(of: "Local") -> float:
     return max(1.0, min(of.tokens, max(256.0, of.stack.head_chunk_bytes / (4 * vocab))))
 
 
+def divergence_chunk(of: "Local", buffers: int) -> float:
+    """Bytes of a chunk of a distillation loss beside hidden states of the teacher `of`, with so many fp32 tensors of
+    logits at once, and the gradient of the student's in the width of products."""
+    vocab = of.shape.vocab / of.tp
+    rows = max(1.0, min(of.tokens, max(256.0, of.stack.head_chunk_bytes / (4 * buffers * vocab))))
+    return of.hidden_bytes + rows * vocab * (4 * buffers + (of.width if of.width < 4 else 0))
+
+
 def layer_transient(of: "Local", routed: Routed | None) -> float:
     """Gradients alive at once inside a layer's backward pass: those of its widest place, and of the stream.
 

@@ -114,6 +114,8 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
     for tp, sp, cp in _inside(plan, devices, fixed):
         for pp in keep(fixed, "pp", divisors(devices // (tp * cp))):
             dp = devices // (tp * cp * pp)
+            if plan.beside is not None and pp > 1:  # no stage is a teacher's
+                continue
             if pp > shape.layers or batch % dp or not keep(fixed, "dp", (dp,)):
                 continue
             for ep in _experts(shape, tp, sp, dp * cp * tp, fixed):
@@ -133,12 +135,14 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
 
 def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
     """(tp, sp, cp) that the shape and the sequence allow."""
-    shape, recipe = plan.model, replace(plan.recipe, noise_scale_every=0)
+    shapes = [plan.model] if plan.beside is None else [plan.model, plan.beside]
+    recipe = replace(plan.recipe, noise_scale_every=0)
     split = plan.layout.context_split
     for tp in keep(fixed, "tp", divisors(devices)):
         for sp in keep(fixed, "sp", (True, False) if tp > 1 else (False,)):
             for cp in keep(fixed, "cp", divisors(devices // tp)):
-                if not layout_violations(shape, recipe, Layout(tp=tp, sp=sp, cp=cp, context_split=split)):
+                layout = Layout(tp=tp, sp=sp, cp=cp, context_split=split)
+                if not any(layout_violations(shape, recipe, layout) for shape in shapes):
                     yield tp, sp, cp
 
 

@@ -15,6 +15,7 @@ from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Stand
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
+from meshwright.planner.step.teacher_costs import held_bytes, pass_cost, teachers_recipe
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import (
@@ -32,7 +33,9 @@ from meshwright.spec.matrix_exchange import WORK_BYTES
 from meshwright.spec.optimizer_states import WORK_BYTES as NARROW_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.shape import ModelShape
 
 POSITION_BYTES = 8
 """A position alone, int64, or with the number of its document, int32 each."""
@@ -141,6 +144,9 @@ class Estimator(SharedCosts):
         for rank in ranks:
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
+            if self.teacher is not None:
+                for kinds in (state.step, state.update):
+                    kinds["parameters"] += held_bytes(self.teacher, layout)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
             one = rank_memory(
@@ -160,6 +166,10 @@ class Estimator(SharedCosts):
         """Of the elements of a pipeline rank, with steps of `m` micro-batches."""
         recipe = self.recipe
         return states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
+
+    def _taught(self, layout: Layout) -> MicroBatchCost:
+        assert self.teacher is not None, "asked where there is one"
+        return pass_cost(self.teacher, layout)
 
     def _of_host(self, layout: Layout, rank: int) -> dict[str, float]:
         """What a CPU's memory holds beside the program's tensors: the tokens of this step and of the next, and the copy
@@ -273,14 +283,15 @@ def estimator(
 ) -> Estimator:
     """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given."""
     listed = speeds_of(plan.cluster.device, stack.flash)
-    return Estimator(
-        shape=plan.model,
-        recipe=plan.recipe,
-        cluster=plan.cluster,
-        stack=stack,
-        speeds=speeds or (listed.in_tf32() if plan.recipe.tf32 else listed),
-        links=links or links_of(plan.cluster),
-    )
+    speeds, links = speeds or (listed.in_tf32() if plan.recipe.tf32 else listed), links or links_of(plan.cluster)
+
+    def of(shape: ModelShape, recipe: Recipe, teacher: Estimator | None = None) -> Estimator:
+        return Estimator(
+            shape=shape, recipe=recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links, teacher=teacher
+        )
+
+    beside = None if plan.beside is None else of(plan.beside, teachers_recipe(plan.recipe))
+    return of(plan.model, plan.recipe, beside)
 
 
 def predict(plan: Plan, stack: Stack = MESHWRIGHT) -> Prediction:

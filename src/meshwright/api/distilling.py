@@ -1,0 +1,115 @@
+"""`distill`: `train` with a teacher, and students by shape, by folder or by layers of the teacher."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.plan_reading import plan_of, read_plan, words_of
+from meshwright.api.training_run import Lines, TrainAnswer, run
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.objective_traits import DISTILL
+from meshwright.spec.plan import RANDOM
+from meshwright.spec.worlds import world_violation
+from meshwright.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from meshwright.compress.distill_sequences import WrittenAnswers
+
+OF_TEACHER = re.compile(r"teacher:layers=(\d+)")
+"""A student by layers of its teacher."""
+RATE = "recipe.learning_rate=1e-4"
+"""Of a student that begins with weights: a third of what one begins with that has none."""
+
+
+@checked
+def distill(
+    *plan: str | Path | Plan | HasPlan,
+    teacher: str | Path = "",
+    student: str | Path = "",
+    resume: str = "no",
+    dry_run: bool = True,
+    anyway: bool = False,
+    watchers: Sequence[Watcher] | None = None,
+    **keys: Any,
+) -> TrainAnswer:
+    """Train a student on the distributions of a teacher, in this process.
+
+    `teacher`: a Hugging Face folder or a run. `student`: a preset, a Hugging Face folder, or "teacher:layers=6" for so
+    many layers of the teacher with their weights. All else is as for train. PlanError, DataError, RunError, DoesNotFit.
+    """
+    words = [*plan, *(word for key, value in keys.items() for word in words_of(key, value))]
+    asked, also = distillation_plan(words, str(teacher), str(student))
+    violation = world_violation(asked, 1)
+    if violation:
+        raise IllegalLayout(violation)
+    seen = (Lines(),) if watchers is None else watchers
+    return run(asked, resume=resume if also == "no" else also, dry_run=dry_run, anyway=anyway, watchers=seen)
+
+
+def distillation_plan(
+    words: Sequence[Any], teacher: str, student: str, *, processes: int | None = 1, notes: list[str] | None = None
+) -> tuple[Plan, str]:
+    """(plan, resume), as read_plan, of a student and its teacher. A student of its teacher's layers is made here, where
+    it is not there yet."""
+    added = distillation_words(words, teacher, student)
+    found, resume = read_plan([*added, *words], {}, processes=processes, notes=notes)
+    if found.teacher is None:
+        raise PlanError("distill learns from a teacher: give teacher=DIR, a Hugging Face folder or a run")
+    given = {str(word).partition("=")[0] for word in words if plan_of(word) is None}
+    whole = any(plan_of(word) is not None or "=" not in str(word) for word in words)
+    if found.init != RANDOM and not whole and not given & {"recipe.learning_rate", "recipe.lr"}:
+        found, resume = read_plan([*added, RATE, *words], {}, processes=processes, notes=[])
+        if notes is not None:
+            notes.append(f"distillation default: {RATE}, for a student that begins with weights")
+    return found, resume
+
+
+def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list[str]:
+    """KEY=VALUE words of what the arguments say. ArgumentError where a student of layers has no teacher's folder."""
+    named = [str(word).partition("=")[2] for word in words if str(word).startswith("teacher=")]
+    theirs = teacher or (named[-1] if named else "")
+    added = [f"recipe.objective={DISTILL}", *([f"teacher={teacher}"] if teacher else [])]
+    if not student:
+        return added
+    layers = OF_TEACHER.fullmatch(student)
+    if layers is None:
+        if student.startswith("teacher:"):
+            raise ArgumentError(f"student={student!r} is not known: write teacher:layers=N, as teacher:layers=6")
+        return [*added, f"model={student}"]
+    folder = Path(theirs).expanduser()
+    if not theirs or not folder.is_dir():
+        raise ArgumentError(
+            f"student={student!r} takes layers of a teacher with weights, and teacher={theirs or '(nothing)'} is no "
+            "folder: give a Hugging Face folder or a run"
+        )
+    from meshwright.compress.distill_student import student_of_layers
+
+    return [*added, f"model={student_of_layers(folder, int(layers[1]))}"]
+
+
+def write_answers(
+    teacher: str | Path, prompts: str | Path, out: str | Path, *, beams: int = 1, temperature: float = 0.0,
+    samples: int = 1, max_new_tokens: int = 256, seed: int = 0, limit: int = 0, dtype: str | None = None,
+) -> "WrittenAnswers":  # fmt: skip
+    """A file of what a teacher answers to the prompts of a file, to tune a student on (sequence-level distillation).
+
+    `beams`: more than one searches for the likeliest answer; else it is sampled, at temperature 0 greedily. `samples`
+    answers to each prompt; `limit` prompts, 0 = all. Answers that do not end, or say nothing, are left out.
+    DataError, RunError.
+    """
+    from meshwright.api.trained_model import load
+    from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
+
+    how = AnswerSearch(
+        beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed
+    )  # fmt: skip
+    asked = questions(Path(prompts))
+    if Path(out).exists():
+        raise ArgumentError(f"{out} is there already: name another file")
+    opened = load(teacher, dtype)
+    tokenizer, template = opened.chat_template()
+    answerer = Answerer(model=opened.model, tokenizer=tokenizer, template=template, stop_ids=opened.stop_ids)
+    return answerer.write(asked, Path(out), how, limit)

@@ -1,0 +1,78 @@
+"""`meshwright distill --teacher DIR --student MODEL [KEY=VALUE ...]`: train a student on a teacher's distributions."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.cli.process.launch import processes
+from meshwright.cli.verbs.train import (
+    Anyway,
+    AsJson,
+    Foresight,
+    HangAfter,
+    Options,
+    TensorBoard,
+    WandB,
+    start,
+)
+from meshwright.spec.errors import PlanError
+
+
+def distill(
+    words: Words = None,
+    teacher: Annotated[
+        str, typer.Option("--teacher", metavar="DIR", help="A Hugging Face folder, or a run.", show_default=False)
+    ] = "",
+    student: Annotated[
+        str,
+        typer.Option(
+            "--student", metavar="MODEL", show_default=False,
+            help="A preset, a Hugging Face folder, or teacher:layers=N for so many layers of the teacher.",
+        ),
+    ] = "",
+    sequences: Annotated[
+        Path | None,
+        typer.Option("--sequences", metavar="OUT.jsonl", help="Write what the teacher answers, for tune."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="What it answers then: rows with prompts.")
+    ] = None,
+    beams: Annotated[int, typer.Option("--beams", help="Search for the likeliest answer; 1 = do not.")] = 1,
+    temperature: Annotated[float, typer.Option("--temperature", help="Of sampled answers; 0 = greedy.")] = 0.0,
+    samples: Annotated[int, typer.Option("--samples", help="Sampled answers to each prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longer answers are left out.")] = 256,
+    tensorboard: TensorBoard = False,
+    wandb: WandB = False,
+    hang_after: HangAfter = None,
+    anyway: Anyway = False,
+    foresight: Foresight = True,
+    json: AsJson = False,
+) -> None:  # fmt: skip
+    """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
+
+    The teacher runs beside the student, under the same layout; recipe.distillation_top_k=64 asks it once before, and
+    keeps what it said on disk. recipe.distillation_beta, distillation_temperature and distillation_hard say which loss.
+    All else is as for train.
+    """
+    from meshwright.api.distilling import distillation_plan, distillation_words, write_answers
+
+    if sequences is not None:
+        if prompts is None or not teacher or words or student:
+            raise PlanError(
+                "--sequences writes what a teacher answers: give --teacher DIR --prompts FILE, and neither --student "
+                "nor keys of a plan"
+            )
+        found = write_answers(
+            teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
+            max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+        left = f"; {found.left_out:,} that did not end, or say nothing, are left out" if found.left_out else ""
+        print(f"{sequences}: {found.written:,} answers of {teacher}{left}")
+        return
+    notes: list[str] = []
+    plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
+    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    again = [*(word for word in distillation_words(words or (), teacher, student)), *(words or ())]
+    start("distill", again, plan, resume, notes, options)

@@ -1,0 +1,199 @@
+"""Head and distillation loss in one, without the whole logits of student or teacher.
+
+    loss of a row = (1 - w) T^2 D(t, s) + w CE,   s = softmax(x W^T / T), t = softmax(x_t W_t^T / T)
+
+    D, beta = 0    KL(t || s), forward             d D / d logits = (s - t) / T
+       beta = 1    KL(s || t), reverse             s (log s/t - D) / T
+       between     beta KL(t || m) + (1 - beta) KL(s || m),  m = beta t + (1 - beta) s
+                                                   (1 - beta) s (log s/m - KL(s || m)) / T
+
+CE is the cross-entropy of the target at T = 1. T^2 keeps gradients of one size (Hinton et al. 2015, arXiv:1503.02531,
+section 2); the generalized divergence is that of GKD (Agarwal et al. 2023, arXiv:2306.13649, eq. 1). A teacher is its
+hidden states and head, or what was kept of it: the K largest log-probabilities of a row, and that of all the rest.
+
+One loop over chunks of rows makes loss and gradients, as in cross_entropy.py. Of a vocabulary in parts, chunks are
+combined by two reductions of numbers of rows; between forward and reverse there is a third.
+
+Letters: N rows, R rows of a chunk, D and E widths of student and teacher, V vocabulary, K kept log-probabilities.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import cpu_product
+from meshwright.kernels.cross_entropy import FEWEST_LEFT_OUT, IGNORED, Vocabulary, chunk_rows
+from meshwright.kernels.divergence_rows import (
+    FORWARD,
+    DistillationLoss,
+    Divergence,
+    KnownTop,
+    RowDivergence,
+    Teacher,
+    TeacherHead,
+    log_of,
+)
+from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.target import kind
+from meshwright.spec.purpose import takes
+
+BUFFERS = 5
+"""Of (R, V) fp32 that a chunk has at most: logits and probabilities of both, and what is made of them."""
+
+
+@takes("logits")
+def linear_divergence_reference(
+    x: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, scale: Tensor | None = None,
+    form: Divergence = FORWARD,
+) -> DistillationLoss:  # fmt: skip
+    """x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale ()."""
+    logits, valid = F.linear(x, weight).float(), targets != IGNORED
+    ours = (logits / form.temperature).log_softmax(-1)
+    if isinstance(teacher, KnownTop):
+        tail = ours.scatter(1, teacher.ids, -torch.inf).logsumexp(1, keepdim=True)
+        ours, theirs = torch.cat((ours.gather(1, teacher.ids), tail), 1), teacher.normal.to(ours.dtype)
+    else:
+        theirs = (F.linear(teacher.x, teacher.weight).float() / form.temperature).log_softmax(-1)
+    each = divergence_of(ours, theirs.detach(), form.beta) * form.temperature**2
+    hard = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    soft, hard = (each * valid).sum(), hard.sum()
+    loss = (1 - form.hard) * soft + form.hard * hard
+    return DistillationLoss(loss if scale is None else loss * scale, torch.stack((soft, hard)).detach())
+
+
+def divergence_of(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
+    """D of each row (N,), of log-probabilities (N, V) of student and teacher."""
+    if beta == 0:
+        return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(1)
+    if beta == 1:
+        return F.kl_div(theirs, ours, reduction="none", log_target=True).sum(1)
+    mixed = torch.logaddexp(ours + log_of(1 - beta), theirs + log_of(beta))
+    parts = [F.kl_div(mixed, one, reduction="none", log_target=True).sum(1) for one in (theirs, ours)]
+    return beta * parts[0] + (1 - beta) * parts[1]
+
+
+@dataclass(slots=True)
+class _DivergenceChunks:
+    """The loop: rows of x (N, D), chunk by chunk, with gradients of the sum of factor x loss where wanted."""
+
+    x: Tensor
+    weight: Tensor
+    teacher: Teacher
+    targets: Tensor
+    vocabulary: Vocabulary | None
+    form: Divergence
+    x_gradient: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    """fp32, whatever the dtype of the weight."""
+
+    def run(self, scale: Tensor | None, of_x: bool, of_weight: bool) -> Tensor:
+        """Sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
+        self.x_gradient = torch.empty_like(self.x) if of_x else None
+        self.weight_gradient = torch.zeros_like(self.weight, dtype=torch.float32) if of_weight else None
+        wide = needs_wide(self.x)
+        weights = self.weight.float() if wide else self.weight
+        theirs = self.teacher.weight if isinstance(self.teacher, TeacherHead) else None
+        theirs = theirs.float() if theirs is not None and wide else theirs
+        columns = self.vocabulary.most if self.vocabulary else len(weights)
+        rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
+        total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
+        for start in range(0, len(self.x), rows):
+            here = slice(start, start + rows)
+            valid = self.targets[here] != IGNORED
+            total += self._chunk(here, valid, self._kept(valid), weights, theirs, scale)
+        return total
+
+    def _kept(self, valid: Tensor) -> Tensor | None:
+        """Which rows of a chunk are computed, where not all are, as in cross_entropy.py."""
+        if self.vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
+            return None
+        kept = valid.nonzero().flatten()
+        return kept if len(valid) - len(kept) >= FEWEST_LEFT_OUT * len(valid) else None
+
+    def _chunk(
+        self, here: slice, valid: Tensor, kept: Tensor | None, weights: Tensor, theirs: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        def some(tensor: Tensor) -> Tensor:
+            return tensor[here] if kept is None else tensor[here][kept]
+
+        part, targets = some(self.x).to(weights.dtype), some(self.targets)
+        valid = valid if kept is None else valid[kept]
+        by_row = RowDivergence(self.vocabulary, self.form)
+        logits = cpu_product.linear(part, weights).float()
+        factor = valid.float() if scale is None else valid * scale.float()
+        if isinstance(self.teacher, TeacherHead) and theirs is not None:
+            other = cpu_product.linear(some(self.teacher.x).to(theirs.dtype), theirs).float()
+            found = by_row.of_logits(logits, other, targets, factor)
+            del other
+        else:
+            found = by_row.of_known(logits, KnownTop(*map(some, self.teacher)), targets, factor)
+        del logits
+        if self.x_gradient is not None or self.weight_gradient is not None:
+            self._add_gradients(found.gradient.to(part.dtype), part, weights, here, kept)
+        return torch.stack([(one * valid).sum() for one in (found.soft, found.hard)])
+
+    def _add_gradients(self, made: Tensor, part: Tensor, weights: Tensor, here: slice, kept: Tensor | None) -> None:
+        """Of x and of the weight, from those of a chunk's logits (R, V)."""
+        if self.x_gradient is not None:
+            found = cpu_product.multiply(made, weights).to(self.x_gradient.dtype)
+            if kept is None:
+                self.x_gradient[here] = found
+            else:
+                self.x_gradient[here].zero_().index_copy_(0, kept, found)
+        if self.weight_gradient is None:
+            return
+        if kind(part) != "cpu":
+            compat.add_product(self.weight_gradient, made.t(), part)
+        elif part.dtype == torch.float32:
+            cpu_product.add_product(self.weight_gradient, made.t(), part)
+        else:
+            self.weight_gradient += cpu_product.multiply(made.t(), part)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Makes both gradients during the forward pass, as cross_entropy.py; the backward pass can run once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, scale: Tensor | None,
+        vocabulary: Vocabulary | None, form: Divergence,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        chunks = _DivergenceChunks(x, weight, teacher, targets, vocabulary, form)
+        parts = chunks.run(scale, *ctx.needs_input_grad[:2])
+        ctx.x_gradient, ctx.weight_gradient, ctx.dtype = chunks.x_gradient, chunks.weight_gradient, weight.dtype
+        loss = (1 - form.hard) * parts[0] + form.hard * parts[1]
+        ctx.mark_non_differentiable(parts)
+        return loss if scale is None else loss * scale, parts
+
+    @staticmethod
+    @takes("logits")
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+        if ctx.dtype is None:
+            raise RuntimeError("linear_divergence keeps its gradients for one backward pass only")
+        x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
+        if x_gradient is not None:
+            x_gradient.mul_(gradient)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.mul_(gradient).to(ctx.dtype)
+        ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
+        return x_gradient, weight_gradient, *(None,) * 5
+
+
+@takes("logits")
+def linear_divergence(
+    x: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, scale: Tensor | None = None,
+    vocabulary: Vocabulary | None = None, form: Divergence = FORWARD,
+) -> DistillationLoss:  # fmt: skip
+    """As the reference; one backward pass, and no gradient of teacher and scale. With a vocabulary `weight` and the
+    teacher's are parts of the heads, cut alike: the loss is that of all parts, and the gradient of x what this part
+    adds to it."""
+    if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
+        x, weight = x.detach(), weight.detach()
+    teacher = type(teacher)(*(tensor.detach() for tensor in teacher))
+    found = _LinearDivergence.apply(x, weight, teacher, targets, scale, vocabulary, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return DistillationLoss(*found)

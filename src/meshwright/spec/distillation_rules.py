@@ -1,0 +1,113 @@
+"""Which plans distillation allows: every rule once, each refusal with the nearest legal change."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.legal import layout_violations
+from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape
+
+FORWARD_ONLY = "what is kept of a teacher is its likeliest tokens, from which a student would learn to shift away"
+SETTINGS = tuple(one.name for one in fields(Recipe) if one.name.startswith("distillation_"))
+_FIRST = Recipe()
+
+
+def distillation_violations(
+    recipe: Recipe, student: ModelShape, teacher: ModelShape | None, layout: Layout, *, drawn: bool, mixed: bool
+) -> Iterator[str]:
+    """Of a recipe with a student and a teacher (Plan.violations). `drawn`: the student's weights are random; `mixed`:
+    its text is a mixture."""
+    said = f"recipe.objective={recipe.objective}"
+    if not recipe.traits.teacher:
+        for name in SETTINGS:
+            if getattr(recipe, name) != getattr(_FIRST, name):
+                yield (
+                    f"recipe.{name}={getattr(recipe, name):g} belongs to recipe.objective={DISTILL}, and {said}: leave "
+                    "it out"
+                )
+        if teacher is not None:
+            yield (
+                f"teacher={teacher.name} belongs to recipe.objective={DISTILL}, and {said}: leave it out, or take "
+                f"recipe.objective={DISTILL}"
+            )
+        return
+    if teacher is None:
+        yield (
+            f"{said} learns from a teacher, and there is none: give teacher=DIR, a Hugging Face folder or a run, or "
+            f"take recipe.objective={CROSS_ENTROPY}"
+        )
+        return
+    yield from _kept(recipe, mixed=mixed)
+    yield from _vocabularies(student, teacher, layout, drawn=drawn)
+    if recipe.noise_scale_every:
+        yield (
+            f"recipe.noise_scale_every={recipe.noise_scale_every} measures the noise of cross-entropy, and {said}: "
+            "take recipe.noise_scale_every=0"
+        )
+    if teacher.positions == "learned" and recipe.sequence > teacher.max_positions:
+        yield (
+            f"recipe.sequence={recipe.sequence} exceeds the {teacher.max_positions} learned positions of the teacher: "
+            f"take recipe.sequence={teacher.max_positions}"
+        )
+    yield from _laid_out(recipe, student, teacher, layout)
+
+
+def _kept(recipe: Recipe, *, mixed: bool) -> Iterator[str]:
+    """Of a teacher that is asked once, before the run."""
+    top = recipe.distillation_top_k
+    if not top:
+        return
+    if recipe.distillation_beta:
+        yield (
+            f"recipe.distillation_beta={recipe.distillation_beta:g} with recipe.distillation_top_k={top}: "
+            f"{FORWARD_ONLY}: take recipe.distillation_beta=0, or recipe.distillation_top_k=0"
+        )
+    if mixed:
+        yield (
+            f"recipe.distillation_top_k={top} is kept for the rows of one text, and data.mixture has several: take "
+            "recipe.distillation_top_k=0, or put them into one file, as data.path"
+        )
+
+
+def _vocabularies(
+    student: ModelShape, teacher: ModelShape, layout: Layout, *, drawn: bool
+) -> Iterator[str]:  # fmt: skip
+    if student.vocab == teacher.vocab:
+        return
+    both = f"model.vocab={student.vocab} and teacher.vocab={teacher.vocab}"
+    if drawn:
+        yield f"{both} differ, and the student has yet to learn what its tokens mean: take model.vocab={teacher.vocab}"
+    elif layout.tp > 1:
+        yield (
+            f"{both} differ, and layout.tp={layout.tp} would cut them at different tokens: take layout.tp=1, or a "
+            f"student with model.vocab={teacher.vocab}"
+        )
+
+
+def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
+    """How a teacher that stands beside the student is laid out. It has neither gradients nor optimizer states, so that
+    ZeRO 1 and 2 leave it whole, and nothing is kept for a backward pass."""
+    spreads = layout.ep if teacher.moe else 1
+    return replace(
+        layout, zero=3 if layout.zero == 3 else 0, recompute="none", recompute_layers=0, offload="off", ep=spreads,
+        ep_chunks=layout.ep_chunks if spreads > 1 else 0,
+    )  # fmt: skip
+
+
+def _laid_out(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
+    """A teacher has the layout of its student, whether it stands beside it or is asked once."""
+    if layout.pp > 1 and not recipe.distillation_top_k:
+        yield (
+            f"layout.pp={layout.pp} has no stage for a teacher that stands beside the student: take layout.pp=1, or "
+            "recipe.distillation_top_k=64, which asks the teacher once, before the run"
+        )
+        return
+    plain = replace(
+        recipe, products="same", dropout=0.0, noise_scale_every=0, optimizer_states="fp32", master_weights="fp32"
+    )
+    known = layout_violations(student, recipe, layout)
+    for sentence in layout_violations(teacher, plain, teacher_layout(layout, teacher)):
+        if sentence not in known:
+            yield f"of the teacher: {sentence}"

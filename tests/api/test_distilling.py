@@ -1,0 +1,107 @@
+"""`distill` in Python and on the command line: students by shape, by folder, by layers; and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api.distilling import distillation_plan
+from meshwright.cli.main import main
+from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
+from meshwright.model.hub import import_folder
+from meshwright.planfile import read
+from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.store.model_weights import locate, weights
+from tests.train.distilling import ROUTED, TEACHER, taught
+from tests.train.running import MOE
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("taught"))
+
+
+def test_layers_are_spread_and_both_ends_kept() -> None:
+    assert spread(12, 4) == [0, 4, 7, 11] and spread(3, 2) == [0, 2] and spread(5, 1) == [0]
+    with pytest.raises(PlanError, match="must be at least 1 and below 12: take layers=6"):
+        spread(12, 12)
+
+
+def test_a_student_of_layers_has_its_teachers_weights(teacher: Path) -> None:
+    folder = student_of_layers(teacher, 2)
+    assert folder == student_of_layers(teacher, 2), "made once"
+    found: dict[str, torch.Tensor] = {}
+    hub = import_folder(folder)
+    hub.load(lambda name, tensor: found.__setitem__(name, tensor))
+    assert hub.shape.layers == 2 and hub.tokenizer is not None
+    theirs = dict(weights(locate(teacher)[1], torch.float32))
+    assert torch.equal(found["layers.1.mlp.up.weight"], theirs["layers.2.mlp.up.weight"])
+    assert torch.equal(found["layers.0.attention.q.weight"], theirs["layers.0.attention.q.weight"])
+    assert torch.equal(found["embed.weight"], theirs["embed.weight"])
+
+
+def test_layers_of_other_kinds_are_refused() -> None:
+    assert MOE.moe is not None
+    mixed = replace(ROUTED, layers=4, family="qwen3_moe", moe=replace(MOE.moe, first_dense=2))
+    with pytest.raises(PlanError, match="is of another kind"):
+        shape_of_layers(mixed, [0, 3])
+    assert shape_of_layers(TEACHER, [0, 2]).name == "teacher-2-layers"
+
+
+def test_a_student_of_layers_is_trained_in_python(teacher: Path, tmp_path: Path) -> None:
+    texts = teacher.parent / "texts"
+    found = mw.distill(
+        teacher=teacher, student="teacher:layers=2", data=str(texts), run=str(tmp_path / "run"), dry_run=False,
+        recipe={"steps": 3, "sequence": 12, "global_batch": 4, "warmup_steps": 1}, watchers=(),
+    )  # fmt: skip
+    assert found.done and found.plan.teacher is not None and found.plan.teacher.layers == 3
+    assert found.plan.model.layers == 2 and Path(found.plan.init).is_dir()
+    assert found.plan.recipe.learning_rate == 1e-4 and found.rows()[-1]["divergence"] > 0
+    assert found.load().generate("1 times", max_new_tokens=4)
+
+
+def test_the_verb_trains_and_goes_on(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = f"data={teacher.parent / 'texts'}"
+    words = ["model.vocab=257", "data.tokenizer=bytes", texts, "run=student", "recipe.steps=2", "recipe.sequence=12"]
+    words += ["recipe.global_batch=4", "layout.compile=off"]
+    given = ["distill", "--teacher", str(teacher), "--student", "llama-tiny", *words]
+    assert main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    kept = read(tmp_path / "student" / "plan.yaml")
+    assert kept.teacher_init == str(teacher) and kept.recipe.objective == "distill"
+    assert main([*given, "recipe.steps=3", "resume=auto", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("teacher_of", "student", "sentence"),
+    [
+        ("", "llama-tiny", "distill learns from a teacher: give teacher=DIR"),
+        ("llama-10m", "teacher:layers=2", "is no folder: give a Hugging Face folder or a run"),
+        ("llama-10m", "teacher:half", "write teacher:layers=N"),
+    ],
+)
+def test_what_is_missing_is_named(teacher_of: str, student: str, sentence: str) -> None:
+    with pytest.raises((PlanError, ArgumentError), match=sentence):
+        distillation_plan([], teacher_of, student)
+
+
+def test_another_vocabulary_ends_with_exit_code_2(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"data={teacher.parent / 'texts'}", f"run={tmp_path / 'run'}", "data.tokenizer=bytes"]
+    assert main(["distill", "--teacher", str(teacher), "--student", "llama-tiny", *words]) == 2
+    assert "take model.vocab=257" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_plans_count_a_teacher() -> None:
+    alone = mw.plan("llama-3.1-8b", cluster="h100x8", nodes=2, layout="dp=16,zero=3")
+    taught = mw.plan("llama-3.1-8b", teacher="llama-3.1-70b", cluster="h100x8", nodes=2, layout="dp=16,zero=3")
+    assert taught.best.prediction.step_s > 2 * alone.best.prediction.step_s

@@ -1,0 +1,48 @@
+"""What a plan says of a teacher: its frozen weights to the byte, and its passes."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.planner.search.regions import cells
+from meshwright.planner.step.predict import predict
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.flop import token_flop
+
+TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
+SAME = replace(STUDENT, vocab=TEACHER.vocab)
+ALONE = Plan(model=SAME, recipe=Recipe(global_batch=8), layout=Layout(micro_batch=4, compile="off"))
+TAUGHT = replace(ALONE, recipe=Recipe(global_batch=8, objective="distill"), teacher=TEACHER)
+LAYOUTS = {
+    "one device": ALONE.layout,
+    "tp": replace(ALONE.layout, tp=2),
+    "ZeRO-3": replace(ALONE.layout, dp_shard=2, zero=3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_weights_are_those_of_the_dry_run_and_the_peak_is_near(layout: Layout) -> None:
+    plan = replace(TAUGHT, layout=layout)
+    planned = predict(plan).worst
+    found = dry_run(plan, ranks=[0], device="cpu").worst
+    assert planned.kinds["parameters"] == found.kinds["parameters"]
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(found.peak_bytes, rel=0.05)
+
+
+def test_its_forward_passes_take_time_by_their_flop() -> None:
+    """A teacher's pass over its own FLOP a third of a training step's; on one device, whose rate is one."""
+    alone, taught = predict(ALONE).step_s, predict(TAUGHT).step_s
+    teacher = predict(replace(ALONE, model=TEACHER)).step_s
+    assert alone + teacher / 5 < taught < alone + teacher / 2
+    assert token_flop(TEACHER, 256, causal=True).training > token_flop(SAME, 256, causal=True).training
+
+
+def test_one_that_is_asked_before_the_run_costs_a_step_nothing() -> None:
+    kept = replace(TAUGHT, recipe=replace(TAUGHT.recipe, distillation_top_k=16))
+    assert predict(kept).worst.kinds["parameters"] == predict(ALONE).worst.kinds["parameters"]
+
+
+def test_the_search_offers_no_pipeline_beside_a_teacher() -> None:
+    assert {cell.pp for cell in cells(TAUGHT, 4, {})} == {1}
+    assert {cell.pp for cell in cells(ALONE, 4, {})} > {1}

@@ -1,0 +1,147 @@
+"""What is kept of a teacher: the numbers, their place on disk, runs that read them, and what goes wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.api.trained_model import load
+from meshwright.data import prepare
+from meshwright.data.numbered_rows import numbered_rows
+from meshwright.observe.ranks import on_ranks
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import RunError
+from meshwright.training import loop, teacher_targets
+from meshwright.training.teacher_store import DONE, TableSizes, TeacherTables, cached
+from meshwright.training.teacher_targets import samples_of
+from tests.train.distilling import student_plan, taught, trained
+from tests.train.running import SHAPE
+
+TOP = 8
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught(tmp_path_factory.mktemp("taught"))
+
+
+def tables_of(asked: Plan) -> TeacherTables:
+    """The tables that a run of this plan reads, found as it finds them."""
+    found: list[TeacherTables] = []
+    keep = teacher_targets.reader
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_targets, "reader", lambda kept, rows: found.append(kept) or keep(kept, rows))
+        loop.run(replace(asked, run=f"{asked.run}-again"))
+    return found[0]
+
+
+def asked_about(caplog: pytest.LogCaptureFixture) -> str:
+    """What was said before the teacher was asked."""
+    return "".join(one.getMessage() for one in caplog.records if one.name.startswith("meshwright"))
+
+
+def test_all_tokens_kept_teach_what_the_teacher_does(teacher: Path, tmp_path: Path) -> None:
+    """But for what 16 bits round."""
+    asked = student_plan(teacher, tmp_path / "online", distillation_temperature=2.0, distillation_hard=0.25)
+    right = trained(asked)
+    every = replace(asked.recipe, distillation_top_k=SHAPE.vocab)
+    for one, other in zip(trained(replace(asked, run=str(tmp_path / "kept"), recipe=every)), right, strict=True):
+        assert one == pytest.approx(other, rel=2e-3)
+
+
+def test_what_is_kept_are_the_teachers_likeliest_tokens(
+    teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP)
+    trained(asked)
+    said = "34 bytes per token"  # eight tokens of two bytes, nine numbers of two
+    assert said in asked_about(caplog)
+    caplog.clear()
+    kept = tables_of(asked)
+    assert not asked_about(caplog), "it is not asked again"
+    corpus = prepare(asked.data)
+    rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True)
+    read = samples_of(asked.recipe)
+    done = np.fromfile(kept.folder / DONE, dtype=np.uint8)
+    assert 0 < done.sum() <= min(read, len(rows)) and done.sum() < len(done), "rows that no step reads are not asked"
+    number = int(np.flatnonzero(done)[0])
+    found = rows.rows_of(np.array([number]))  # type: ignore[attr-defined]  # windows of one text
+    model = load(teacher).model
+    given = {"positions": torch.as_tensor(found.positions), "documents": torch.as_tensor(found.documents)}
+    with torch.no_grad():
+        logs = model(torch.as_tensor(found.tokens), **given)[0].log_softmax(-1)
+    right, _ = logs.topk(TOP)
+    ids, kept_logs = kept.tables()
+    picked = logs.gather(1, torch.tensor(ids[number].astype(np.int64)))
+    torch.testing.assert_close(picked, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(kept_logs[number, :, :TOP]).float(), right, rtol=2e-3, atol=2e-3)
+    rest = 1 - right.exp().sum(1)
+    torch.testing.assert_close(torch.tensor(kept_logs[number, :, TOP]).float().exp(), rest, rtol=1e-2, atol=1e-3)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2}, {"dp_shard": 2, "zero": 3}, {"pp": 2, "micro_batch": 1}, {"cp": 2, "zero": 0}
+]  # fmt: skip
+
+
+def _under(layouts: list[dict[str, Any]], asked: Plan, caches: Path) -> list[list[tuple[float, ...]]]:
+    """Each with a cache of its own, so that each asks."""
+    found = []
+    for number, each in enumerate(layouts):
+        layout, run = Layout(compile="off", **each), f"{asked.run}-{number}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(caches / str(number)))
+            found.append(trained(replace(asked, run=run, layout=layout)))
+    return found
+
+
+@pytest.mark.slow
+def test_layouts_ask_and_read_the_same(teacher: Path, tmp_path: Path) -> None:
+    """And a pipeline, which no teacher stands beside."""
+    asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP)
+    right = trained(asked)
+    [first, _] = on_ranks(2, _under, LAYOUTS, asked, tmp_path / "caches")
+    for each, found in zip(LAYOUTS, first, strict=True):
+        assert [one[0] for one in found] == pytest.approx([one[0] for one in right], rel=2e-5), each
+    written = [one.read_bytes() for one in (tmp_path / "caches").glob("*/meshwright/teachers/*/done.bin")]
+    assert len(written) == len(LAYOUTS) and len(set(written)) == 1
+
+
+def test_rows_that_a_longer_run_needs_are_added(
+    teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=2)
+    trained(asked)
+    longer = student_plan(teacher, tmp_path / "longer", distillation_top_k=TOP, steps=4)
+    caplog.clear()
+    trained(longer)
+    assert "the teacher is asked about 8 rows" in asked_about(caplog)
+
+
+def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    sizes = TableSizes(rows=3, sequence=4, top=2, vocab=300)
+    kept = TeacherTables(tmp_path / "kept", sizes)
+    kept.make()
+    assert kept.missing(np.arange(3)).tolist() == [0, 1, 2]
+    kept.mark(np.array([1]))
+    TeacherTables(tmp_path / "kept", sizes).make()
+    assert kept.missing(np.arange(3)).tolist() == [0, 2]
+    (kept.folder / "ids.bin").write_bytes(b"1")
+    with pytest.raises(RunError, match="was changed: remove it"):
+        kept.make()
+
+
+def test_bytes_and_a_disk_without_room(tmp_path: Path) -> None:
+    assert TableSizes(rows=1, sequence=1, top=32, vocab=65_536).token_bytes == 130
+    wide = TableSizes(rows=2**40, sequence=2**12, top=32, vocab=128_256)
+    assert wide.token_bytes == 194
+    with pytest.raises(RunError, match="take a smaller recipe"):
+        TeacherTables(tmp_path / "kept", wide).check_room(wide.rows)
+
+
+def test_other_content_has_another_place() -> None:
+    assert cached("a", 1) != cached("a", 2) and cached("a", 1) == cached("a", 1)
