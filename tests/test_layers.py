@@ -36,8 +36,9 @@ BELOW: dict[str, set[str]] = {
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
     "observe": TRAINING | {"planner"},
-    "api": TRAINING | {"planner", "observe"},
-    "cli": TRAINING | {"planner", "observe", "api"},
+    "compress": TRAINING,
+    "api": TRAINING | {"planner", "observe", "compress"},
+    "cli": TRAINING | {"planner", "observe", "compress", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

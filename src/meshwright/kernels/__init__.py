@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import attention, cross_entropy, experts, fp8, linear, norm, rope, swiglu
+from meshwright.kernels import attention, cross_entropy, experts, fp8, linear, norm, quantized_linear, rope, swiglu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class Kernels:
     swiglu_linear: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
     expert_linear: Callable[..., Tensor]
+    quantized_linears: Callable[..., tuple[Tensor, ...]]
     linear_cross_entropy: Callable[..., Tensor]
     linear_log_probabilities: Callable[..., Tensor]
 
@@ -55,6 +56,7 @@ def reference() -> Kernels:
         swiglu_linear=swiglu.swiglu_linear_reference,
         gelu=swiglu.gelu_reference,
         expert_linear=experts.expert_linear_reference,
+        quantized_linears=quantized_linear.quantized_linears_reference,
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
         linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
     )
@@ -78,6 +80,7 @@ def fast(prefer: str = "auto") -> Kernels:
         swiglu_linear=told(swiglu.swiglu_linear),
         gelu=told(swiglu.gelu),
         expert_linear=told(experts.expert_linear),
+        quantized_linears=quantized_linear.quantized_linears,
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
     )

@@ -65,7 +65,8 @@ def zero_point_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 def quantize(x: Tensor, scale: Tensor, zero: Tensor | float, low: int, high: int) -> Tensor:
     """q = round(r / S) + Z within low .. high, in fp32; NaN where r / S is none."""
-    return (torch.round(x.float() / scale) + zero).clamp(low, high)
+    found: Tensor = (torch.round(x.float() / scale) + zero).clamp(low, high)
+    return found
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
@@ -79,7 +80,11 @@ def grouped(x: Tensor, size: int) -> Tensor:
     size = size or x.shape[-1]
     missing = -x.shape[-1] % size
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    return filled.unflatten(-1, (-1, size))
+    return (
+        filled.view(*filled.shape[:-1], -1, size)
+        if filled.is_contiguous()
+        else filled.reshape(*filled.shape[:-1], -1, size)
+    )
 
 
 def absmax(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
@@ -169,7 +174,8 @@ def product(x: Quantized, weight: Quantized) -> Tensor:
 def product_reference(x: Quantized, weight: Quantized) -> Tensor:
     """The same of the numbers less their zeros."""
     qx, qw = x.codes.double() - x.zero, weight.codes.double() - weight.zero
-    return (qx @ qw.t()).float() * _per_output(weight.scale, weight) * x.scale
+    found: Tensor = (qx @ qw.t()).float() * _per_output(weight.scale, weight) * x.scale
+    return found
 
 
 def _per_output(one: Tensor, weight: Quantized) -> Tensor:
@@ -214,7 +220,8 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     parts = grouped(packed, bits).long()
     words = (parts << torch.arange(0, 8 * bits, 8, device=packed.device)).sum(-1, keepdim=True)
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & (2**bits - 1)
-    return codes.to(torch.uint8).flatten(-2)[..., :columns]
+    found: Tensor = codes.to(torch.uint8).flatten(-2)[..., :columns]
+    return found
 
 
 def pack_reference(codes: Tensor, bits: int) -> Tensor:

@@ -19,6 +19,7 @@ Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
 Size = tuple[tuple[int, ...], str]
 """Dims of a tensor, and the name of its dtype in torch."""
+BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128, 256)
 """Inputs that may share a scale."""
 
@@ -61,6 +62,8 @@ class Scheme:
     """Inputs of a row that share a scale; 0 = all of them."""
     method: Method = "absmax"
     """How scales are found."""
+    scales: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of S: bf16 reaches as far as fp32, and codes are made for the rounded ones."""
     activations: Activations = "same"
     """What a product's input is rounded to, with a scale for each token; `same` = it is not."""
     outliers: Outliers = "none"
@@ -74,6 +77,12 @@ class Scheme:
     """Above which the verb fails, unless another limit is given."""
 
     def __post_init__(self) -> None:
+        if self.bits not in BITS or (self.codes == "nf4") != (self.codes == "nf4" and self.bits == 4):
+            raise PlanError(f"bits={self.bits} is not supported: take one of {', '.join(map(str, BITS))}; nf4 has 4")
+        if self.bits == 8 and not self.symmetric:
+            raise PlanError("symmetric=False is not supported with 8 bits: their zero is 0")
+        if self.activations != "same" and (self.group or self.bits < 8):
+            raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
         if self.group and self.group not in GROUPS:
             raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
         if self.outliers != "none" and self.threshold <= 0:
@@ -83,11 +92,6 @@ class Scheme:
     def packed(self) -> bool:
         """Whether several codes share a byte."""
         return self.bits < 8
-
-    @property
-    def scale_dtype(self) -> str:
-        """Of the scales: 16 bits where there are many."""
-        return "bfloat16" if self.group else "float32"
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many inputs; the last group may be short."""
@@ -100,7 +104,7 @@ class Scheme:
         dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
         found: dict[str, Size] = {
             "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
-            "scales": ((*lead, rows, groups), self.scale_dtype),
+            "scales": ((*lead, rows, groups), self.scales),
         }
         if not self.symmetric:
             found["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
@@ -110,7 +114,7 @@ class Scheme:
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         """Of a matrix, its scales and zeros included."""
-        widths = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+        widths = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
         total = 0
         for dims, dtype in self.sizes(rows, columns).values():
             count = 1

@@ -20,6 +20,8 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+QUANTIZATION = "quantization_config"
+"""The key of a config that says how weights are quantized."""
 ENDS_BYTES = 2**20
 """Read of each end of a file to tell it from another."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -67,15 +69,17 @@ class HubFolder:
         return found.hexdigest()
 
 
-def import_folder(folder: Path) -> HubFolder:
-    """Read everything but the weights of a directory. HubError where it is none, or not supported."""
+def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
+    """Read everything but the weights of a directory. HubError where it is none, or not supported. `quantized`: who
+    asks reads the config's quantization by himself."""
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
     config = read_json(folder / CONFIG)
     if config is None:
         raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory")
     with _about(folder):
-        shape, dtype = shape_from_config(config), dtype_from_config(config)
+        known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
+        shape, dtype = shape_from_config(known), dtype_from_config(config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
     return HubFolder(
         path=folder,
@@ -108,14 +112,22 @@ def export_folder(
     config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), bos=bos, eos=eos, dropout=dropout)
     with fresh_folder(folder) as partial:
         save_weights(partial, model_tensors, shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        _write_json(partial / CONFIG, config)
-        ids = {"_from_model_config": True, "bos_token_id": bos, "eos_token_id": eos}
-        _write_json(partial / GENERATION, dict(generation) if generation else ids)
-        if chat_template is not None:
-            (partial / TEMPLATE).write_text(chat_template, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save(partial)
-            _write_json(partial / TOKENIZER_CONFIG, _tokenizer_config(partial, tokenizer, shape, chat_template))
+        write_beside_weights(partial, config, shape, tokenizer, chat_template, generation)
+
+
+def write_beside_weights(
+    folder: Path, config: Mapping[str, object], shape: ModelShape, tokenizer: HubTokenizer | None,
+    chat_template: str | None, generation: Mapping[str, object] | None,
+) -> None:  # fmt: skip
+    """Everything of a directory but the weights."""
+    _write_json(folder / CONFIG, config)
+    ids = {"_from_model_config": True, "bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    _write_json(folder / GENERATION, dict(generation) if generation else ids)
+    if chat_template is not None:
+        (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(folder, tokenizer, shape, chat_template))
 
 
 def _tokenizer_config(
