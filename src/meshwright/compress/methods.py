@@ -31,7 +31,7 @@ def quantize_matrix(
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales (..., N, groups), in the dtype they are stored in, and zeros of their size, for a finite matrix."""
     runs = grouped(weight, scheme.group)
-    if scheme.symmetric:
+    if scheme.zeros == "fixed":
         peaks = runs.abs().amax(-1)
         if scheme.codes == "nf4":
             return _stored(peaks, scheme), None
@@ -40,10 +40,10 @@ def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     low = runs.amin(-1)
     scales = _stored(zero_point_grid(low, runs.amax(-1), scheme.bits)[0], scheme)
     wide = scales.float()
-    zeros = (-low.clamp(max=0) / wide).round().clamp(0, 2**scheme.bits - 1)
+    zeros = (-low.clamp(max=0) / wide).clamp(0, 2**scheme.bits - 1)
     if scheme.method == "hqq":
         zeros = hqq.find_zeros(runs, wide, zeros, scheme.bits)
-    return scales, zeros
+    return scales, zeros.half().float() if scheme.zeros == "real" else zeros.round()
 
 
 def _stored(scales: Tensor, scheme: Scheme) -> Tensor:

@@ -186,7 +186,7 @@ def _per_output(one: Tensor, weight: Quantized) -> Tensor:
 def nf4_codes(x: Tensor) -> Tensor:
     """x within -1 .. 1 -> the number of the nearest of NF4's 16, uint8; NaN counts as the last."""
     table = torch.tensor(NF4, dtype=torch.float32, device=x.device)
-    return torch.bucketize(x.float(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 
 def nf4_codes_reference(x: Tensor) -> Tensor:

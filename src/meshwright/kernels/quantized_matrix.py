@@ -2,7 +2,7 @@
 
     codes    (..., N, K) int8 or e4m3; fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
     scales   (..., N, groups)
-    zeros    codes of zero, as bytes (..., N, ceil(groups bits / 8)); None = a fixed one
+    zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
     columns  (O,) int32 and kept (..., N, O): inputs whose weights are not quantized; their codes are those of zero
 
 What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
@@ -44,11 +44,12 @@ class QuantizedMatrix:
         found = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "columns", "kept")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def whole_zeros(self) -> Tensor:
+    def every_zero(self) -> Tensor:
         """Z (..., N, groups), or one number, fp32."""
         if self.zeros is None:
             return torch.tensor(float(fixed_zero(self.scheme)), device=self.scales.device)
-        return unpack(self.zeros, self.scheme.bits, self.scales.shape[-1]).float()
+        whole = self.scheme.zeros == "whole"
+        return (unpack(self.zeros, self.scheme.bits, self.scales.shape[-1]) if whole else self.zeros).float()
 
     def whole_codes(self) -> Tensor:
         """Codes (..., N, K), one an element."""
@@ -60,7 +61,7 @@ class QuantizedMatrix:
         if scheme.codes == "nf4":
             runs = grouped(torch.tensor(NF4, device=codes.device)[codes.int()], scheme.group)
         else:
-            zeros = self.whole_zeros()
+            zeros = self.every_zero()
             runs = grouped(codes.float(), scheme.group) - (zeros.unsqueeze(-1) if zeros.dim() else zeros)
         found = (runs * self.scales.float().unsqueeze(-1)).flatten(-2)[..., : self.size_in]
         if self.columns is not None and self.kept is not None:
@@ -92,7 +93,8 @@ def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None
     elif scheme.codes == "e4m3":
         found = (runs / wide).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     elif zeros is not None:
-        found = quantize(runs, wide, zeros.float().unsqueeze(-1), 0, 2**scheme.bits - 1).to(torch.uint8)
+        shifted = torch.round(runs / wide + zeros.float().unsqueeze(-1))
+        found = shifted.clamp(0, 2**scheme.bits - 1).to(torch.uint8)
     else:
         most = highest(scheme.bits)
         codes = quantize(runs, wide, 0.0, -most, most)
@@ -104,13 +106,15 @@ def assembled(
     scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
-    """Of codes (..., N, K), one an element; `zeros` (..., N, groups) whole numbers."""
+    """Of codes (..., N, K), one an element, and zeros (..., N, groups)."""
+    if zeros is not None:
+        zeros = pack(zeros.to(torch.uint8), scheme.bits) if scheme.zeros == "whole" else zeros.half()
     return QuantizedMatrix(
         scheme=scheme,
         size_in=codes.shape[-1],
         codes=pack(codes, scheme.bits) if scheme.packed else codes,
         scales=scales.to(getattr(torch, scheme.scales)),
-        zeros=None if zeros is None else pack(zeros.to(torch.uint8), scheme.bits),
+        zeros=zeros,
         columns=columns,
         kept=kept,
     )

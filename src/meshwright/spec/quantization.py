@@ -15,6 +15,7 @@ from meshwright.spec.errors import PlanError
 
 Codes = Literal["integer", "nf4", "e4m3"]
 Method = Literal["absmax", "zero-point", "hqq"]
+Zeros = Literal["fixed", "whole", "real"]
 Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
 Size = tuple[tuple[int, ...], str]
@@ -56,8 +57,8 @@ class Scheme:
     bits: int
     codes: Codes = "integer"
     """What codes stand for: whole numbers, quantiles of a normal distribution, or 8-bit floating-point numbers."""
-    symmetric: bool = True
-    """Whether Z is fixed; else every scale has a Z of its own."""
+    zeros: Zeros = "fixed"
+    """Z: the same everywhere, or one for each scale; a whole number, so that zero is exact, or a real one in fp16."""
     group: int = 0
     """Inputs of a row that share a scale; 0 = all of them."""
     method: Method = "absmax"
@@ -79,8 +80,8 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.bits not in BITS or (self.codes == "nf4") != (self.codes == "nf4" and self.bits == 4):
             raise PlanError(f"bits={self.bits} is not supported: take one of {', '.join(map(str, BITS))}; nf4 has 4")
-        if self.bits == 8 and not self.symmetric:
-            raise PlanError("symmetric=False is not supported with 8 bits: their zero is 0")
+        if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
+            raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):
             raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
         if self.group and self.group not in GROUPS:
@@ -106,8 +107,10 @@ class Scheme:
             "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
             "scales": ((*lead, rows, groups), self.scales),
         }
-        if not self.symmetric:
+        if self.zeros == "whole":
             found["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
+        if self.zeros == "real":
+            found["zeros"] = ((*lead, rows, groups), "float16")
         if kept:
             found["columns"] = ((kept,), "int32")
         return found
@@ -145,20 +148,20 @@ SCHEMES: Mapping[str, Scheme] = {
             about="8-bit floating-point weights (e4m3) and, where the device multiplies them, activations",
         ),
         Scheme(
-            name="int4-rtn", bits=4, symmetric=False, group=32, method="zero-point", expected_kl=(3e-3, 8e-2),
+            name="int4-rtn", bits=4, zeros="whole", group=32, method="zero-point", expected_kl=(3e-3, 8e-2),
             max_kl=0.2, about="4-bit weights, rounded to nearest, a scale and a zero for each 32 inputs",
         ),
         Scheme(
-            name="int4-hqq", bits=4, symmetric=False, group=32, method="hqq", expected_kl=(3e-3, 6e-2), max_kl=0.2,
-            about="the same with zeros found by half-quadratic quantization, without data",
+            name="int4-hqq", bits=4, zeros="real", group=32, method="hqq", expected_kl=(3e-3, 6e-2), max_kl=0.2,
+            about="4-bit weights, real zeros found by half-quadratic quantization, without data",
         ),
         Scheme(
             name="nf4", bits=4, codes="nf4", group=64, expected_kl=(4e-3, 9e-2), max_kl=0.2,
             about="4-bit normal floats, a scale for each 64 inputs (QLoRA)",
         ),
         Scheme(
-            name="int3", bits=3, symmetric=False, group=32, method="hqq", expected_kl=(1e-2, 0.3), max_kl=0.6,
-            about="3-bit weights, zeros found by half-quadratic quantization",
+            name="int3", bits=3, zeros="real", group=32, method="hqq", expected_kl=(1e-2, 0.3), max_kl=0.6,
+            about="3-bit weights, real zeros found by half-quadratic quantization",
         ),
     )
 }  # fmt: skip

@@ -27,11 +27,11 @@ from meshwright.model.hub.transforms import CONV1D
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization import SCHEMES, Scheme
+from meshwright.spec.quantization import SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.shape import ModelShape
 
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-LAYOUTS = {PACKED: "integer", WHOLE: "integer", FLOAT: "e4m3"}
+LAYOUTS: Mapping[str, Codes] = {PACKED: "integer", WHOLE: "integer", FLOAT: "e4m3"}
 """Layouts of files that are read -> what codes are."""
 
 
@@ -89,7 +89,7 @@ class CompressedTensors:
         scheme = next(iter(model.schemes.values()))
         kind = "float" if scheme.codes == "e4m3" else "int"
         weights = {
-            "num_bits": scheme.bits, "type": kind, "symmetric": scheme.symmetric, "dynamic": False,
+            "num_bits": scheme.bits, "type": kind, "symmetric": scheme.zeros == "fixed", "dynamic": False,
             "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None,
         }  # fmt: skip
         inputs = {
@@ -150,6 +150,8 @@ def _unwritable(scheme: Scheme) -> str:
         return "it has no place for columns in 16 bit"
     if scheme.codes == "nf4":
         return "it has no normal floats"
+    if scheme.zeros == "real":
+        return "its zeros must be whole numbers"
     return ""
 
 
@@ -165,7 +167,7 @@ def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtyp
         kind = torch.float8_e4m3fn if scheme.codes == "e4m3" else torch.int8
         return [Planned(name=name, size=size, dtype=kind), scale]
     found = [Planned(name=f"{name}_packed", size=(rows, -(-columns * bits // 32)), dtype=torch.int32), scale]
-    if not scheme.symmetric:
+    if scheme.zeros == "whole":
         zeros = (-(-rows * bits // 32), groups)
         found.append(Planned(name=f"{name}_zero_point", size=zeros, dtype=torch.int32))
     return [*found, Planned(name=f"{name}_shape", size=(2,), dtype=torch.int64)]
@@ -195,7 +197,7 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
     scheme, shape = matrix.scheme, model.shape
     codes = binding.transform.export([matrix.whole_codes()], shape)
     scales = binding.transform.export([matrix.scales], shape)
-    zeros = binding.transform.export([matrix.whole_zeros()], shape) if matrix.zeros is not None else [None] * len(codes)
+    zeros = binding.transform.export([matrix.every_zero()], shape) if matrix.zeros is not None else [None] * len(codes)
     for name, code, scale, zero in zip(binding.theirs, codes, scales, zeros, strict=True):
         yield f"{name}_scale", scale
         if _layout(scheme) != PACKED:
@@ -219,7 +221,7 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
         raise HubError(f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}")
     codes = _codes(stored[f"{name}_packed"].read(), scheme.bits, columns)
     found["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
-    if not scheme.symmetric:
+    if scheme.zeros == "whole":
         words = stored[f"{name}_zero_point"].read().t().contiguous()
         found["zeros"] = pack(_codes(words, scheme.bits, rows).t().contiguous(), scheme.bits)
     return found
@@ -263,11 +265,12 @@ def _scheme(entries: Entries) -> Scheme:
         inputs.allow("strategy", ("token",))
         inputs.allow("symmetric", (True,))
         inputs.allow("dynamic", (True,))
-    activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
+    activations: Activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
     like = SCHEMES["fp8" if kind == "e4m3" else "int8" if bits == 8 else "int4-rtn"]
     grouped = weights.raw("strategy", "channel") == "group"
+    zeros: Zeros = "fixed" if weights.flag("symmetric", True) else "whole"
     return Scheme(
-        name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, symmetric=weights.flag("symmetric", True),  # type: ignore[arg-type]  # one of the words of LAYOUTS
+        name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, zeros=zeros,
         group=weights.integer("group_size") if grouped else 0, method="absmax",
-        activations=activations, expected_kl=like.expected_kl, max_kl=like.max_kl,  # type: ignore[arg-type]  # one of three words
+        activations=activations, expected_kl=like.expected_kl, max_kl=like.max_kl,
     )  # fmt: skip
