@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshwright.model.hub.weight_names import bindings, tensor_sizes
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.quantization import SCHEMES
+from meshwright.spec.quantization_schemes import SCHEMES
 from tests.train.test_weights import directory
 
 SIZES: dict[str, Any] = {"name": "dot", "vocab": 2048, "layers": 2, "hidden": 64, "heads": 2, "ffn": 96}
@@ -59,8 +60,8 @@ def restored(folder: Path) -> Callable[[str], Tensor]:
     def of(name: str) -> Tensor:
         where, _, leaf = name.rpartition(".")
         module: Any = model.get_submodule(where)
-        found = getattr(module, f"{leaf}_quantized" if hasattr(module, f"{leaf}_quantized") else "quantized", None)
-        tensor: Tensor = found.matrix.dequantized() if found is not None else getattr(module, leaf)
+        found = getattr(module, "quantized" if leaf == "weight" else f"{leaf}_quantized", None)
+        tensor: Tensor = getattr(module, leaf) if found is None else found.matrix.dequantized()
         return tensor.detach()
 
     return of
@@ -109,13 +110,13 @@ def test_rows_of_rotary_pairs_change_places_with_their_scales(tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("scheme", WHOLE)
 def test_compressed_tensors_own_reader_restores_the_same(scheme: str, dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="could not import compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
+    pytest.importorskip("compressed_tensors")
+    compressors: Any = import_module("compressed_tensors.compressors")
+    quantization: Any = import_module("compressed_tensors.quantization")
     _, folder = quantized(tmp_path, "llama", scheme, CT, dtype=dtype)
-    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
-    reader = BaseCompressor.get_value_from_registry(config.format)
+    written = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(written)
+    reader = compressors.BaseCompressor.get_value_from_registry(config.format)
     stored, of = stored_tensors(folder), restored(folder)
     for binding in bindings(SHAPES["llama"]):
         (name,), (their,) = binding.ours, binding.theirs
@@ -124,7 +125,7 @@ def test_compressed_tensors_own_reader_restores_the_same(scheme: str, dtype: str
         start = their.removesuffix("weight")
         local = {key.removeprefix(start): one.read() for key, one in stored.items() if key.startswith(start)}
         group = next(iter(config.config_groups.values()))
-        theirs = reader.decompress(local, group)["weight"]  # type: ignore[arg-type, union-attr]  # a scheme, and no preset
+        theirs = reader.decompress(local, group)["weight"]
         (ours,) = binding.transform.export([of(name)], SHAPES["llama"])
         assert torch.equal(theirs, ours.to(theirs.dtype)), name
 

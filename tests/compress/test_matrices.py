@@ -12,7 +12,7 @@ from meshwright.kernels.quantization import absmax, zero_point
 from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
 WORST = {"int8": 0.01, "llm-int8": 0.01, "fp8": 0.03, "int4-rtn": 0.1, "int4-hqq": 0.1, "nf4": 0.1, "int3": 0.2}
 """Relative errors of normal weights that no scheme may pass."""

@@ -15,9 +15,9 @@ from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
 from meshwright.api.trained_model import TrainedModel, load
-from meshwright.compress.calibration import column_peaks, outlier_columns
 from meshwright.compress.formats import DEFAULT, FORMATS
 from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes, write_quantized
@@ -25,7 +25,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, OutsideTolerance, PlanError
 from meshwright.spec.presets import nearest
-from meshwright.spec.quantization import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.units import gib
 from meshwright.store.durable import one_line
 from meshwright.store.model_weights import LAST
@@ -168,7 +168,7 @@ def quantize(
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
-    `scheme`: one of `meshwright.spec.quantization.SCHEMES`; `group`: another number of inputs that share a scale;
+    `scheme`: a name of meshwright.spec.quantization_schemes; `group`: another number of inputs that share a scale;
     `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
     columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
     windows are scored. `max_kl`: the limit that `passed` is about, None = the scheme's. `dtype`: of what is not

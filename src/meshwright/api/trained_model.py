@@ -13,7 +13,7 @@ from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.compress.formats import FORMATS
 from meshwright.compress.formats.folder_format import fill
-from meshwright.compress.reading import is_quantized, open_quantized, quant_method
+from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus import MixedStream, TokenStream
 from meshwright.data.mixed_rows import MixedRows

@@ -1,11 +1,11 @@
 """Smaller models from trained ones.
 
     methods      a matrix and a scheme -> codes and scales; hqq, clipping: how scales are found
-    calibration  activations of a model on text: which columns are outliers
+    layer_inputs activations of a model on text: which columns are outliers
     stream       a folder's weights, a matrix at a time -> a folder with codes
     quality      the model before and after on held-out text
     formats      how a folder holds codes: our own, and those of other software
 
-A method that needs activations of each matrix (GPTQ, AWQ) goes beside `hqq`, and takes what `calibration` gathers. A
+A method that needs activations of each matrix (GPTQ, AWQ) goes beside `hqq`, and takes what `layer_inputs` gathers. A
 file format goes into `formats`, and is added to its table.
 """

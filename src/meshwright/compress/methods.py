@@ -7,7 +7,7 @@ from meshwright.compress import hqq
 from meshwright.kernels.quantization import absmax_scale, e4m3_scale, grouped, zero_point_grid
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization import Scheme
+from meshwright.spec.quantization_schemes import Scheme
 
 
 def quantize_matrix(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.compress.calibration import reading, run
+from meshwright.compress.layer_inputs import reading, run
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.training.batches import Batch

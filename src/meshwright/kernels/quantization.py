@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.spec.quantization import NF4
+from meshwright.spec.quantization_schemes import NF4
 
 Share = Literal["tensor", "row", "column"] | int
 """Which numbers have a scale in common; a whole number: runs of so many along the last dim."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
-from meshwright.spec.quantization import NF4, Scheme
+from meshwright.spec.quantization_schemes import NF4, Scheme
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ import torch
 
 from meshwright.model.quantized_weights import put_quantized
 from meshwright.model.transformer import Transformer, materialize, shrink, skeleton
-from meshwright.spec.quantization import Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization import Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 PARTS = ("codes", "scales", "zeros", "columns", "kept")

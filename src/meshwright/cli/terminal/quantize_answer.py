@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from meshwright.api.quantizing import QuantizeAnswer
 from meshwright.cli.terminal.screen_text import coloured, folded, plus_minus
-from meshwright.spec.quantization import SCHEMES
+from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.units import many
 
 

@@ -27,7 +27,7 @@ from meshwright.model.hub.transforms import CONV1D
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization import SCHEMES, Activations, Codes, Scheme, Zeros
+from meshwright.spec.quantization_schemes import SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.shape import ModelShape
 
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"

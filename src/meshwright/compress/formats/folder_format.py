@@ -12,7 +12,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.safetensors_files import Planned
 from meshwright.model.quantized_weights import place, quantizable
 from meshwright.model.transformer import Transformer
-from meshwright.spec.quantization import Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 Weights = Iterable[tuple[str, Tensor | QuantizedMatrix]]

@@ -18,7 +18,7 @@ from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tenso
 from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.quantized_weights import PARTS, quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
 
 VERSION = 1
