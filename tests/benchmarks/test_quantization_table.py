@@ -9,6 +9,7 @@ import torch
 
 import meshwright as mw
 from benchmarks import quantization_table as table
+from benchmarks import quantized_rates as rates
 from meshwright.cli.main import main
 from meshwright.model import build
 from tests.cli.toy import train, write_texts
@@ -51,3 +52,12 @@ def test_the_benchmark_runs_at_toy_size(
     assert found["neighbours"] == 0 and found["gap_64"] < 0.01 and found["worst_1"] < 0.05
     assert found["facts"]["64"]["injection_kl"] < 1e-6 and found["facts"]["64"]["columns"] > 0
     assert mw.load(tmp_path / "run").plan is not None
+
+
+def test_rates_are_measured_at_toy_size(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rates", "--json", "--size", "256", "--rows", "1,40", "--rounds", "1"])
+    rates.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["over_bf16"].keys() == {"1", "40"} and set(found["over_bf16"]["1"]) == set(rates.WAYS)
+    assert all(found[name] > 0 for name in ("int4_bandwidth", "int4_over_fp16", "llm_int8_many_rows"))
+    assert found["slowest_over_bf16"] <= found["llm_int8_one_row"]

@@ -1,5 +1,7 @@
 """Products of 8-bit and 4-bit whole numbers on a CPU, which torch has under private names only."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,15 @@ def int8_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Te
         x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return found
+
+
+@cache
+def has_bf16_units() -> bool:
+    """Whether this CPU has instructions for products of bf16. Without them torch's are right and slow: oneDNN supports
+    bf16 by widening it (compat.cpu_multiplies), at a third of the rate of fp32."""
+    asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    known = [bool(ask()) for ask in asked if ask is not None]
+    return any(known) or not known
 
 
 def has_int4_product() -> bool:

@@ -27,8 +27,9 @@ from meshwright.kernels.target import kind
 
 INT8_INPUTS = 2**31 // 127**2
 """Inputs of which sums of 8-bit products cannot leave 32 bits."""
-INT4_ROWS = 4
-"""Rows up to which a CPU's 4-bit product is faster than one with a restored copy (benchmarks/quantized_rates.py)."""
+INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
+"""Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16, and in fp32 where the CPU
+has no units for bf16 (benchmarks/quantized_rates.py)."""
 
 
 def quantized_linears_reference(
@@ -158,9 +159,13 @@ def _multiplied(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 
 def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    if len(rows) <= INT4_ROWS and takes_int4(matrix, rows):
-        return _int4(rows, matrix, bias)
-    dtype = torch.float32 if needs_wide(rows) else rows.dtype
+    wide = needs_wide(rows)
+    if takes_int4(matrix, rows):
+        slow_bf16 = not integers.has_bf16_units()
+        if len(rows) <= (INT4_ROWS_BESIDE_FP32 if slow_bf16 else INT4_ROWS):
+            return _int4(rows, matrix, bias)
+        wide = wide or slow_bf16
+    dtype = torch.float32 if wide else rows.dtype
     if str(dtype) not in matrix.prepared:
         matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
     return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
