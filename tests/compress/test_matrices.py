@@ -14,7 +14,16 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
-WORST = {"int8": 0.01, "llm-int8": 0.01, "fp8": 0.03, "int4-rtn": 0.1, "int4-hqq": 0.1, "nf4": 0.1, "int3": 0.2}
+WORST = {
+    "int8": 0.01,
+    "llm-int8": 0.01,
+    "fp8": 0.03,
+    "int4-rtn": 0.1,
+    "int4-sym": 0.15,
+    "int4-hqq": 0.1,
+    "nf4": 0.1,
+    "int3": 0.2,
+}
 """Relative errors of normal weights that no scheme may pass."""
 
 
@@ -99,7 +108,7 @@ def test_products_are_those_of_the_twin(name: str, rows: int, dtype: torch.dtype
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype == dtype and one.shape == (2, rows, 48)
         off = float((one.float() - other.float()).norm() / other.float().norm())
-        narrow = dtype == torch.bfloat16 or (rows * 2 <= 4 and SCHEMES[name].bits == 4)
+        narrow = dtype == torch.bfloat16 or (rows * 2 <= 24 and SCHEMES[name].bits == 4)  # rounded to bf16 for it
         assert off < (0.01 if narrow else 1e-6)
 
 

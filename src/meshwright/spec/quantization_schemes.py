@@ -152,6 +152,10 @@ SCHEMES: Mapping[str, Scheme] = {
             max_kl=0.2, about="4-bit weights, rounded to nearest, a scale and a zero for each 32 inputs",
         ),
         Scheme(
+            name="int4-sym", bits=4, group=128, expected_kl=(5e-3, 0.15), max_kl=0.3,
+            about="4-bit weights without zeros, a scale for each 128 inputs (W4A16)",
+        ),
+        Scheme(
             name="int4-hqq", bits=4, zeros="real", group=32, method="hqq", expected_kl=(3e-3, 6e-2), max_kl=0.2,
             about="4-bit weights, real zeros found by half-quadratic quantization, without data",
         ),

@@ -9,7 +9,10 @@ import typer
 def quantize(
     model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
     scheme: Annotated[
-        str, typer.Option("--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-hqq, nf4 or int3.")
+        str,
+        typer.Option(
+            "--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
     format: Annotated[

@@ -27,7 +27,7 @@ from meshwright.model.hub.transforms import CONV1D
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import SCHEMES, Activations, Codes, Scheme, Zeros
+from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.shape import ModelShape
 
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
@@ -48,7 +48,8 @@ class CompressedTensors:
                 return f"compressed-tensors cannot hold {scheme.name}: {why}; take format=meshwright"
             columns = quantizable(model.shape)[name][-1]
             if scheme.group and columns % scheme.group:
-                fitting = [group for group in (16, 32, 64, 128, 256) if columns % group == 0]
+                every = [quantizable(model.shape)[one][-1] for one in model.schemes]
+                fitting = [group for group in GROUPS if not any(size % group for size in every)]
                 other = f"group={max(fitting)} or " if fitting else ""
                 return (
                     f"compressed-tensors cannot hold {name}: its {columns} inputs are no multiple of group="
@@ -229,7 +230,7 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
 
 def _ignored(model: QuantizedModel) -> list[str]:
     """Layers that are not quantized though they are linear: head, routers, and what was left out."""
-    found = [] if model.shape.tied else ["lm_head"]
+    found = ["lm_head"]  # a tied one too: readers make a layer of it
     for binding in bindings(model.shape):
         own = next(iter(binding.ours))
         if own in model.skipped or own.endswith("router.weight"):
