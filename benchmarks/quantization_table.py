@@ -1,6 +1,6 @@
 """The lectures' table of 8-bit methods (LLM.int8(), arXiv:2208.07339, table 1) as a pattern, on a model trained here.
 
-    python -m benchmarks.quantization_table [--json] [--run RUN] [--steps 800] [--scales 1,16,64,256]
+    python -m benchmarks.quantization_table [--json] [--run RUN] [--steps 800] [--scales 1,4,16,64,256] [--picture PNG]
 
 Large models have a few channels with activations many times larger than the rest. A small one has none, so they are put
 in by rescaling that changes no logit: a channel times s, a power of two, and the weights that read it divided by s.
@@ -200,6 +200,32 @@ def shown(rows: Mapping[str, Mapping[str, float]], facts: Mapping[str, Mapping[s
     return found
 
 
+COLOURS = ("#c2354f", "#d9661f", "#b0892b", "#1f5fa8", "#8a4fae", "#2a8a57")
+"""Of METHODS and LLM.int8()."""
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """A PNG of perplexity by strength, one line for each method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 4.6), layout="constrained", facecolor="white")
+    axes, rows = figure.subplots(), found["perplexity"]
+    strengths = [float(scale) for scale in rows]
+    exact = next(iter(rows.values()))["fp32"]
+    for name, colour in zip((*METHODS, LLM), COLOURS, strict=True):
+        lost = [max(100 * (row[name] / exact - 1), 1e-3) for row in rows.values()]
+        axes.plot(strengths, lost, color=colour, marker="o", linewidth=2, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(strengths, [f"{scale:g}x" for scale in strengths])
+    axes.set_xlabel("injected outlier strength (1x: the model as trained)")
+    axes.set_ylabel("perplexity above fp32, %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    axes.set_title("8-bit weights and activations: outliers decide", loc="left")
+    figure.savefig(path, format="png", dpi=140)
+
+
 def trained(folder: Path, steps: int) -> TrainedModel:
     """A model of 0.9M parameters on the Python standard library."""
     more = [f"recipe.steps={steps}", f"run={folder}", "recipe.eval_every=0", f"recipe.checkpoint_every={steps}"]
@@ -214,13 +240,16 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="a run of a dense model, in place of training one")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--sequences", type=int, default=48)
-    parser.add_argument("--scales", default="1,16,64,256")
+    parser.add_argument("--scales", default="1,4,16,64,256")
+    parser.add_argument("--picture", type=Path, help="draw the table")
     given = parser.parse_args()
     torch.set_num_threads(1)
     scales = [float(scale) for scale in given.scales.split(",")]
     with tempfile.TemporaryDirectory() as made:
         opened = mw.load(given.run) if given.run else trained(Path(made) / "run", given.steps)
         found = table(opened, scales, given.sequences)
+    if given.picture:
+        draw(found, given.picture)
     if given.json:
         print(json.dumps(found))
         return
