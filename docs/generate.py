@@ -8,6 +8,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: output meshwright plan llama-3.1-8b --cluster h100x8 --nodes 4 -->
     <!-- generated: table zero -->
     <!-- generated: keys recipe -->
+    <!-- generated: schemes -->
     <!-- generated: source src/meshwright/training/orpo.py -->
     <!-- /generated -->
 
@@ -195,13 +196,28 @@ def _verbs(group: Any, level: str) -> Iterator[str]:
             yield from _verbs(verb, level + "#")
 
 
+def schemes(_: str = "") -> str:
+    """The schemes of quantization, as they are declared."""
+    from meshwright.spec.quantization_schemes import SCHEMES
+
+    lines = [
+        "| scheme | what it is | bits per weight | usual KL, nats per token | limit |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for one in SCHEMES.values():
+        low, high = one.expected_kl
+        bits = f"{one.bits_per_weight(4096, 4096):.3g}"
+        lines.append(f"| `{one.name}` | {_cell(one.about)} | {bits} | {low:g} to {high:g} | {one.max_kl:g} |")
+    return "\n".join(lines) + "\n"
+
+
 def source(path: str) -> str:
     """A file of the repository, as a block."""
     return f"```python\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
 
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
-    "output": output, "table": table, "keys": keys, "verbs": verbs, "source": source,
+    "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
+    "source": source,
 }  # fmt: skip
 
 

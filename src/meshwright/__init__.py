@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.api.evaluation import evaluate
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
+    from meshwright.api.quantizing import quantize
     from meshwright.api.trained_model import load
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
@@ -33,13 +34,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "MeshwrightError", "PlanError", "compare", "distill", "dry_run", "evaluate", "load", "plan",
-    "profile", "report", "train", "tune",
+    "profile", "quantize", "report", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
     "load": "api.trained_model", "plan": "api.planning",
-    "profile": "api.profiling", "report": "api.comparing", "train": "api.training_run", "tune": "api.tuning",
+    "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
+    "train": "api.training_run", "tune": "api.tuning",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip
 

@@ -11,6 +11,7 @@
     distilling       distill       -> TrainAnswer
     comparing        compare       -> ComparisonAnswer; report
     evaluation       evaluate      -> EvaluationAnswer
+    quantizing       quantize      -> QuantizeAnswer
     trained_model    load          -> TrainedModel: generate, evaluate
     answer           what they have in common; documents: as JSON, markup: as HTML
 

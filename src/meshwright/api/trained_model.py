@@ -11,15 +11,19 @@ from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
+from meshwright.compress.formats import FORMATS
+from meshwright.compress.formats.folder_format import fill
+from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus import MixedStream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.preparation import form_of
 from meshwright.model import Sampling, Transformer, build, generate
-from meshwright.model.hub import import_folder
+from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
+from meshwright.model.quantized_model import build_quantized
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
@@ -224,7 +228,7 @@ def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> 
     if (path / "config.json").is_file():
         if checkpoint != LAST:
             raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
-        return _open_hub(path, dtype)
+        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype)
     if is_adapter(path):
         return _open_hub(base_folder(path), dtype, adapter=path)
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
@@ -249,6 +253,27 @@ def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
     )
 
 
+def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
+    """`dtype` is that of activations, and of what is not quantized."""
+    folder = import_folder(path, quantized=True)
+    found = open_quantized(folder)
+    wanted = DTYPES[dtype] if dtype else folder.dtype
+    model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
+    fill(model, FORMATS[quant_method(path)].decoded(path, found))
+    return _with_tokenizer(model, folder, path)
+
+
+def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
+        tokenizer_file=str(folder.tokenizer or ""),
+        plan=None,
+        stop_ids=ids_of(folder.generation.get("eos_token_id")),
+        path=path,
+    )
+
+
 def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> TrainedModel:
     """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
     folder = import_folder(path)
@@ -261,11 +286,4 @@ def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> Tra
         places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
 
     folder.load(put)
-    return TrainedModel(
-        model=model.eval(),
-        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
-        tokenizer_file=str(folder.tokenizer or ""),
-        plan=None,
-        stop_ids=ids_of(folder.generation.get("eos_token_id")),
-        path=adapter or path,
-    )
+    return _with_tokenizer(model, folder, adapter or path)

@@ -24,6 +24,7 @@ from meshwright.cli.verbs.import_ import import_
 from meshwright.cli.verbs.init import init
 from meshwright.cli.verbs.plan import plan
 from meshwright.cli.verbs.profile import profile
+from meshwright.cli.verbs.quantize import quantize
 from meshwright.cli.verbs.quickstart import quickstart
 from meshwright.cli.verbs.report import report
 from meshwright.cli.verbs.schema import schema
@@ -98,7 +99,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
-    "export": export, "import": import_, "schema": schema,
+    "export": export, "import": import_, "quantize": quantize, "schema": schema,
     "verify": verify, "accuracy": accuracy, "doctor": doctor,
 }  # fmt: skip
 for verb, function in FUNCTIONS.items():

@@ -1,5 +1,12 @@
-"""Smaller models: what is made of a trained one.
+"""Smaller models from trained ones.
 
-distill_student      a student of some of its teacher's layers
-distill_sequences    a file of what a teacher answers
+    methods      a matrix and a scheme -> codes and scales; hqq, clipping: how scales are found
+    layer_inputs activations of a model on text: which columns are outliers
+    stream       a folder's weights, a matrix at a time -> a folder with codes
+    quality      the model before and after on held-out text
+    formats      how a folder holds codes: our own, and those of other software
+    distill_student, distill_sequences   a student of some of its teacher's layers; a file of what a teacher answers
+
+A method that needs activations of each matrix (GPTQ, AWQ) goes beside `hqq`, and takes what `layer_inputs` gathers. A
+file format goes into `formats`, and is added to its table.
 """

@@ -22,6 +22,7 @@ from meshwright.kernels import (
     linear_divergence,
     linear_top,
     norm,
+    quantized_linear,
     rope,
     swiglu,
 )
@@ -47,6 +48,7 @@ class Kernels:
     swiglu_linear: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
     expert_linear: Callable[..., Tensor]
+    quantized_linears: Callable[..., tuple[Tensor, ...]]
     linear_cross_entropy: Callable[..., Tensor]
     linear_log_probabilities: Callable[..., Tensor]
     linear_divergence: Callable[..., DistillationLoss]
@@ -70,6 +72,7 @@ def reference() -> Kernels:
         swiglu_linear=swiglu.swiglu_linear_reference,
         gelu=swiglu.gelu_reference,
         expert_linear=experts.expert_linear_reference,
+        quantized_linears=quantized_linear.quantized_linears_reference,
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
         linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
         linear_divergence=linear_divergence.linear_divergence_reference,
@@ -95,6 +98,7 @@ def fast(prefer: str = "auto") -> Kernels:
         swiglu_linear=told(swiglu.swiglu_linear),
         gelu=told(swiglu.gelu),
         expert_linear=told(experts.expert_linear),
+        quantized_linears=quantized_linear.quantized_linears,
         linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
         linear_divergence=linear_divergence.linear_divergence,

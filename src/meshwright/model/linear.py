@@ -7,8 +7,13 @@ from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.kernels import Kernels
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.seams import Border
 from meshwright.spec.errors import IllegalLayout
+
+Matrix = Tensor | QuantizedMatrix
+"""What a layer multiplies with: (out, in), or codes and scales that stand for it."""
 
 
 class Weight(Protocol):
@@ -17,7 +22,7 @@ class Weight(Protocol):
     adds_bias: bool
     """Whether `result` adds the bias; else the first product has it."""
 
-    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+    def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """What the input (..., in) is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
 
     def result(self, layer: "Linear", x: Tensor, products: Sequence[Tensor]) -> Tensor:
@@ -32,6 +37,12 @@ class Linear(nn.Linear):
         self.kernels = kernels
         self.adds_bias = True
         self.lora: Weight | None = None
+        self.quantized: QuantizedWeight | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        """Its weight, or the codes that stand for it."""
+        return self.weight if self.quantized is None else self.quantized.matrix
 
     @property
     def local_bias(self) -> Tensor | None:
@@ -41,7 +52,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
-        if self.lora is not None:
+        if self.lora is not None or self.quantized is not None:
             return products(self.kernels.linears, x, (self,))[0]
         product: Tensor = self.kernels.linear(x, self.weight, self.local_bias)
         return product
@@ -60,7 +71,7 @@ class Head(Linear):
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
     put in its place, or something hangs on its call."""
-    return _is_ours(layer) and layer.lora is None
+    return _is_ours(layer) and layer.lora is None and layer.quantized is None
 
 
 def _is_ours(layer: nn.Module) -> TypeGuard[Linear]:
@@ -77,6 +88,8 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
             "a layer that reads a tensor-parallel part's input was replaced or has hooks: take layout.tp=1, or give "
             "it another weight (Linear.lora)"
         )
+    if border.read is not None and any(layer.quantized is not None for layer in ours):
+        raise IllegalLayout("quantized weights are whole on every device: take layout.tp=1")
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
     return products(border.read or ours[0].kernels.linears, x, ours)
@@ -91,15 +104,35 @@ def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
 
 def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
     """The layers' results for one input; `product` as kernels.linears."""
-    if all(layer.lora is None for layer in layers):
+    if all(is_bare(layer) for layer in layers):
         return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
-    matrices = [layer.lora.matrices(layer.weight) if layer.lora else (layer.weight,) for layer in layers]
+    matrices = [layer.lora.matrices(layer.matrix) if layer.lora else (layer.matrix,) for layer in layers]
     biases = [
         [None if layer.lora and layer.lora.adds_bias else layer.local_bias, *[None] * (len(some) - 1)]
         for layer, some in zip(layers, matrices, strict=True)
     ]
-    found = iter(product(x, [one for some in matrices for one in some], [one for some in biases for one in some]))
+    every = [one for some in matrices for one in some]
+    found = iter(_mixed(product, layers[0].kernels, x, every, [one for some in biases for one in some]))
     parts = [[next(found) for _ in some] for some in matrices]
     return tuple(
         layer.lora.result(layer, x, own) if layer.lora else own[0] for layer, own in zip(layers, parts, strict=True)
     )
+
+
+def is_bare(layer: Linear) -> bool:
+    """Whether it multiplies with its weight and nothing else."""
+    return layer.lora is None and layer.quantized is None
+
+
+def _mixed(
+    product: Callable[..., tuple[Tensor, ...]], kernels: Kernels, x: Tensor, matrices: Sequence[Matrix],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:  # fmt: skip
+    """x times each; those that are quantized, and the others, in one call each."""
+    found: dict[int, Tensor] = {}
+    for quantized, multiply in ((True, kernels.quantized_linears), (False, product)):
+        places = [place for place, one in enumerate(matrices) if isinstance(one, QuantizedMatrix) == quantized]
+        if places:
+            some = multiply(x, [matrices[place] for place in places], [biases[place] for place in places])
+            found.update(zip(places, some, strict=True))
+    return [found[place] for place in range(len(matrices))]

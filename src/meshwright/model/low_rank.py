@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.linear import Linear
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.seams import same
 from meshwright.spec.inventory import parameters
@@ -39,7 +40,7 @@ class LoRA(nn.Module):
     def _drops(self) -> bool:
         return self.dropout > 0 and self.training
 
-    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+    def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """W and A; what reads another input than W, with dropout, is no part of one product."""
         return (weight,) if self._drops else (weight, self.a)
 
@@ -51,7 +52,7 @@ class LoRA(nn.Module):
         found: Tensor = whole + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
             return found
-        found = found * (self.magnitude / self.norms(layer.weight)).to(found.dtype)
+        found = found * (self.magnitude / self.norms(_whole(layer.matrix))).to(found.dtype)
         return found if layer.local_bias is None else found + layer.local_bias
 
     def row_squares(self, weight: Tensor) -> Tensor:
@@ -72,6 +73,10 @@ class LoRA(nn.Module):
         squares = squares + 2 * self.scale * crossed + self.scale**2 * own
         norms: Tensor = squares.clamp(min=0).sqrt()  # what rounding leaves of a row of zeros may be below 0
         return norms
+
+
+def _whole(matrix: Matrix) -> Tensor:
+    return matrix.dequantized() if isinstance(matrix, QuantizedMatrix) else matrix
 
 
 class ExpertLoRA(nn.Module):

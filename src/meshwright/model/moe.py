@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
+from meshwright.kernels.quantized_linear import quantized_expert_linear
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
 from meshwright.model.seams import Seams
+from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -75,7 +78,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Where all experts are here: rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
-        if keeps_counts(rows, self.up, self.kernels.prefer):
+        if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
@@ -87,7 +90,12 @@ class Experts(nn.Module):
     def _stack(self, name: str) -> "ExpertStack":
         lora = getattr(self, f"{name}_lora", None)
         low = () if lora is None else (lora.a, lora.b)
-        return ExpertStack(getattr(self, name), low, *((lora.scale, lora.dropout) if lora else ()))
+        quantized = getattr(self, f"{name}_quantized", None)
+        return ExpertStack(
+            getattr(self, name) if quantized is None else quantized.matrix,
+            low,
+            *((lora.scale, lora.dropout) if lora else ()),
+        )
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
@@ -99,7 +107,11 @@ class Experts(nn.Module):
 
     def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
         product = self.kernels.expert_linear
-        found: Tensor = product(rows, stack.matrices, counts)
+        if isinstance(stack.matrices, QuantizedMatrix):
+            assert not isinstance(counts, Tensor)
+            found = quantized_expert_linear(rows, stack.matrices, counts, self.kernels.quantized_linears)
+        else:
+            found = product(rows, stack.matrices, counts)
         if not stack.low:
             return found
         a, b = stack.low
@@ -112,7 +124,7 @@ class Experts(nn.Module):
 class ExpertStack:
     """Matrices (X, out, in) of experts, and their adapter (model/low_rank.py): A (X, rank, in), B (X, out, rank)."""
 
-    matrices: Tensor
+    matrices: Tensor | QuantizedMatrix
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
@@ -121,6 +133,8 @@ class ExpertStack:
         """Equal parts of the experts."""
         if number == 1:
             return [self]
+        if isinstance(self.matrices, QuantizedMatrix):
+            raise IllegalLayout("quantized experts are whole on every device: take layout.ep=1")
         cut = zip(*(one.chunk(number) for one in (self.matrices, *self.low)), strict=True)
         return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
 

@@ -138,7 +138,7 @@ def _visit(
 ) -> Tensor:
     here = arrive(token, arriving.way, piece, arriving.sortings[piece])
     by_expert: Counts = arriving.known[piece]
-    if groups_on_device(here, stacks[0].matrices):
+    if isinstance(stacks[0].matrices, Tensor) and groups_on_device(here, stacks[0].matrices):
         by_expert = arriving.counts[piece]
     return turn(experts.feed_forward(here, by_expert, stacks), back, piece, arriving.sortings[piece])
 

@@ -29,6 +29,7 @@ GROUPS = {
     "Share": {
         "export": "Write a run as a Hugging Face directory.",
         "import": "Make a run of a Hugging Face directory.",
+        "quantize": "Write a model with fewer bits per weight, and say what it costs.",
         "data": "Show text, split and tokens.",
         "schema": "Print the JSON Schema of plan files.",
     },

@@ -20,6 +20,8 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+QUANTIZATION = "quantization_config"
+"""The key of a config that says how weights are quantized."""
 ENDS_BYTES = 2**20
 """Read of each end of a file to tell it from another."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -67,15 +69,17 @@ class HubFolder:
         return found.hexdigest()
 
 
-def import_folder(folder: Path) -> HubFolder:
-    """Read everything but the weights of a directory. HubError where it is none, or not supported."""
+def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
+    """Read everything but the weights of a directory. HubError where it is none, or not supported. `quantized`: who
+    asks reads the config's quantization by himself."""
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
     config = read_json(folder / CONFIG)
     if config is None:
         raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory")
     with _about(folder):
-        shape, dtype = shape_from_config(config), dtype_from_config(config)
+        known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
+        shape, dtype = shape_from_config(known), dtype_from_config(config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
     return HubFolder(
         path=folder,
@@ -109,13 +113,31 @@ def export_folder(
         raise HubError(problem)
     with fresh_folder(folder) as partial:
         save_weights(partial, model_tensors, shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        if chat_template is not None:
-            (partial / TEMPLATE).write_text(chat_template, encoding="utf-8")
-        ids = _write_tokenizer(partial, tokenizer, shape, chat_template) if tokenizer else {}
-        name = str(dtype).removeprefix("torch.")
-        _write_json(partial / CONFIG, config_from_shape(shape, dtype=name, ids=ids, dropout=dropout))
-        of_config = {"_from_model_config": True} | ids
-        _write_json(partial / GENERATION, dict(generation) if generation else of_config)
+        write_beside_weights(
+            partial, shape, tokenizer=tokenizer, dtype=dtype, chat_template=chat_template, generation=generation,
+            dropout=dropout,
+        )  # fmt: skip
+
+
+def write_beside_weights(
+    folder: Path,
+    shape: ModelShape,
+    *,
+    tokenizer: HubTokenizer | None,
+    dtype: torch.dtype,
+    chat_template: str | None,
+    generation: Mapping[str, object] | None,
+    dropout: float,
+    quantization: Mapping[str, object] | None = None,
+) -> None:
+    """Everything of a directory but the weights. `quantization`: what its config says of them."""
+    if chat_template is not None:
+        (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
+    ids = _write_tokenizer(folder, tokenizer, shape, chat_template) if tokenizer else {}
+    config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), ids=ids, dropout=dropout)
+    _write_json(folder / CONFIG, config | ({QUANTIZATION: quantization} if quantization else {}))
+    of_config = {"_from_model_config": True} | ids
+    _write_json(folder / GENERATION, dict(generation) if generation else of_config)
 
 
 def _write_tokenizer(

@@ -248,6 +248,11 @@ class ShardWriter:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def file_bytes(planned: list[Planned], max_shard_bytes: int) -> int:
+    """Of all files that ShardWriter makes, but for their index."""
+    return sum(len(header(shard)) + sum(one.num_bytes for one in shard) for shard in _split(planned, max_shard_bytes))
+
+
 def _split(planned: list[Planned], max_shard_bytes: int) -> Iterator[list[Planned]]:
     """Runs of tensors of at most that many bytes together; a larger tensor stands alone."""
     shard: list[Planned] = []

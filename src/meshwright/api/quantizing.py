@@ -1,0 +1,284 @@
+"""`quantize`: a smaller model, and how far its predictions moved."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.documents import plain
+from meshwright.api.markup import line, table, whole
+from meshwright.api.trained_model import TrainedModel, load
+from meshwright.compress.formats import DEFAULT, FORMATS
+from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.layer_inputs import column_peaks, outlier_columns
+from meshwright.compress.original import OriginalModel, open_original
+from meshwright.compress.quality import Quality, compare, output_errors
+from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes, write_quantized
+from meshwright.model.quantized_weights import quantizable
+from meshwright.spec import num_parameters
+from meshwright.spec.errors import ArgumentError, DataError, OutsideTolerance, PlanError
+from meshwright.spec.presets import nearest
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.units import gib
+from meshwright.store.durable import one_line
+from meshwright.store.model_weights import LAST
+from meshwright.training.batches import Batch
+from meshwright.training.precision import DTYPES
+
+SEQUENCES = 64
+"""Windows of held-out text that quality is measured on."""
+CALIBRATION = 16
+"""More of them, which outlier columns are found on."""
+MOST_FP32 = 2**30
+"""Parameters up to which both models are compared in fp32."""
+BLAMED = 5
+"""Layers that are named as the worst."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One quantized matrix."""
+
+    name: str
+    scheme: str
+    bytes: int
+    weight_error: float
+    """|W - W'| / |W|."""
+    output_error: float | None
+    """|y - y'|^2 / |y|^2 on held-out text; None = not measured."""
+    outliers: float
+    """Share of its inputs that stay in 16 bit."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class QuantizeAnswer(Answer):
+    """What was written, and what it cost."""
+
+    run: Path
+    """The quantized folder."""
+    original: Path
+    scheme: str
+    format: str
+    bytes: int
+    """Of its files of weights."""
+    predicted_bytes: int
+    bytes_before: int
+    quality: Quality | None
+    """None = it was not asked for."""
+    max_kl: float
+    layers: tuple[LayerRecord, ...]
+    skipped: tuple[str, ...]
+    """Matrices that were left as they are, and could be quantized."""
+    quantized_parameters: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the divergence is within its limit; true where it was not measured."""
+        return self.quality is None or self.quality.kl <= self.max_kl
+
+    def check(self) -> None:
+        """OutsideTolerance where the divergence is beyond its limit."""
+        if self.quality is not None and not self.passed:
+            worst = self.blamed[0].name if self.blamed else "none"
+            raise OutsideTolerance(
+                f"{self.scheme} moved the predictions by {self.quality.kl:.4g} nats per token, and the limit is "
+                f"{self.max_kl:g}: take a scheme with more bits, keep={worst}, or another max_kl="
+            )
+
+    @property
+    def outlier_share(self) -> float:
+        """Of all inputs of quantized matrices, those in 16 bit."""
+        return sum(one.outliers for one in self.layers) / len(self.layers)
+
+    @property
+    def blamed(self) -> tuple[LayerRecord, ...]:
+        """The layers whose outputs moved most, the worst first."""
+        known = [one for one in self.layers if one.output_error is not None]
+        return tuple(sorted(known, key=lambda one: -(one.output_error or 0.0))[:BLAMED])
+
+    @property
+    def headline(self) -> str:
+        """The answer in one sentence."""
+        size = f"{self.bytes_before / self.bytes:.2f}x smaller ({gib(self.bytes_before)} to {gib(self.bytes)})"
+        if self.quality is None:
+            return f"{self.scheme}: {size}, quality not measured"
+        found = self.quality
+        return (
+            f"{self.scheme}: {size}, KL {found.kl:.4g} nats per token, the same likeliest token for "
+            f"{100 * found.top1:.1f} %, perplexity {found.perplexity_before:.4g} to {found.perplexity_after:.4g}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright quantize --json` prints."""
+        found = self.quality
+        figures = ("kl", "kl_error", "kl_p99", "top1", "perplexity_before", "perplexity_after", "tokens")
+        return {
+            name: plain(value)
+            for name, value in {
+                "scheme": self.scheme, "format": self.format, "out": self.run, "bytes": self.bytes,
+                "predicted_bytes": self.predicted_bytes, "bytes_before": self.bytes_before,
+                **{name: None if found is None else getattr(found, name) for name in figures},
+                "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
+                "layers": self.layers, "skipped": self.skipped,
+            }.items()
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each quantized matrix."""
+        return [plain(one) for one in self.layers]
+
+    def __repr__(self) -> str:
+        return f"{self.run}: {self.headline}"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.name, f"{one.output_error:.2e}", f"{one.weight_error:.2e}", f"{100 * one.outliers:.2f} %")
+            for one in self.blamed
+        ]
+        return whole(
+            line(self.headline, "good" if self.passed else "alarm"),
+            *([table(("moved most", "output error", "weight error", "outliers"), rows)] if rows else []),
+        )
+
+
+@checked
+def quantize(
+    model: Place,
+    scheme: str,
+    out: str | Path,
+    *,
+    format: str = DEFAULT,
+    group: int | None = None,
+    keep: Sequence[str] = (),
+    outliers: str | None = None,
+    threshold: float | None = None,
+    data: str | Path | None = None,
+    sequences: int = SEQUENCES,
+    max_kl: float | None = None,
+    dtype: str | None = None,
+    checkpoint: str = LAST,
+    quality: bool = True,
+) -> QuantizeAnswer:
+    """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
+
+    `scheme`: a name of meshwright.spec.quantization_schemes; `group`: another number of inputs that share a scale;
+    `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
+    columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
+    windows are scored. `max_kl`: the limit that `passed` is about, None = the scheme's. `dtype`: of what is not
+    quantized, None = as it is stored. ArgumentError, PlanError, RunError, HubError, DataError.
+    """
+    path, target = folder_of(model), Path(out)
+    taken = _scheme(scheme, group, outliers, threshold)
+    _check(format, sequences, max_kl, dtype, target)
+    original = open_original(path, checkpoint)
+    whole_model = _chosen(original, taken, keep, DTYPES[dtype] if dtype else original.dtype)
+    before = _Before(path, checkpoint, data, sequences) if quality or taken.outliers == "calibrated" else None
+    columns: Mapping[str, Tensor] = {}
+    if taken.outliers == "calibrated":
+        assert before is not None
+        peaks = column_peaks(before.opened.model, before.calibration, whole_model.schemes)
+        columns = outlier_columns(peaks, taken.threshold)
+        whole_model = replace(whole_model, kept={name: len(found) for name, found in columns.items()})
+    predicted = predicted_bytes(FORMATS[format], whole_model)
+    layers: list[QuantizedLayer] = []
+    with one_line(target, "OUT"):
+        written = write_quantized(target, original, whole_model, FORMATS[format], columns, layers.append)
+    measured, errors = (None, {}) if before is None or not quality else before.against(target, whole_model.schemes)
+    return QuantizeAnswer(
+        run=target, original=path, scheme=taken.name, format=format, bytes=written, predicted_bytes=predicted,
+        bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
+        layers=tuple(_record(one, errors) for one in layers), skipped=tuple(whole_model.skipped),
+        quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
+    )  # fmt: skip
+
+
+class _Before:
+    """The original in memory, and text in two parts: what outliers are found on, and what quality is measured on."""
+
+    def __init__(self, path: Path, checkpoint: str, data: str | Path | None, sequences: int) -> None:
+        self.path = path
+        small = num_parameters(open_original(path, checkpoint).shape) <= MOST_FP32
+        self.dtype = "fp32" if small else None
+        self.opened = load(path, self.dtype, checkpoint=checkpoint)
+        batches = _batches(self.opened, data, sequences + CALIBRATION)
+        used = max(1, round(len(batches) * CALIBRATION / (sequences + CALIBRATION)))
+        if len(batches) < 2:
+            raise DataError(
+                "the text has too few windows to calibrate and measure on: at least 2 are needed; give more"
+            )
+        self.calibration, self.scored = batches[:used], batches[used:]
+
+    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
+        """The folder that was written, read back; and the error of each layer."""
+        after = load(target, self.dtype).model
+        return compare(self.opened.model, after, self.scored), output_errors(
+            self.opened.model, after, names, self.scored[:4]
+        )
+
+
+def _batches(opened: TrainedModel, data: str | Path | None, sequences: int) -> list[Batch]:
+    rows = opened.held_out_rows("stdlib" if data is None and opened.plan is None else data, sequences)
+    rows = replace(rows, at_once=max(1, min(rows.at_once, sequences // 8)))
+    return [batch for batch in rows.batches(opened.model.embed.weight.device) if batch.valid]
+
+
+def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
+    if name not in SCHEMES:
+        close = nearest(name, list(SCHEMES), 1)[0]
+        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(SCHEMES)}; nearest: {close}")
+    found = SCHEMES[name]
+    if group is not None:
+        if not found.group:
+            raise ArgumentError(f"group={group}: {name} has a scale for each output and no groups; leave it out")
+        found = replace(found, group=group)
+    if found.outliers == "none":
+        if outliers is not None or threshold is not None:
+            raise ArgumentError(f"outliers= and threshold= are for scheme=llm-int8, and {name} keeps no columns")
+        return found
+    limit = found.threshold if threshold is None else threshold
+    if outliers in (None, "calibrated"):
+        return replace(found, threshold=limit)
+    if outliers != "threshold":
+        raise ArgumentError(f"outliers={outliers} is not known: take calibrated or threshold")
+    return replace(found, outliers="threshold", threshold=limit)
+
+
+def _check(format: str, sequences: int, max_kl: float | None, dtype: str | None, target: Path) -> None:
+    if format not in FORMATS:
+        raise ArgumentError(f"format={format} is not known: take one of {', '.join(FORMATS)}")
+    if sequences < 1:
+        raise ArgumentError(f"sequences={sequences} must be 1 or more")
+    if max_kl is not None and not max_kl >= 0:
+        raise ArgumentError(f"max_kl={max_kl} must be 0 or more")
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise PlanError(f"out={target} is not empty: take another folder, or empty this one")
+
+
+def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
+    """Every matrix but those that are kept; ArgumentError for a pattern without one."""
+    names = list(quantizable(original.shape))
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ArgumentError(
+                f"keep={pattern} names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"
+            )
+    left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
+    if not left:
+        raise ArgumentError(f"keep={keep[0]} leaves nothing to quantize")
+    return QuantizedModel(shape=original.shape, schemes=dict.fromkeys(left, scheme), kept={}, dtype=dtype)
+
+
+def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:
+    return LayerRecord(
+        name=one.name, scheme=one.scheme, bytes=one.bytes, weight_error=one.weight_error,
+        output_error=errors.get(one.name), outliers=one.outliers,
+    )  # fmt: skip

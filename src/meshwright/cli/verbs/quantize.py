@@ -1,0 +1,74 @@
+"""`meshwright quantize MODEL --scheme NAME -o OUT`: fewer bits per weight, and what that costs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
+    scheme: Annotated[
+        str,
+        typer.Option(
+            "--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
+    format: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="meshwright, or compressed-tensors for vLLM and others.")
+    ] = "meshwright",
+    group: Annotated[
+        int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="PATTERN", help="Matrices to leave as they are, as 'layers.0.*'."),
+    ] = None,
+    outliers: Annotated[
+        str | None,
+        typer.Option(
+            "--outliers", metavar="FORM", help="Of llm-int8: calibrated, or threshold in each batch.  [calibrated]"
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option("--threshold", help="From which on an activation is an outlier.  [default: 6]")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="PATH", help="Text to measure on.  [the run's held-out part]")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of what is not quantized: fp32, bf16 or fp16.  [default: as stored]")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
+    ] = "last",
+    quality: Annotated[
+        bool, typer.Option("--quality/--no-quality", help="Compare both models on held-out text.")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Quantize the matrices of a model and compare it with the original on held-out text.
+
+    Embeddings, head, norms, biases and routers stay as they are. generate, eval and meshwright.load read the folder.
+    Exit code 4 where the predictions moved further than --max-kl; the folder is there all the same.
+    """
+    from meshwright.api import quantizing
+    from meshwright.cli.terminal.output import console, print_json
+    from meshwright.cli.terminal.quantize_answer import answer
+    from meshwright.cli.terminal.screen_text import show
+
+    with console(json=True).status("quantize"):
+        found = quantizing.quantize(
+            model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
+            data=data, sequences=sequences, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality,
+        )  # fmt: skip
+    if json:
+        print_json(found.to_dict())
+    else:
+        show(answer(found))
+    found.check()

@@ -1,0 +1,79 @@
+"""The model that is made smaller, from a run folder, one of its checkpoints, or a Hugging Face directory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.data import Tokenizer
+from meshwright.model.hub import import_folder
+from meshwright.model.hub.adapter import is_adapter
+from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+from meshwright.model.hub.weights import stored_weights
+from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.shape import ModelShape
+from meshwright.store import checkpoint_folder
+from meshwright.store.model_weights import final_weights, locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginalModel:
+    """What is read of it beside weights, which come a matrix at a time."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    """Of its weights, as they are stored."""
+    weights: Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]
+    """Parameters by our names, layer after layer, in a dtype."""
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+    generation: Mapping[str, object] | None
+    dropout: float
+
+
+def open_original(path: Path, which: str) -> OriginalModel:
+    """RunError where there is no model; CheckpointError or HubError where it is damaged; PlanError for an adapter."""
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        return _of_run(path, which)
+    if (path / "config.json").is_file():
+        return _of_directory(path)
+    if is_adapter(path):
+        raise PlanError(f"{path} is an adapter: quantize the run that trained it, or its merged model")
+    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
+    raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
+
+
+def _of_run(path: Path, which: str) -> OriginalModel:
+    from meshwright.training.precision import DTYPES
+
+    run, checkpoint = locate(path, which)
+    template = run.path / TEMPLATE
+    return OriginalModel(
+        shape=run.plan.model.base,
+        dtype=DTYPES[run.plan.recipe.precision],
+        weights=lambda dtype: final_weights(run.plan, checkpoint, dtype),
+        tokenizer=run.known_tokenizer(checkpoint),
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        generation=read_json(run.path / GENERATION),
+        dropout=run.plan.recipe.dropout,
+    )
+
+
+def _of_directory(path: Path) -> OriginalModel:
+    folder = import_folder(path)
+
+    def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_weights(path, folder.shape):
+            yield name, tensor if name.endswith("correction_bias") else tensor.to(dtype)
+
+    return OriginalModel(
+        shape=folder.shape,
+        dtype=folder.dtype,
+        weights=weights,
+        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
+        chat_template=folder.chat_template,
+        generation=folder.generation,
+        dropout=0.0,
+    )

@@ -1,0 +1,91 @@
+"""From a model's weights to a folder with codes, a matrix at a time: never more than one is in memory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel
+from meshwright.compress.methods import quantize_matrix, relative_error
+from meshwright.compress.original import OriginalModel
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.hub.directory import fresh_folder, write_beside_weights
+from meshwright.model.hub.safetensors_files import ShardWriter, file_bytes
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import GB
+
+MAX_SHARD_BYTES = 5 * GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLayer:
+    """What became of one matrix."""
+
+    name: str
+    scheme: str
+    bytes: int
+    weight_error: float
+    """|W - W'| / |W|."""
+    outliers: float
+    """Share of its inputs that stay in 16 bit."""
+
+
+def predicted_bytes(form: QuantizedFormat, model: QuantizedModel) -> int:
+    """Of all files of weights, headers included, before one is written. PlanError where the format cannot hold it."""
+    why = form.refusal(model)
+    if why:
+        raise PlanError(why)
+    return file_bytes(form.planned(model), MAX_SHARD_BYTES)
+
+
+def write_quantized(
+    out: Path,
+    original: OriginalModel,
+    model: QuantizedModel,
+    form: QuantizedFormat,
+    columns: Mapping[str, Tensor],
+    seen: Callable[[QuantizedLayer], None],
+) -> int:
+    """Write the folder, which appears whole or not at all; the bytes of its files of weights. `columns`: of which
+    matrices stay as they are; `seen` hears of each matrix. HubError where `out` is taken, PlanError for weights that
+    are not finite."""
+    with fresh_folder(out) as partial:
+        with ShardWriter(partial, form.planned(model), MAX_SHARD_BYTES) as writer:
+            for name, tensor in form.encoded(model, _quantized(original, model, columns, seen)):
+                writer.write(name, tensor)
+        write_beside_weights(
+            partial, model.shape, tokenizer=original.tokenizer, dtype=model.dtype,
+            chat_template=original.chat_template, generation=original.generation, dropout=original.dropout,
+            quantization=form.config(model),
+        )  # fmt: skip
+        return sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+
+
+def _quantized(
+    original: OriginalModel, model: QuantizedModel, columns: Mapping[str, Tensor],
+    seen: Callable[[QuantizedLayer], None],
+) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:  # fmt: skip
+    for name, tensor in original.weights(model.dtype):
+        scheme = model.schemes.get(name)
+        if scheme is None:
+            yield name, tensor
+            continue
+        matrix = quantize_matrix(name, tensor, scheme, columns.get(name), model.dtype)
+        stored = sum(one.numel() * one.element_size() for one in matrix.tensors.values())
+        kept = 0 if matrix.columns is None else len(matrix.columns)
+        seen(
+            QuantizedLayer(
+                name=name, scheme=scheme.name, bytes=stored, weight_error=relative_error(tensor, matrix),
+                outliers=kept / matrix.size_in,
+            )
+        )  # fmt: skip
+        yield name, matrix
+
+
+def model_bytes(model: QuantizedModel) -> int:
+    """Of the same parameters without codes."""
+    from meshwright.model.hub.weight_names import tensor_sizes
+
+    return sum(torch.Size(size).numel() for size in tensor_sizes(model.shape).values()) * model.dtype.itemsize

@@ -1,0 +1,201 @@
+"""x W^T + b with W as codes and scales (kernels/quantized_matrix.py).
+
+Two kinds of product:
+
+    weights alone   W is restored, and x stays what it is
+    int8            x has a scale for each row and W one for each output; sums are of whole numbers, and exact:
+                    y = (Qx Qw) sw sx + x_O W_O. Columns O of x are left out of Qx and multiplied in 16 bit or more
+
+On a CPU the second is oneDNN's; of the first, 4-bit weights have a product of their own for a few rows, and for more
+rows a copy that is restored once. None has a gradient for W; that of x is G W.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.compat import integers
+from meshwright.kernels import cpu_product
+from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.quantization import absmax_scale, highest, quantize
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.target import kind
+
+INT8_INPUTS = 2**31 // 127**2
+"""Inputs of which sums of 8-bit products cannot leave 32 bits."""
+INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
+"""Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16, and in fp32 where the CPU
+has no units for bf16 (benchmarks/quantized_rates.py)."""
+
+
+def quantized_linears_reference(
+    x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """x (..., in), matrices (out, in), biases (out,)."""
+    rows, found = x.reshape(-1, x.shape[-1]), []
+    for matrix, bias in zip(matrices, biases, strict=True):
+        if matrix.scheme.activations == "int8":
+            columns, kept = outliers(rows, matrix)
+            codes, scales = row_codes(rows, columns)
+            summed = codes.double() @ matrix.codes.double().t()  # exact
+            y = summed.float() * matrix.scales.float().view(-1) * scales
+            y = y if columns is None else y + rows[:, columns].float() @ kept.float().t()
+            y = y if bias is None else y + bias.float()
+        else:
+            y = F.linear(rows.float(), matrix.dequantized(), None if bias is None else bias.float())
+        found.append(y.to(x.dtype).view(*x.shape[:-1], -1))
+    return tuple(found)
+
+
+def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """rows (M, K) -> whole numbers (M, K) fp32 and scales (M, 1), with columns `without` as zeros."""
+    wide = rows.float()
+    if without is not None:
+        wide = wide.index_fill(1, without, 0.0)
+    scales = absmax_scale(wide.abs().amax(1, keepdim=True), 8)
+    return quantize(wide, scales, 0.0, -highest(8), highest(8)), scales
+
+
+def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
+    """Columns (O,) that are multiplied apart, None = none, and their weights (N, O)."""
+    if matrix.scheme.outliers == "threshold":
+        columns = (rows.abs() > matrix.scheme.threshold).any(0).nonzero().squeeze(1)
+        return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
+    if matrix.columns is None or matrix.kept is None:
+        return None, rows
+    return matrix.columns.long(), matrix.kept
+
+
+def quantized_linears(
+    x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """As the reference, in x's dtype; its gradient is that of the restored weights."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _products(x, matrices, biases)
+    found: tuple[Tensor, ...] = _QuantizedLinears.apply(x, *matrices)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return tuple(y if bias is None else y + bias for y, bias in zip(found, biases, strict=True))
+
+
+class _QuantizedLinears(torch.autograd.Function):
+    """Saves nothing: the gradient of x is that of the restored weights, of rounded activations too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *matrices: QuantizedMatrix) -> tuple[Tensor, ...]:
+        ctx.matrices = matrices
+        return _products(x, matrices, [None] * len(matrices))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        parts = [one @ matrix.dequantized().to(one.dtype) for one, matrix in zip(gradients, ctx.matrices, strict=True)]
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], *[None] * len(parts)
+
+
+def _products(
+    x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = x.reshape(-1, x.shape[-1])
+    known: dict[Any, tuple[Tensor, Tensor]] = {}
+    found = (
+        _int8(rows, matrix, bias, known) if matrix.scheme.activations == "int8" else _restored(rows, matrix, bias)
+        for matrix, bias in zip(matrices, biases, strict=True)
+    )
+    return tuple(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out) for y, matrix in zip(found, matrices, strict=True))
+
+
+def _int8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+    """`known`: what rows became for the matrices before, by the columns that are left out."""
+    assert matrix.size_in < INT8_INPUTS
+    columns, kept = outliers(rows, matrix)
+    key = "all" if columns is None else "threshold" if matrix.columns is None else _listed(matrix)
+    if key not in known:
+        codes, scales = row_codes(rows, columns)
+        known[key] = _for_device(codes, rows), scales
+    codes, scales = known[key]
+    y = _multiplied(codes, matrix).mul_(scales)
+    if columns is not None:
+        y = torch.addmm(y, rows[:, columns].float(), _wide(kept, matrix).t())
+    return y if bias is None else y.add_(bias)
+
+
+def _listed(matrix: QuantizedMatrix) -> tuple[int, ...]:
+    """Its columns, read from the device once."""
+    if "listed" not in matrix.prepared:
+        assert matrix.columns is not None
+        matrix.prepared["listed"] = tuple(matrix.columns.tolist())
+    found: tuple[int, ...] = matrix.prepared["listed"]
+    return found
+
+
+def _wide(kept: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    if matrix.kept is None:
+        return kept.float()
+    if "kept" not in matrix.prepared:
+        matrix.prepared["kept"] = kept.float()
+    found: Tensor = matrix.prepared["kept"]
+    return found
+
+
+def _in_onednn(x: Tensor) -> bool:
+    return kind(x) == "cpu" and integers.has_int8_product()
+
+
+def _for_device(codes: Tensor, rows: Tensor) -> Tensor:
+    return codes.add_(128.0).to(torch.uint8) if _in_onednn(rows) else codes
+
+
+def _multiplied(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Codes of rows times those of the matrix, times its scales -> (M, N) fp32."""
+    scales = matrix.scales.float().view(-1)
+    if not _in_onednn(codes):
+        return (codes.double() @ matrix.codes.double().t()).float() * scales
+    if "onednn" not in matrix.prepared:
+        zeros = torch.zeros(matrix.size_out, dtype=torch.int64)
+        matrix.prepared["onednn"] = integers.packed_int8(matrix.codes), scales.contiguous(), zeros
+    return integers.int8_product(codes, *matrix.prepared["onednn"])
+
+
+def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    wide = needs_wide(rows)
+    if takes_int4(matrix, rows):
+        slow_bf16 = not integers.has_bf16_units()
+        if len(rows) <= (INT4_ROWS_BESIDE_FP32 if slow_bf16 else INT4_ROWS):
+            return _int4(rows, matrix, bias)
+        wide = wide or slow_bf16
+    dtype = torch.float32 if wide else rows.dtype
+    if str(dtype) not in matrix.prepared:
+        matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
+    return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
+
+
+def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
+    """Whether torch's 4-bit product takes a matrix: whole numbers in groups, on a CPU that multiplies bf16. Rows in
+    fp32 or fp16 are rounded to bf16 for it: with them it is ten times slower."""
+    scheme = matrix.scheme
+    if scheme.bits != 4 or scheme.codes != "integer" or scheme.group not in integers.INT4_GROUPS:
+        return False
+    if kind(rows) != "cpu" or not integers.has_int4_product() or not compat.cpu_multiplies(torch.bfloat16):
+        return False
+    return matrix.size_out % 16 == 0 and matrix.size_in % scheme.group == 0
+
+
+def _int4(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    if "int4" not in matrix.prepared:
+        scales = matrix.scales.float()
+        shifts = (8.0 - matrix.every_zero()) * scales
+        both = torch.stack((scales, shifts), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
+        matrix.prepared["int4"] = integers.packed_int4(matrix.whole_codes()), matrix.scheme.group, both
+    found = integers.int4_product(rows.to(torch.bfloat16).contiguous(), *matrix.prepared["int4"])
+    return found if bias is None else found + bias
+
+
+def quantized_expert_linear(
+    rows: Tensor, stack: QuantizedMatrix, counts: Sequence[int], linears: Any = quantized_linears
+) -> Tensor:
+    """rows (N, in) sorted by expert, a stack (X, out, in), counts: rows of each expert -> (N, out)."""
+    parts = torch.split(rows, list(counts))
+    found = [linears(part, [stack.expert(number)], [None])[0] for number, part in enumerate(parts) if len(part)]
+    return torch.cat(found) if found else rows.new_zeros(0, stack.size_out)

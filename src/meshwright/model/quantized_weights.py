@@ -1,0 +1,65 @@
+"""Matrices of a model that are codes and scales: where they stand.
+
+A `Linear` with `quantized` has no weight; a stack of experts `up` is None beside `up_quantized`. An adapter, a bias and
+whatever runs around the layer stay as they are. The tensors are buffers: nothing trains or shards them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.spec.inventory import parameters
+from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.shape import ModelShape
+
+PARTS = ("codes", "scales", "zeros", "columns", "kept")
+"""Tensors of a matrix, as QuantizedMatrix has them."""
+
+
+class QuantizedWeight(nn.Module):
+    """The tensors of one matrix (rows, columns), or of a stack of them."""
+
+    def __init__(self, scheme: Scheme, size: tuple[int, ...], kept: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        *stack, rows, self.size_in = size
+        self.scheme = scheme
+        for name, (dims, kind) in scheme.sizes(rows, self.size_in, stack, kept=kept).items():
+            self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
+        if kept:
+            self.register_buffer("kept", torch.empty(*stack, rows, kept, dtype=dtype))
+        self._matrix: QuantizedMatrix | None = None
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """What products take. Made once the tensors are where they stay."""
+        if self._matrix is None:
+            parts = {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
+            self._matrix = QuantizedMatrix(scheme=self.scheme, size_in=self.size_in, **parts)
+        return self._matrix
+
+
+def quantizable(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and size of every matrix that schemes are for: those between hidden states. Embeddings, head, norms,
+    biases and routers are not among them."""
+    return {one.name: one.shape for one in parameters(shape.base) if one.matrices is not None}
+
+
+def place(name: str) -> str:
+    """Of a matrix's module in the model: layers.3.mlp.up.weight -> layers.3.mlp.up.quantized."""
+    return name.removesuffix(".weight") + (".quantized" if name.endswith(".weight") else "_quantized")
+
+
+def put_quantized(
+    model: nn.Module, shape: ModelShape, schemes: Mapping[str, Scheme], kept: Mapping[str, int], dtype: torch.dtype
+) -> None:
+    """Give matrices of a skeleton, by name, codes in place of a weight. `kept`: how many columns of which are in
+    `dtype`."""
+    sizes = quantizable(shape)
+    with torch.device("meta"):
+        for name, scheme in schemes.items():
+            where, _, leaf = place(name).rpartition(".")
+            module = model.get_submodule(where)
+            module.register_parameter(name.rpartition(".")[2], None)
+            setattr(module, leaf, QuantizedWeight(scheme, sizes[name], kept.get(name, 0), dtype))

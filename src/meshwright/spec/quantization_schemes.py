@@ -1,0 +1,172 @@
+"""Schemes of quantization: one declaration each, read by the verb, the sizes of files, the pages and the tests.
+
+    r = S (q - Z)        r a weight, q its code of a few bits, S a scale, Z the code of zero
+
+A scheme says how many bits a code has, which numbers codes stand for, how many inputs share S and Z, how these are
+found, and what happens to activations.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+from meshwright.spec.errors import PlanError
+
+Codes = Literal["integer", "nf4", "e4m3"]
+Method = Literal["absmax", "zero-point", "hqq"]
+Zeros = Literal["fixed", "whole", "real"]
+Activations = Literal["same", "int8", "fp8"]
+Outliers = Literal["none", "calibrated", "threshold"]
+Size = tuple[tuple[int, ...], str]
+"""Dims of a tensor, and the name of its dtype in torch."""
+BITS = (2, 3, 4, 5, 6, 8)
+GROUPS = (16, 32, 64, 128, 256)
+"""Inputs that may share a scale."""
+
+
+def normal_float(bits: int = 4) -> tuple[float, ...]:
+    """The numbers of a normal float (Dettmers et al. 2023, arXiv:2305.14314, eq. 4 and appendix E): quantiles of the
+    standard normal distribution, evenly spaced in probability on both sides of zero, divided by the largest.
+
+    One side has half of the codes, the other one less, and zero is exact. The outermost quantile is the mean of those
+    that both sides would have: 1 - (1 / 30 + 1 / 32) / 2 for 4 bits.
+    """
+    half = 2 ** (bits - 1)
+    outermost = 1 - (1 / (2 * (2 * half - 1)) + 1 / (2 * 2 * half)) / 2
+    quantile = NormalDist().inv_cdf
+
+    def side(count: int) -> list[float]:
+        """`count` quantiles from the outermost one inwards; the next, at 1/2, would be zero."""
+        return [quantile(outermost + (0.5 - outermost) * place / count) for place in range(count)]
+
+    above, below = side(half), side(half - 1)
+    return tuple(one / above[0] for one in sorted([*above, 0.0, *(-one for one in below)]))
+
+
+NF4 = normal_float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How the matrices of a model are quantized."""
+
+    name: str
+    about: str
+    """One line for people."""
+    bits: int
+    codes: Codes = "integer"
+    """What codes stand for: whole numbers, quantiles of a normal distribution, or 8-bit floating-point numbers."""
+    zeros: Zeros = "fixed"
+    """Z: the same everywhere, or one for each scale; a whole number, so that zero is exact, or a real one in fp16."""
+    group: int = 0
+    """Inputs of a row that share a scale; 0 = all of them."""
+    method: Method = "absmax"
+    """How scales are found."""
+    scales: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of S: bf16 reaches as far as fp32, and codes are made for the rounded ones."""
+    activations: Activations = "same"
+    """What a product's input is rounded to, with a scale for each token; `same` = it is not."""
+    outliers: Outliers = "none"
+    """Which columns stay in 16 bit: none; a set found on text before; or those above `threshold` in the batch at hand,
+    as the paper has it (Dettmers et al. 2022, arXiv:2208.07339)."""
+    threshold: float = 6.0
+    """Of an activation that is an outlier."""
+    expected_kl: tuple[float, float] = (0.0, 0.0)
+    """Nats per token between the model before and after: what is usual."""
+    max_kl: float = 0.1
+    """Above which the verb fails, unless another limit is given."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or (self.codes == "nf4") != (self.codes == "nf4" and self.bits == 4):
+            raise PlanError(f"bits={self.bits} is not supported: take one of {', '.join(map(str, BITS))}; nf4 has 4")
+        if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
+            raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
+        if self.activations != "same" and (self.group or self.bits < 8):
+            raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
+        if self.group and self.group not in GROUPS:
+            raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
+        if self.outliers != "none" and self.threshold <= 0:
+            raise PlanError(f"threshold={self.threshold} must be above 0")
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes share a byte."""
+        return self.bits < 8
+
+    def groups(self, columns: int) -> int:
+        """Scales of a row of so many inputs; the last group may be short."""
+        return -(-columns // self.group) if self.group else 1
+
+    def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, kept: int = 0) -> dict[str, Size]:
+        """The tensors that stand for a matrix (rows, columns), or for a stack of them, but for its columns that are
+        kept: `codes`, `scales` and `zeros`. `kept`: of its columns, so many are not quantized."""
+        lead, groups = tuple(stack), self.groups(columns)
+        dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
+        found: dict[str, Size] = {
+            "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
+            "scales": ((*lead, rows, groups), self.scales),
+        }
+        if self.zeros == "whole":
+            found["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
+        if self.zeros == "real":
+            found["zeros"] = ((*lead, rows, groups), "float16")
+        if kept:
+            found["columns"] = ((kept,), "int32")
+        return found
+
+    def bits_per_weight(self, rows: int, columns: int) -> float:
+        """Of a matrix, its scales and zeros included."""
+        widths = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+        total = 0
+        for dims, dtype in self.sizes(rows, columns).values():
+            count = 1
+            for size in dims:
+                count *= size
+            total += count * widths[dtype]
+        return 8 * total / (rows * columns)
+
+
+def _bytes(count: int, bits: int) -> int:
+    """That hold so many codes, one after the other."""
+    return -(-count * bits // 8)
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            name="int8", bits=8, activations="int8", expected_kl=(1e-5, 5e-3), max_kl=0.05,
+            about="8-bit weights and activations, a scale for each output and each token (vector-wise)",
+        ),
+        Scheme(
+            name="llm-int8", bits=8, activations="int8", outliers="calibrated", expected_kl=(1e-5, 2e-3), max_kl=0.02,
+            about="the same, with columns of outlier activations in 16 bit (LLM.int8())",
+        ),
+        Scheme(
+            name="fp8", bits=8, codes="e4m3", activations="fp8", expected_kl=(1e-4, 1e-2), max_kl=0.05,
+            about="8-bit floating-point weights (e4m3) and, where the device multiplies them, activations",
+        ),
+        Scheme(
+            name="int4-rtn", bits=4, zeros="whole", group=32, method="zero-point", expected_kl=(3e-3, 8e-2),
+            max_kl=0.2, about="4-bit weights, rounded to nearest, a scale and a zero for each 32 inputs",
+        ),
+        Scheme(
+            name="int4-sym", bits=4, group=128, expected_kl=(5e-3, 0.15), max_kl=0.3,
+            about="4-bit weights without zeros, a scale for each 128 inputs (W4A16)",
+        ),
+        Scheme(
+            name="int4-hqq", bits=4, zeros="real", group=32, method="hqq", expected_kl=(3e-3, 6e-2), max_kl=0.2,
+            about="4-bit weights, real zeros found by half-quadratic quantization, without data",
+        ),
+        Scheme(
+            name="nf4", bits=4, codes="nf4", group=64, expected_kl=(4e-3, 9e-2), max_kl=0.2,
+            about="4-bit normal floats, a scale for each 64 inputs (QLoRA)",
+        ),
+        Scheme(
+            name="int3", bits=3, zeros="real", group=32, method="hqq", expected_kl=(1e-2, 0.3), max_kl=0.6,
+            about="3-bit weights, real zeros found by half-quadratic quantization",
+        ),
+    )
+}  # fmt: skip
+"""By name. Ranges are of models between a million and eight billion parameters (docs/quantize.md)."""

@@ -1,0 +1,63 @@
+"""The table of 8-bit methods at toy size: outliers change nothing, and what is read of the rows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from benchmarks import quantization_table as table
+from benchmarks import quantized_rates as rates
+from meshwright.cli.main import main
+from meshwright.model import build
+from tests.cli.toy import train, write_texts
+from tests.compress.test_formats import SHAPES
+from tests.compress.test_quantize import batch
+
+SHAPE = ["model.hidden=64", "model.ffn=96", "data.tokenizer=bytes"]
+
+
+@torch.no_grad()
+def test_outliers_change_no_logit_and_make_large_activations() -> None:
+    plain = build(SHAPES["llama"]).eval()
+    strong = table.inject(plain, 64.0)
+    tokens = batch().tokens
+    assert torch.equal(plain(tokens), strong(tokens)), "powers of two"
+    peaks = table.column_peaks(strong, [batch()], ["layers.0.attention.q.weight", "layers.1.mlp.down.weight"])
+    columns = table.outlier_columns(peaks, 6.0)
+    assert all(table.CHANNELS <= len(one) <= 8 for one in columns.values()) and len(columns) == 2
+
+
+@torch.no_grad()
+def test_methods_are_those_of_the_lecture() -> None:
+    model, tokens = build(SHAPES["llama"]).eval(), batch().tokens
+    exact = model(tokens)
+    errors = [float((table.rounded(model, *how)(tokens) - exact).norm()) for how in table.METHODS.values()]
+    assert errors[0] > errors[2] > errors[3] and errors[1] > errors[4] > 0
+
+
+def test_the_benchmark_runs_at_toy_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*train(write_texts(tmp_path / "texts"), tmp_path / "run", *SHAPE), "data.validation=0.3"]) == 0
+    capsys.readouterr()
+    words = ["table", "--json", "--run", str(tmp_path / "run"), "--scales", "1,64", "--sequences", "16"]
+    monkeypatch.setattr(sys, "argv", words)
+    table.main()
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["perplexity"]) == ["1", "64"]
+    assert list(found["perplexity"]["64"]) == ["fp32", *table.METHODS, table.LLM]
+    assert found["neighbours"] == 0 and found["gap_64"] < 0.01 and found["worst_1"] < 0.05
+    assert found["facts"]["64"]["injection_kl"] < 1e-6 and found["facts"]["64"]["columns"] > 0
+    assert mw.load(tmp_path / "run").plan is not None
+
+
+def test_rates_are_measured_at_toy_size(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rates", "--json", "--size", "256", "--rows", "1,40", "--rounds", "1"])
+    rates.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["over_bf16"].keys() == {"1", "40"} and set(found["over_bf16"]["1"]) == set(rates.WAYS)
+    assert all(found[name] > 0 for name in ("int4_bandwidth", "int4_over_fp16", "llm_int8_many_rows"))
+    assert found["slowest_over_bf16"] <= found["llm_int8_one_row"]

@@ -1,0 +1,259 @@
+"""`quantize` through the command line and from Python: what it writes, says, measures and refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api.quantizing import LayerRecord, QuantizeAnswer
+from meshwright.cli.main import main
+from meshwright.compress.layer_inputs import column_peaks, outlier_columns
+from meshwright.compress.quality import compare
+from meshwright.kernels import reference
+from meshwright.model import Transformer, build
+from meshwright.model.linear import Linear
+from meshwright.model.low_rank import LoRA
+from meshwright.model.quantized_weights import quantizable
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
+from meshwright.spec.lora import LoRAShape
+from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.training.batches import Batch
+from tests.compress.test_formats import SHAPES
+from tests.train.test_weights import directory
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face directory `hf`, with a text beside it."""
+    directory(tmp_path / "hf", SHAPES["llama"])
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\nclass A:\n    pass\n\n" * 300)
+    return tmp_path
+
+
+def words(folder: Path, scheme: str, *more: str) -> list[str]:
+    return [
+        "quantize", str(folder / "hf"), "--scheme", scheme, "-o", str(folder / "q"), "--data", str(folder / "text.txt"),
+        "--sequences", "16", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_verb_writes_measures_and_others_read(
+    scheme: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(folder, scheme, "--json", "--max-kl", "2")) == 0
+    found = json.loads(capsys.readouterr().out)
+    files = sum(one.stat().st_size for one in folder.glob("q/*.safetensors"))
+    assert found["scheme"] == scheme and found["bytes"] == found["predicted_bytes"] == files
+    assert 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1 and found["tokens"] > 500 and found["passed"]
+    assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.2)
+    assert [one["name"] for one in found["layers"]] == list(quantizable(SHAPES["llama"]))
+    assert all(0 < one["output_error"] < 0.2 and one["weight_error"] < 0.25 for one in found["layers"])
+    assert main(["generate", str(folder / "q"), "--prompt", "def", "--greedy", "--max-new-tokens", "4"]) == 0
+    assert main(["eval", str(folder / "q"), "--data", str(folder / "text.txt"), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    plain = mw.load(folder / "hf").evaluate(folder / "text.txt").loss
+    assert loss == pytest.approx(plain, rel=0.02)
+
+
+def test_what_is_printed_begins_with_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(folder, "int4-rtn", "--keep", "layers.0.*")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("OK  int4-rtn: ") and "KL" in lines[0] and "smaller" in lines[0]
+    said = " ".join(" ".join(lines).split())  # folded to the screen
+    assert "as predicted" in said and "left alone" in said and "layers.0.attention.q.weight" in said
+    assert all(line.split()[-1].startswith("layers.1.") for line in lines[-5:])
+
+
+def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(folder, "int3", "--max-kl", "1e-6", "--json")) == 4
+    out = capsys.readouterr()
+    assert not json.loads(out.out)["passed"] and (folder / "q" / "model.safetensors").is_file()
+    assert "int3 moved the predictions by" in out.err and "--keep layers." in out.err
+
+
+@pytest.mark.parametrize(("change", "kind", "said"), [
+    ({"scheme": "int5"}, ArgumentError, "scheme=int5 is not known: take one of int8, llm-int8"),
+    ({"scheme": "int8", "group": 32}, ArgumentError, "group=32: int8 has a scale for each output"),
+    ({"scheme": "nf4", "group": 48}, PlanError, "group=48 is not supported"),
+    ({"scheme": "nf4", "threshold": 3.0}, ArgumentError, "are for scheme=llm-int8"),
+    ({"scheme": "llm-int8", "outliers": "some"}, ArgumentError, "outliers=some is not known"),
+    ({"scheme": "llm-int8", "threshold": 0.0}, PlanError, "threshold=0.0 must be above 0"),
+    ({"scheme": "int8", "format": "gif"}, ArgumentError, "format=gif is not known: take one of meshwright"),
+    ({"scheme": "int8", "keep": ["head"]}, ArgumentError, "keep=head names no matrix"),
+    ({"scheme": "int8", "keep": ["*"]}, ArgumentError, "leaves nothing to quantize"),
+    ({"scheme": "int8", "sequences": 0}, ArgumentError, "sequences=0 must be 1 or more"),
+    ({"scheme": "int8", "max_kl": float("nan")}, ArgumentError, "max_kl=nan"),
+    ({"scheme": "int8", "dtype": "int8"}, ArgumentError, "dtype=int8 is not known"),
+    ({"scheme": "int8", "model": "nowhere"}, RunError, "nowhere does not exist"),
+])  # fmt: skip
+def test_bad_input_is_refused_before_anything_is_made(
+    change: dict[str, Any], kind: type[Exception], said: str, folder: Path
+) -> None:
+    given = {"model": folder / "hf", "out": folder / "q", **change}
+    with pytest.raises(kind, match=said):
+        mw.quantize(**given)
+    assert not (folder / "q").exists()
+
+
+def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    with pytest.raises(PlanError, match="hf is not empty"):
+        mw.quantize(folder / "hf", "int8", folder / "hf")
+    found = mw.load(folder / "hf")
+    weights = dict(found.model.state_dict())
+    weights["layers.1.mlp.up.weight"][3, 4] = float("nan")
+    from meshwright.model.hub import export_folder
+
+    export_folder(
+        folder / "bad", model_tensors=weights.items(), shape=found.model.shape, tokenizer=found.tokenizer,
+        dtype=torch.float32,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp\.up\.weight has 1 weights that are infinite or NaN"):
+        mw.quantize(folder / "bad", "int8", folder / "q", quality=False)
+    assert not [one.name for one in folder.iterdir() if "q" in one.name.split(".")[0] or "partial" in one.name]
+
+
+def test_a_kill_leaves_nothing_under_the_name(folder: Path) -> None:
+    code = (
+        "import sys, time, meshwright as mw\nfrom meshwright.compress import stream\n"
+        "plain = stream.quantize_matrix\n"
+        "def slow(*given):\n    print('x', flush=True)\n    time.sleep(0.5)\n    return plain(*given)\n"
+        "stream.quantize_matrix = slow\n"
+        f"mw.quantize({str(folder / 'hf')!r}, 'int8', {str(folder / 'q')!r}, quality=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ}) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"x\n"
+        time.sleep(0.2)
+        child.send_signal(signal.SIGKILL)
+    assert not (folder / "q").exists()
+    assert mw.quantize(folder / "hf", "int8", folder / "q", quality=False).quality is None
+
+
+def test_answers_know_their_limit_and_their_worst_layer() -> None:
+    layers = tuple(
+        LayerRecord(name=f"layers.{n}", scheme="int3", bytes=8, weight_error=0.1, output_error=n / 10, outliers=0.0)
+        for n in range(7)
+    )
+    found = QuantizeAnswer(
+        run=Path("q"), original=Path("m"), scheme="int3", format="meshwright", bytes=10, predicted_bytes=10,
+        bytes_before=40, quality=None, max_kl=0.1, layers=layers, skipped=(), quantized_parameters=16,
+    )  # fmt: skip
+    found.check()
+    assert [one.name for one in found.blamed] == [f"layers.{n}" for n in (6, 5, 4, 3, 2)]
+    assert found.headline == "int3: 4.00x smaller (0.0 MiB to 0.0 MiB), quality not measured"
+    assert len(found.rows()) == 7 and "layers.6" in found._repr_html_()
+    assert found.to_dict()["kl"] is None
+
+
+def toy(seed: int = 0) -> Transformer:
+    return build(SHAPES["llama"], seed=seed).eval()
+
+
+def batch(rows: int = 4, seed: int = 0) -> Batch:
+    tokens = torch.randint(0, 2048, (rows, 33), generator=torch.Generator().manual_seed(seed))
+    return Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:].contiguous(), valid=rows * 32)
+
+
+@torch.no_grad()
+def test_the_divergence_is_its_definition() -> None:
+    before, after, one = toy(), toy(1), batch()
+    found = compare(before, after, [one, batch(seed=1)])
+    p, q = (
+        torch.cat([model(some.tokens).flatten(0, 1).double().log_softmax(-1) for some in (one, batch(seed=1))])
+        for model in (before, after)
+    )
+    divergence = (p.exp() * (p - q)).sum(-1)
+    targets = torch.cat([some.targets.flatten() for some in (one, batch(seed=1))])
+    assert found.tokens == 256 and found.kl == pytest.approx(float(divergence.mean()), rel=1e-4)
+    assert found.kl_error == pytest.approx(float(divergence.std()) / 16, rel=1e-3)
+    assert found.kl_p99 == pytest.approx(float(divergence.sort().values[253]), rel=1e-4)
+    assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    loss = float(-q.gather(1, targets.unsqueeze(1)).mean())
+    assert found.perplexity_after == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+    assert compare(before, before, [one]).kl == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3_moe"])
+def test_peaks_are_those_of_what_matrices_read(shape: str) -> None:
+    model = build(SHAPES[shape]).eval()
+    peaks = column_peaks(model, [batch()], quantizable(SHAPES[shape]))
+    assert peaks.keys() == quantizable(SHAPES[shape]).keys()
+    assert all(len(peaks[name]) == size[-1] for name, size in quantizable(SHAPES[shape]).items())
+    assert torch.equal(peaks["layers.0.attention.q.weight"], peaks["layers.0.attention.k.weight"])
+    heard: list[torch.Tensor] = []
+    with torch.no_grad():
+        layer = model.get_submodule("layers.1.attention.o")
+        hook = layer.register_forward_pre_hook(lambda module, given: heard.append(given[0]))
+        model(batch().tokens)
+        hook.remove()
+    assert torch.equal(peaks["layers.1.attention.o.weight"], heard[0].flatten(0, -2).abs().amax(0))
+    with torch.no_grad():
+        again = model(batch().tokens)
+        assert torch.equal(again, build(SHAPES[shape]).eval()(batch().tokens)), "nothing stays on the model"
+
+
+def test_outliers_are_columns_far_above_the_median() -> None:
+    peak = torch.rand(64) + 0.5
+    peak[[7, 30]] = torch.tensor([40.0, 12.0])
+    found = outlier_columns({"a": peak, "b": torch.rand(64) + 0.5}, 6.0)
+    assert list(found) == ["a"] and found["a"].tolist() == [7, 30] and found["a"].dtype == torch.int32
+    many = torch.cat((torch.ones(40), torch.arange(100.0, 124.0)))
+    assert outlier_columns({"a": many}, 6.0)["a"].tolist() == list(range(56, 64)), "an eighth, the largest"
+    assert outlier_columns({"a": torch.zeros(64)}, 6.0) == {}
+
+
+def test_an_adapter_beside_codes_adds_its_sum(folder: Path) -> None:
+    """The seam of QLoRA: base of codes, LoRA on top, gradients for the adapter alone."""
+    mw.quantize(folder / "hf", "nf4", folder / "q", quality=False)
+    model = mw.load(folder / "q").model
+    layer = model.get_submodule("layers.0.attention.q")
+    assert isinstance(layer, Linear) and layer.weight is None
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    plain = layer(x)
+    lora = LoRA(LoRAShape(rank=4), 64, 64)
+    torch.nn.init.normal_(lora.a)
+    torch.nn.init.normal_(lora.b)
+    layer.lora = lora
+    found = layer(x)
+    expected = plain + lora.scale * (x @ lora.a.t()) @ lora.b.t()
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert lora.b.grad is not None and x.grad is not None
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == [
+        "layers.0.attention.q.lora.a", "layers.0.attention.q.lora.b",
+    ]  # fmt: skip
+
+
+def test_the_reference_set_gives_the_same_logits(folder: Path) -> None:
+    mw.quantize(folder / "hf", "int8", folder / "q", quality=False)
+    model = mw.load(folder / "q").model
+    tokens = batch().tokens
+    with torch.no_grad():
+        fast = model(tokens)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.kernels = replace(module.kernels, quantized_linears=reference().quantized_linears)
+        assert torch.equal(model(tokens), fast)
+
+
+def test_out_of_bounds_is_an_error_with_its_layer() -> None:
+    with pytest.raises(OutsideTolerance, match=r"int3 moved the predictions by nan .* keep=layers\.0"):
+        from meshwright.compress.quality import Quality
+
+        bad = Quality(tokens=1, kl=float("nan"), kl_error=0, kl_p99=0, top1=0, perplexity_before=1, perplexity_after=1)
+        layer = LayerRecord(name="layers.0", scheme="int3", bytes=8, weight_error=0.1, output_error=0.5, outliers=0.0)
+        QuantizeAnswer(
+            run=Path("q"), original=Path("m"), scheme="int3", format="meshwright", bytes=10, predicted_bytes=10,
+            bytes_before=40, quality=bad, max_kl=0.1, layers=(layer,), skipped=(), quantized_parameters=16,
+        ).check()  # fmt: skip
