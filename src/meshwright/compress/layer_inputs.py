@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
+from meshwright.kernels.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import Experts
 from meshwright.training.batches import Batch
 
-Seen = Callable[[str, Tensor], None]
-"""(name of a matrix, what it reads (..., in))."""
+Seen = Callable[[str, Tensor, Counts | None], None]
+"""(name of a matrix, what it reads (..., in), of a stack of experts: rows of each)."""
 MOST = 1 / 8
 """Share of columns that outliers may be; beyond it those with the largest activations are taken."""
 
@@ -46,7 +47,7 @@ def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[No
 
 def _heard(name: str, seen: Seen) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
-        seen(name, given[0])
+        seen(name, given[0], None)
 
     return hear
 
@@ -56,7 +57,7 @@ def _expert_linear(
 ) -> Tensor:
     """As kernels.expert_linear, of one of the stacks."""
     leaf = next(leaf for leaf in ("gate", "up", "down") if getattr(experts, leaf, None) is weights)
-    seen(f"{where}.{leaf}", rows)
+    seen(f"{where}.{leaf}", rows, counts)
     found: Tensor = product(rows, weights, counts)
     return found
 
@@ -66,7 +67,7 @@ def column_peaks(model: Transformer, batches: Iterable[Batch], names: Iterable[s
     """The largest magnitude (in,) fp32 that each input of a matrix had."""
     peaks: dict[str, Tensor] = {}
 
-    def seen(name: str, x: Tensor) -> None:
+    def seen(name: str, x: Tensor, _: Counts | None) -> None:
         if x.numel():
             own = x.detach().flatten(0, -2).abs().amax(0).float()
             peaks[name] = torch.maximum(peaks[name], own) if name in peaks else own

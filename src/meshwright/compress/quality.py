@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.compress.layer_inputs import reading, run
+from meshwright.kernels.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.training.batches import Batch
@@ -94,7 +95,7 @@ def output_errors(
     sums: dict[str, Tensor] = {}
     layers = [name for name in names if name.endswith(".weight")]
 
-    def seen(name: str, x: Tensor) -> None:
+    def seen(name: str, x: Tensor, _: Counts | None) -> None:
         where = name.removesuffix(".weight")
         one, other = (model.get_submodule(where) for model in (before, after))
         assert isinstance(one, Linear) and isinstance(other, Linear)

@@ -11,7 +11,10 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            "--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3."
+            "--scheme",
+            metavar="NAME",
+            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
+            "int4-awq, int3-gptq.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
@@ -35,9 +38,12 @@ def quantize(
         float | None, typer.Option("--threshold", help="From which on an activation is an outlier.  [default: 6]")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="PATH", help="Text to measure on.  [the run's held-out part]")
+        str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
+    calibration: Annotated[
+        int, typer.Option(help="Windows that int8-smooth, int4-gptq, int4-awq and int3-gptq read.")
+    ] = 128,
     max_kl: Annotated[
         float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
     ] = None,
@@ -65,7 +71,8 @@ def quantize(
     with console(json=True).status("quantize"):
         found = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
-            data=data, sequences=sequences, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality,
+            data=data, sequences=sequences, calibration=calibration, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,
+            quality=quality,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())
