@@ -75,7 +75,7 @@ def _blocks(
     dtype: torch.dtype, done: Callable[[int, int], None],
 ) -> tuple[tuple[QuantizedLayer, ...], int]:  # fmt: skip
     shape, sizes = model.shape, quantizable(model.shape)
-    text = BlockModel(shape, dtype, _whole_rows(batches))
+    text = BlockModel(shape, dtype, whole_rows(batches))
     begin = _named(original, model, ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned"))
     print_of = Fingerprint((shape, str(dtype), str(model.dtype), torch.__version__))
     for batch in text.batches:
@@ -99,7 +99,7 @@ def _blocks(
     return tuple(layers), resumed
 
 
-def _whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
+def whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Without rows that fill a batch up and do not count."""
     for batch in batches:
         keep = torch.tensor([count > 0 for count in batch.valid_of_rows], device=batch.tokens.device)

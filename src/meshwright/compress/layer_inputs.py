@@ -1,6 +1,6 @@
 """What matrices read: activations of a model on text, gathered as it runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,17 +25,18 @@ MOST = 1 / 8
 @contextmanager
 def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[None]:
     """Inside, `seen` hears what the matrices of these names read, experts' too."""
+    wanted = set(names)
     hooks: list[Any] = []
     kernels: dict[str, Kernels] = {}
     try:
-        for name in names:
+        for name in wanted:
             where = name.rpartition(".")[0]
             module = model.get_submodule(where)
             if isinstance(module, Linear):
                 hooks.append(module.register_forward_pre_hook(_heard(name, seen)))
             elif isinstance(module, Experts):
                 kernels.setdefault(where, module.kernels)
-                watched = partial(_expert_linear, module, where, seen, kernels[where].expert_linear)
+                watched = partial(_expert_linear, module, where, wanted, seen, kernels[where].expert_linear)
                 module.kernels = replace(kernels[where], expert_linear=watched)
         yield
     finally:
@@ -53,11 +54,13 @@ def _heard(name: str, seen: Seen) -> Callable[[nn.Module, tuple[Any, ...]], None
 
 
 def _expert_linear(
-    experts: Experts, where: str, seen: Seen, product: Any, rows: Tensor, weights: Tensor, counts: Any
-) -> Tensor:
+    experts: Experts, where: str, wanted: Container[str], seen: Seen, product: Any, rows: Tensor, weights: Tensor,
+    counts: Any,
+) -> Tensor:  # fmt: skip
     """As kernels.expert_linear, of one of the stacks."""
     leaf = next(leaf for leaf in ("gate", "up", "down") if getattr(experts, leaf, None) is weights)
-    seen(f"{where}.{leaf}", rows, counts)
+    if f"{where}.{leaf}" in wanted:
+        seen(f"{where}.{leaf}", rows, counts)
     found: Tensor = product(rows, weights, counts)
     return found
 
