@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.compress import calibration
+from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.block_model import BlockModel
 from meshwright.compress.calibrated_block import quantize_block
-from meshwright.compress.calibration import calibrate
+from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.input_folds import fold, folds, input_groups
 from meshwright.compress.input_statistics import Inputs

@@ -1,9 +1,8 @@
 """`quantize`: a smaller model, and how far its predictions moved."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,18 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
-from meshwright.api.quantization_text import CALIBRATION_WINDOWS, QuantizationText, quantization_text
-from meshwright.api.trained_model import TrainedModel, described, load
-from meshwright.compress.calibration import calibrate
-from meshwright.compress.formats import DEFAULT, FORMATS
-from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
+from meshwright.api.quantization_budget import bytes_of, within_budget
+from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
+from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
+from meshwright.api.trained_model import described
+from meshwright.compress.bit_budget import bits_of, ladder
+from meshwright.compress.formats import DEFAULT, FORMATS, FP16_SCALES
+from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
-from meshwright.compress.quality import Quality, compare, output_errors
-from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes, write_quantized
+from meshwright.compress.quality import Quality
+from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec import num_parameters
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
 from meshwright.spec.presets import nearest
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
@@ -36,8 +36,6 @@ from meshwright.training.precision import DTYPES
 
 SEQUENCES = 64
 """Windows of held-out text that quality is measured on."""
-MOST_FP32 = 2**30
-"""Parameters up to which both models are compared in fp32."""
 BLAMED = 5
 """Layers that are named as the worst."""
 
@@ -82,6 +80,10 @@ class QuantizeAnswer(Answer):
     quantized_parameters: int
     calibration_tokens: int = 0
     """That a calibrated method read."""
+    budget_bytes: int | None = None
+    """What the files may have together, where bits were chosen by it."""
+    bits: Mapping[int, int] = field(default_factory=dict)
+    """How many matrices have how many."""
     resumed_blocks: int = 0
     """Of those, the ones that an earlier run of the same command had made before it was killed."""
 
@@ -134,7 +136,7 @@ class QuantizeAnswer(Answer):
                 **{name: None if found is None else getattr(found, name) for name in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
                 "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
-                "resumed_blocks": self.resumed_blocks,
+                "resumed_blocks": self.resumed_blocks, "budget_bytes": self.budget_bytes, "bits": self.bits,
             }.items()
         }  # fmt: skip
 
@@ -170,6 +172,7 @@ def quantize(
     data: str | Path | None = None,
     sequences: int = SEQUENCES,
     calibration: int = CALIBRATION_WINDOWS,
+    budget: str | int | None = None,
     max_kl: float | None = None,
     dtype: str | None = None,
     checkpoint: str = LAST,
@@ -181,31 +184,41 @@ def quantize(
     `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
     columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
     windows are scored. `calibration`: windows that a calibrated method reads, none of them scored; without `data` they
-    are of the text that the run trained on. `max_kl`: the limit that `passed` is about, None = the scheme's. `dtype`:
-    of what is not quantized, None = as it is stored.
+    are of the text that the run trained on. `budget`: bytes that the files may have, as 1.2GiB: each matrix has 3 to 8
+    bits of the scheme's method, more where its rounding was measured to move predictions most. `max_kl`: the limit that
+    `passed` is about, None = the scheme's. `dtype`: of what is not quantized, None = as it is stored.
     ArgumentError, PlanError, RunError, HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
     taken = _scheme(scheme, group, outliers, threshold)
     _check(format, sequences, calibration, max_kl, dtype, target)
+    if format in FP16_SCALES:
+        taken = replace(taken, scales="float16")
+    limit = None if budget is None else bytes_of(budget)
+    if limit is not None:
+        ladder(taken)  # refuses a scheme that has none before anything is read
     original = open_original(path, checkpoint)
     whole_model = _chosen(original, taken, keep, DTYPES[dtype] if dtype else original.dtype)
-    reads = quality or taken.calibrated or taken.outliers == "calibrated"
+    reads = quality or taken.calibrated or limit is not None or taken.outliers == "calibrated"
     windows = calibration if taken.calibrated else None
     text = quantization_text(described(path, checkpoint), data, sequences, windows) if reads else None
-    before = _Before(path, checkpoint, text) if text else None
+    before = BeforeQuantized(path, checkpoint, text) if text else None
     columns: Mapping[str, Tensor] = {}
     if taken.outliers == "calibrated":
         assert before is not None and text is not None
         peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
         columns = outlier_columns(peaks, taken.threshold)
         whole_model = replace(whole_model, kept={name: len(found) for name, found in columns.items()})
+    if limit is not None:
+        assert before is not None and text is not None
+        given = limit, FORMATS[format], before.opened.model, text.calibration
+        whole_model = within_budget(whole_model, taken, *given)
     predicted = predicted_bytes(FORMATS[format], whole_model)
-    made = _Made(target, original, whole_model, FORMATS[format])
+    made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     with one_line(target, "OUT"):
         if taken.calibrated:
             assert text is not None
-            made.calibrated(text, _compute_dtype(original))
+            made.calibrated(text, compute_dtype(original))
         else:
             made.rounded(columns)
     measured, errors = (None, {}) if before is None or not quality else before.against(target, whole_model.schemes)
@@ -215,63 +228,8 @@ def quantize(
         layers=tuple(_record(one, errors) for one in made.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
         calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0, resumed_blocks=made.resumed,
+        budget_bytes=limit, bits=bits_of(whole_model.schemes),
     )  # fmt: skip
-
-
-class _Made:
-    """The folder, and what is said of its matrices."""
-
-    def __init__(self, target: Path, original: OriginalModel, model: QuantizedModel, form: QuantizedFormat) -> None:
-        self.target, self.original, self.model, self.form = target, original, model, form
-        self.layers: list[QuantizedLayer] = []
-        self.bytes = self.resumed = 0
-
-    def rounded(self, columns: Mapping[str, Tensor]) -> None:
-        """Each matrix by itself."""
-        self._write(columns, None)
-
-    def calibrated(self, text: QuantizationText, dtype: torch.dtype) -> None:
-        """Block by block, by what each reads."""
-        found = calibrate(self.target, self.original, self.model, text.calibration, dtype)
-        self.layers, self.resumed = list(found.layers), found.resumed
-        self._write({}, found.weights)
-        found.finished.remove()
-
-    def _write(self, columns: Mapping[str, Tensor], calibrated: Weights | None) -> None:
-        self.bytes = write_quantized(
-            self.target, self.original, self.model, self.form, columns, self.layers.append, calibrated
-        )
-
-
-def _compute_dtype(original: OriginalModel) -> torch.dtype:
-    """In which a model runs here."""
-    return torch.float32 if num_parameters(original.shape) <= MOST_FP32 else original.dtype
-
-
-class _Before:
-    """The original, in memory once it is needed, and the text that quality is measured on."""
-
-    def __init__(self, path: Path, checkpoint: str, text: QuantizationText) -> None:
-        self.path, self.checkpoint, self.scored = path, checkpoint, text.scored
-
-    @cached_property
-    def dtype(self) -> str | None:
-        """That both models are compared in; None = as they are stored."""
-        small = num_parameters(open_original(self.path, self.checkpoint).shape) <= MOST_FP32
-        return "fp32" if small else None
-
-    @cached_property
-    def opened(self) -> TrainedModel:
-        """The original."""
-        return load(self.path, self.dtype, checkpoint=self.checkpoint)
-
-    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
-        """The folder that was written, read back; and the error of each layer whose inputs are the same in both."""
-        after = load(target, self.dtype).model
-        same = [name for name, scheme in names.items() if not scheme.scales_inputs]
-        return compare(self.opened.model, after, self.scored), output_errors(
-            self.opened.model, after, same, self.scored[:4]
-        )
 
 
 def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:

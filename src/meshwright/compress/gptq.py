@@ -41,7 +41,7 @@ def quantize_columns(
     order = ordered(gram)
     group = (order.columns // (scheme.group or weight.shape[1])).tolist()
     wide = weight.detach().to(gram.dtype)[:, order.columns]
-    step, zero = (None if one is None else one.to(gram.dtype) for one in (scales, zeros))
+    step, zero = scales.to(gram.dtype), None if zeros is None else zeros.to(gram.dtype)
     codes = torch.empty(wide.shape, dtype=torch.uint8 if scheme.packed else torch.int8, device=weight.device)
     size = wide.shape[1]
     for start in range(0, size, block):
@@ -49,7 +49,7 @@ def quantize_columns(
         errors = torch.empty_like(wide[:, start:end])
         for column in range(start, end):
             own = wide[:, column]
-            at = step[:, group[column]], None if zero is None else zero[:, group[column]]  # type: ignore[index]
+            at = step[:, group[column]], None if zero is None else zero[:, group[column]]
             codes[:, column] = found = nearest_codes(scheme, own, *at)
             error = (own - numbers_of(scheme, found, *at)) / order.factor[column, column]
             wide[:, column:end] -= error.unsqueeze(1) * order.factor[column, column:end]

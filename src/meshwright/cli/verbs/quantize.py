@@ -44,6 +44,10 @@ def quantize(
     calibration: Annotated[
         int, typer.Option(help="Windows that int8-smooth, int4-gptq, int4-awq and int3-gptq read.")
     ] = 128,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
+    ] = None,
     max_kl: Annotated[
         float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
     ] = None,
@@ -71,8 +75,8 @@ def quantize(
     with console(json=True).status("quantize"):
         found = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
-            data=data, sequences=sequences, calibration=calibration, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,
-            quality=quality,
+            data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
+            dtype=dtype, checkpoint=checkpoint, quality=quality,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())
