@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,16 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks.quantization_table import Decomposed, inject, layers, trained
+from meshwright.api.quantization_budget import some_of
 from meshwright.api.quantization_text import quantization_text
 from meshwright.compress import gptq
+from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
+from meshwright.compress.sensitivity import measured_groups
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
@@ -48,6 +51,8 @@ from meshwright.training.batches import Batch
 
 PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
 STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int8", "int8-smooth")
+MIXED = "mixed gptq"
+"""Bits chosen for each matrix, with the bytes of int4-gptq."""
 PEER = "llmcompressor"
 Columns = Callable[..., Tensor]
 """As gptq.quantize_columns."""
@@ -115,23 +120,20 @@ def peer() -> Columns | None:
 
 
 @torch.no_grad()
-def quantized(model: Transformer, scheme: Scheme, batches: Sequence[Batch]) -> Transformer:
+def quantized(model: Transformer, schemes: Mapping[str, Scheme], batches: Sequence[Batch]) -> Transformer:
     """A copy whose matrices are codes and scales, by the same code as `meshwright quantize`."""
     found = copy.deepcopy(model)
-    names = quantizable(model.shape)
-    if scheme.calibrated:
+    if any(scheme.calibrated for scheme in schemes.values()):
         weights = dict(model.named_parameters())
         original = OriginalModel(
             shape=model.shape, dtype=torch.float32, tokenizer=None, chat_template=None, generation=None, dropout=0.0,
             weights=lambda dtype: iter(weights.items()),
         )  # fmt: skip
-        described = QuantizedModel(
-            shape=model.shape, schemes=dict.fromkeys(names, scheme), kept={}, dtype=torch.float32
-        )
+        described = QuantizedModel(shape=model.shape, schemes=schemes, kept={}, dtype=torch.float32)
         with tempfile.TemporaryDirectory() as made:
             parts = dict(calibrate(Path(made) / "q", original, described, batches, torch.float32).weights)
     else:
-        parts = {name: quantize_matrix(name, model.get_parameter(name), scheme) for name in names}
+        parts = {name: quantize_matrix(name, model.get_parameter(name), scheme) for name, scheme in schemes.items()}
     for name, one in parts.items():
         if isinstance(one, QuantizedMatrix):
             layers(found)[name].lora = Decomposed(one)
@@ -144,13 +146,30 @@ def table(
     model: Transformer, names: Sequence[str], batches: Sequence[Batch], scored: Sequence[Batch]
 ) -> dict[str, Row]:
     """Of one model, each scheme."""
-    return {name: measured(model, SCHEMES[name], batches, scored) for name in names}
+    return {name: measured(model, uniform(model, SCHEMES[name]), batches, scored) for name in names}
 
 
-def measured(model: Transformer, scheme: Scheme, batches: Sequence[Batch], scored: Sequence[Batch]) -> Row:
-    """Of one scheme."""
+def uniform(model: Transformer, scheme: Scheme) -> dict[str, Scheme]:
+    """One scheme for all matrices."""
+    return dict.fromkeys(quantizable(model.shape), scheme)
+
+
+def mixed(model: Transformer, scheme: Scheme, batches: Sequence[Batch]) -> dict[str, Scheme]:
+    """Bits of each matrix, chosen so that codes and scales have no more bytes than with one scheme for all."""
+    rungs, names = ladder(scheme), list(quantizable(model.shape))
+    groups = measured_groups(model, names, rungs, some_of(batches))
+    own = next(number for number, rung in enumerate(rungs) if rung.bits == scheme.bits)
+    numbers = chosen([group.choices for group in groups], sum(group.choices[own].bytes for group in groups))
+    found = {name: rungs[n] for group, n in zip(groups, numbers, strict=True) for name in group.names}
+    return {name: found[name] for name in names}
+
+
+def measured(
+    model: Transformer, schemes: Mapping[str, Scheme], batches: Sequence[Batch], scored: Sequence[Batch]
+) -> Row:
+    """Of one model."""
     started = time.perf_counter()
-    after = quantized(model, scheme, batches)
+    after = quantized(model, schemes, batches)
     seconds = time.perf_counter() - started
     found: Quality = compare(model, after, scored)
     return Row(found.kl, found.kl_error, found.top1, found.perplexity_after, seconds)
@@ -162,7 +181,7 @@ def others(model: Transformer, batches: Sequence[Batch], scored: Sequence[Batch]
     for name, columns in (("textbook", textbook), ("llm-compressor", peer())):
         if columns is not None:
             with patch.object(gptq, "quantize_columns", columns):
-                found[name] = measured(model, SCHEMES["int4-gptq"], batches, scored)
+                found[name] = measured(model, uniform(model, SCHEMES["int4-gptq"]), batches, scored)
     return found
 
 
@@ -176,6 +195,7 @@ def shown(found: dict[str, dict[str, Row]]) -> dict[str, float]:
         "int3_top1": plain["int3-gptq"].top1,
         "awq_over_rtn": strong["int4-awq"].kl / strong["int4-rtn"].kl,
         "smooth_over_int8": strong["int8-smooth"].kl / strong["int8"].kl,
+        "mixed_over_uniform": plain[MIXED].kl / own,
         "gptq_off_textbook": abs(own / by_others["textbook"].kl - 1),
     }
     if "llm-compressor" in by_others:
@@ -198,8 +218,9 @@ def main() -> None:
         opened = mw.load(given.run) if given.run else trained(Path(made) / "run", given.steps)
         text = quantization_text(opened, None, given.sequences, given.calibration)
         model, both = opened.model, (text.calibration, text.scored)
+        chosen_bits = mixed(model, SCHEMES["int4-gptq"], text.calibration)
         found = {
-            "as trained": table(model, PLAIN, *both),
+            "as trained": table(model, PLAIN, *both) | {MIXED: measured(model, chosen_bits, *both)},
             "with outliers": table(inject(model, given.strength), STRONG, *both),
             "others": others(model, *both),
         }

@@ -25,7 +25,7 @@ def test_the_benchmark_runs_at_toy_size(
     monkeypatch.setattr(sys, "argv", words)
     bench.main()
     found = json.loads(capsys.readouterr().out)
-    assert list(found["rows"]["as trained"]) == list(bench.PLAIN)
+    assert list(found["rows"]["as trained"]) == [*bench.PLAIN, bench.MIXED]
     assert list(found["rows"]["with outliers"]) == list(bench.STRONG)
     assert found["gptq_off_textbook"] < 0.05 and 0 < found["int3_top1"] <= 1
     assert all(found[name] > 0 for name in ("gptq_over_rtn", "gptq_over_hqq", "awq_over_rtn", "smooth_over_int8"))

@@ -66,13 +66,14 @@ def by_autoawq(parts: dict[str, Tensor]) -> Tensor:
     return ((codes - wide) * scales).t()
 
 
-def written(folder: Path, shape: str, scheme: str, format: str, **more: Any) -> tuple[dict[str, Tensor], Path]:
-    """The weights before, and the folder."""
-    before = directory(folder / shape, SHAPES[shape])
+def written(folder: Path, shape: str, scheme: str, format: str, **more: Any) -> Path:
+    """The folder."""
+    if not (folder / shape).exists():
+        directory(folder / shape, SHAPES[shape])
     given = {"data": folder / "text.txt", "quality": False, "group": 32, **more}
     found = mw.quantize(folder / shape, scheme, folder / "q", format=format, **given)
     assert found.bytes == found.predicted_bytes == sum(one.stat().st_size for one in folder.glob("q/*.safetensors"))
-    return before, folder / "q"
+    return folder / "q"
 
 
 def theirs(folder: Path, name: str) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ def theirs(folder: Path, name: str) -> dict[str, Tensor]:
     ("llama", "int4-awq", "awq"), ("qwen3", "int4-rtn", "awq"), ("llama", "int4-sym", "awq"),
 ])  # fmt: skip
 def test_others_read_the_same_numbers_and_so_do_we(shape: str, scheme: str, format: str, folder: Path) -> None:
-    _, out = written(folder, shape, scheme, format)
+    out = written(folder, shape, scheme, format)
     of, names, seen = restored(out), quantizable(SHAPES[shape]), 0
     for binding in bindings(SHAPES[shape]):
         own = next(iter(binding.ours))
@@ -98,10 +99,6 @@ def test_others_read_the_same_numbers_and_so_do_we(shape: str, scheme: str, form
             assert torch.equal(found.float(), expected.half().float() if format == "awq" else expected), their
             seen += 1
     assert seen > 10
-    if scheme.endswith(("gptq", "awq")):
-        mw.quantize(folder / shape, scheme, folder / "own", data=folder / "text.txt", quality=False, group=32)
-        own_scales = restored(folder / "own")
-        assert all(torch.allclose(of(name), own_scales(name), atol=0.05) for name in names), "but for bf16 scales"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -150,13 +147,13 @@ def test_a_zero_of_0_is_raised_with_its_codes_or_refused() -> None:
 
 
 def test_folders_are_described_as_their_readers_want(folder: Path) -> None:
-    _, out = written(folder, "llama", "int4-gptq", "gptq", keep=["layers.0.mlp.*"])
+    out = written(folder, "llama", "int4-gptq", "gptq", keep=["layers.0.mlp.*"])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "gptq" and (config["bits"], config["group_size"]) == (4, 32)
     assert not config["desc_act"] and not config["sym"] and config["checkpoint_format"] == "gptq"
     assert "-:^model\\.layers\\.0\\.mlp\\.up_proj$" in config["dynamic"]
     (folder / "q").rename(folder / "first")
-    _, out = written(folder, "llama", "int4-awq", "awq", keep=["layers.0.mlp.*"])
+    out = written(folder, "llama", "int4-awq", "awq", keep=["layers.0.mlp.*"])
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["version"] == "gemm" and config["zero_point"] and config["quant_method"] == "awq"
     assert config["modules_to_not_convert"][:2] == ["lm_head", "model.layers.0.mlp.gate_proj"]
@@ -164,7 +161,7 @@ def test_folders_are_described_as_their_readers_want(folder: Path) -> None:
 
 
 def test_version_2_and_orders_that_are_not_read(folder: Path) -> None:
-    _, out = written(folder, "llama", "int4-rtn", "gptq")
+    out = written(folder, "llama", "int4-rtn", "gptq")
     of = restored(out)
     before = {name: of(name) for name in quantizable(SHAPES["llama"])}
     path = out / "config.json"
@@ -181,7 +178,7 @@ def test_version_2_and_orders_that_are_not_read(folder: Path) -> None:
     for values, said in (
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not read"),
         ({"bits": 5}, "bits=5 with group_size=32 is not read"), ({"group_size": 48}, "group_size=48 is not read"),
-        ({"bits": 8}, "bits=8 with sym=false is not read"), ({"group_size": 64}, "qzeros"),
+        ({"bits": 8}, "bits=8 with sym=false is not read"), ({"group_size": 16}, "qzeros is"),
     ):  # fmt: skip
         changed(**values)
         with pytest.raises(HubError, match=said):

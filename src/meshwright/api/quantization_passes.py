@@ -1,6 +1,6 @@
 """What `quantize` does to a model: the folder is made, and the model before is compared with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -33,9 +33,9 @@ class QuantizedFolder:
         """Each matrix by itself."""
         self._write(columns, None)
 
-    def calibrated(self, text: QuantizationText, dtype: torch.dtype) -> None:
-        """Block by block, by what each reads."""
-        found = calibrate(self.target, self.original, self.model, text.calibration, dtype)
+    def calibrated(self, text: QuantizationText, dtype: torch.dtype, done: Callable[[int, int], None]) -> None:
+        """Block by block, by what each reads; `done` hears of each."""
+        found = calibrate(self.target, self.original, self.model, text.calibration, dtype, done)
         self.layers, self.resumed = list(found.layers), found.resumed
         self._write({}, found.weights)
         found.finished.remove()

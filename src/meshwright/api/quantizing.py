@@ -1,6 +1,6 @@
 """`quantize`: a smaller model, and how far its predictions moved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -177,6 +177,7 @@ def quantize(
     dtype: str | None = None,
     checkpoint: str = LAST,
     quality: bool = True,
+    on_block: Callable[[int, int], None] | None = None,
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
@@ -187,7 +188,8 @@ def quantize(
     are of the text that the run trained on. `budget`: bytes that the files may have, as 1.2GiB: each matrix has 3 to 8
     bits of the scheme's method, more where its rounding was measured to move predictions most. `max_kl`: the limit that
     `passed` is about, None = the scheme's. `dtype`: of what is not quantized, None = as it is stored.
-    ArgumentError, PlanError, RunError, HubError, DataError.
+    `on_block` hears how many blocks a calibrated method has done, of how many. ArgumentError, PlanError, RunError,
+    HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
     taken = _scheme(scheme, group, outliers, threshold)
@@ -218,7 +220,7 @@ def quantize(
     with one_line(target, "OUT"):
         if taken.calibrated:
             assert text is not None
-            made.calibrated(text, compute_dtype(original))
+            made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
         else:
             made.rounded(columns)
     measured, errors = (None, {}) if before is None or not quality else before.against(target, whole_model.schemes)

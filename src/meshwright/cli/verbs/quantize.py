@@ -19,7 +19,10 @@ def quantize(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="meshwright, or compressed-tensors for vLLM and others.")
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="meshwright; compressed-tensors, gptq or awq for vLLM and others."
+        ),
     ] = "meshwright",
     group: Annotated[
         int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
@@ -72,11 +75,15 @@ def quantize(
     from meshwright.cli.terminal.quantize_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
-    with console(json=True).status("quantize"):
+    with console(json=True).status("quantize") as status:
+
+        def on_block(block: int, blocks: int) -> None:
+            status.update(f"quantize: block {block} of {blocks}")
+
         found = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
             data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
-            dtype=dtype, checkpoint=checkpoint, quality=quality,
+            dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())
