@@ -1,7 +1,7 @@
 """`quantize` under a budget of bytes: how large it is in words, and how many bits each matrix is given."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.compress.bit_budget import chosen, ladder
@@ -32,23 +32,27 @@ def bytes_of(budget: str | int) -> int:
 
 
 def within_budget(
-    model: QuantizedModel, scheme: Scheme, budget: int, form: QuantizedFormat, before: Transformer,
+    model: QuantizedModel, scheme: Scheme, budget: int, form: QuantizedFormat, before: Callable[[], Transformer],
     batches: Sequence[Batch],
 ) -> QuantizedModel:  # fmt: skip
-    """The model with the schemes of a ladder that its files may have. PlanError where even the fewest bits are too
-    many, with their bytes."""
+    """The model with the schemes of a ladder that its files may have; `before` opens the original. PlanError where even
+    the fewest bits are too many, with their bytes, and where the format holds one scheme."""
     rungs = ladder(scheme)
 
     def of(schemes: Mapping[str, Scheme]) -> QuantizedModel:
         return replace(model, schemes={name: schemes[name] for name in model.schemes})
 
+    first, *others = model.schemes
+    why = form.refusal(of({first: rungs[0], **dict.fromkeys(others, rungs[1])}))
+    if why:
+        raise PlanError(why)
     least = predicted_bytes(form, of(dict.fromkeys(model.schemes, rungs[0])))
     if least > budget:
         raise PlanError(
             f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files have "
             f"{gib(least)}; give at least that, or a smaller model"
         )
-    groups = measured_groups(before, list(model.schemes), rungs, some_of(batches))
+    groups = measured_groups(before(), list(model.schemes), rungs, some_of(batches))
     beside = least - sum(group.choices[0].bytes for group in groups)
     while True:
         numbers = chosen([group.choices for group in groups], budget - beside)

@@ -14,6 +14,7 @@ from meshwright.compress.formats.folder_format import QuantizedFormat, Quantized
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
+from meshwright.model import Transformer
 from meshwright.spec import num_parameters
 from meshwright.spec.quantization_schemes import Scheme
 
@@ -67,6 +68,10 @@ class BeforeQuantized:
     def opened(self) -> TrainedModel:
         """The original."""
         return load(self.path, self.dtype, checkpoint=self.checkpoint)
+
+    def model(self) -> Transformer:
+        """Of the original."""
+        return self.opened.model
 
     def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
         """The folder that was written, read back; and the error of each layer whose inputs are the same in both."""

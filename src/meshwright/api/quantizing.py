@@ -213,8 +213,7 @@ def quantize(
         whole_model = replace(whole_model, kept={name: len(found) for name, found in columns.items()})
     if limit is not None:
         assert before is not None and text is not None
-        given = limit, FORMATS[format], before.opened.model, text.calibration
-        whole_model = within_budget(whole_model, taken, *given)
+        whole_model = within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
     predicted = predicted_bytes(FORMATS[format], whole_model)
     made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     with one_line(target, "OUT"):
