@@ -12,7 +12,7 @@ import torch
 import meshwright as mw
 from meshwright.api.quantization_budget import bytes_of
 from meshwright.cli.main import main
-from meshwright.compress.bit_budget import RUNGS, Choice, bits_of, chosen, ladder
+from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, chosen, ladder
 from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.quality import compare
 from meshwright.compress.sensitivity import measured_groups
@@ -25,13 +25,13 @@ from tests.compress.test_quantize import batch
 from tests.compress.test_quantize import folder as folder  # a fixture
 
 
-def groups_of(seed: int) -> list[list[Choice]]:
+def groups_of(seed: int) -> list[list[BitChoice]]:
     """Four groups of other sizes, whose divergences fall by a quarter with each bit."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 30, (4,), generator=generator).tolist()
     losses = (torch.rand(4, generator=generator) ** 3).tolist()
     return [
-        [Choice(bits * size, loss * 4.0 ** (3 - bits)) for bits in (3, 4, 5, 6)]
+        [BitChoice(bits * size, loss * 4.0 ** (3 - bits)) for bits in (3, 4, 5, 6)]
         for size, loss in zip(sizes, losses, strict=True)
     ]
 

@@ -18,7 +18,7 @@ WORDS = {"zero-point": "rtn", "absmax": "sym"}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BitChoice:
     """One way to hold the matrices of a group."""
 
     bytes: int
@@ -37,7 +37,7 @@ def ladder(scheme: Scheme) -> tuple[Scheme, ...]:
     )
 
 
-def chosen(groups: Sequence[Sequence[Choice]], budget: int) -> list[int]:
+def chosen(groups: Sequence[Sequence[BitChoice]], budget: int) -> list[int]:
     """For each group the number of one of its choices, which are ordered by bytes; their bytes together are at most
     `budget`. The first of each is taken where even those are more."""
     found = [0] * len(groups)

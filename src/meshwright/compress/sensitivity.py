@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from meshwright.compress.bit_budget import Choice
+from meshwright.compress.bit_budget import BitChoice
 from meshwright.compress.input_folds import input_groups
 from meshwright.compress.layer_inputs import run
 from meshwright.compress.methods import quantize_matrix
@@ -25,18 +25,18 @@ from meshwright.training.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MeasuredGroup:
     """Matrices that read the same inputs."""
 
     names: tuple[str, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[BitChoice, ...]
     """What each scheme of a ladder costs."""
 
 
 @torch.no_grad()
 def measured_groups(
     model: Transformer, names: Sequence[str], ladder: Sequence[Scheme], batches: Sequence[Batch]
-) -> list[Group]:
+) -> list[MeasuredGroup]:
     """All groups of these matrices, measured on the batches. PlanError for weights that are not finite."""
     sizes, before = quantizable(model.shape), [run(model, batch) for batch in batches]
     beside = _beside(model)
@@ -48,10 +48,10 @@ def measured_groups(
         for name in group:
             _assign(beside, name, model.get_parameter(name))
         found.append(
-            Group(
+            MeasuredGroup(
                 group,
                 tuple(
-                    Choice(sum(_bytes(sizes[name], scheme) for name in group), lost * error / (errors[0] or 1.0))
+                    BitChoice(sum(_bytes(sizes[name], scheme) for name in group), lost * error / (errors[0] or 1.0))
                     for scheme, error in zip(ladder, errors, strict=True)
                 ),
             )

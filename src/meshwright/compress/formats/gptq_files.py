@@ -26,7 +26,6 @@ from meshwright.compress.formats.packed_linears import (
     whole_scheme,
     words,
 )
-from meshwright.compress.gptq import DAMPING
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Stored
 from meshwright.spec.errors import PlanError
@@ -81,7 +80,7 @@ class GPTQFiles(PackedLinears):
         scheme = next(iter(model.schemes.values()))
         found: dict[str, Any] = {
             "quant_method": self.name, "bits": scheme.bits, "group_size": scheme.group or -1, "desc_act": False,
-            "static_groups": True, "sym": scheme.zeros == "fixed", "true_sequential": True, "damp_percent": DAMPING,
+            "static_groups": True, "sym": scheme.zeros == "fixed", "true_sequential": True,
             "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
         }  # fmt: skip
         kept: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in names_kept(model)}
