@@ -80,6 +80,8 @@ class QuantizeAnswer(Answer):
     quantized_parameters: int
     calibration_tokens: int = 0
     """That a calibrated method read."""
+    calibration_text: str = ""
+    """Of which text."""
     budget_bytes: int | None = None
     """What the files may have together, where bits were chosen by it."""
     bits: Mapping[int, int] = field(default_factory=dict)
@@ -136,6 +138,7 @@ class QuantizeAnswer(Answer):
                 **{name: None if found is None else getattr(found, name) for name in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
                 "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
+                "calibration_text": self.calibration_text,
                 "resumed_blocks": self.resumed_blocks, "budget_bytes": self.budget_bytes, "bits": self.bits,
             }.items()
         }  # fmt: skip
@@ -228,7 +231,8 @@ def quantize(
         bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
         layers=tuple(_record(one, errors) for one in made.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
-        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0, resumed_blocks=made.resumed,
+        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
+        calibration_text=text.of if text and taken.calibrated else "", resumed_blocks=made.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
         yield f"budget      {found.budget_bytes:,} bytes: {each}"
     if found.calibration_tokens:
         done = f"; {many(found.resumed_blocks, 'block')} from before" if found.resumed_blocks else ""
-        yield f"calibrated  on {found.calibration_tokens:,} tokens{done}"
+        yield f"calibrated  on {found.calibration_tokens:,} tokens of {found.calibration_text}{done}"
     rare = [one for one in found.layers if one.uncalibrated]
     if rare:
         experts = f"{many(rare[0].uncalibrated, 'expert')} of {rare[0].name}"
