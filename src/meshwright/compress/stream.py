@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel
-from meshwright.compress.methods import quantize_matrix, relative_error
+from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.compress.original import OriginalModel
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.directory import fresh_folder, write_beside_weights

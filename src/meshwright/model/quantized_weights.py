@@ -9,14 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.spec.inventory import parameters
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
-
-PARTS = ("codes", "scales", "zeros", "columns", "kept")
-"""Tensors of a matrix, as QuantizedMatrix has them."""
-
 
 class QuantizedWeight(nn.Module):
     """The tensors of one matrix (rows, columns), or of a stack of them."""

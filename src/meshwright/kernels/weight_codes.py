@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshwright.compress import hqq
+from meshwright.kernels import hqq
 from meshwright.kernels.quantization import absmax_scale, e4m3_scale, grouped, zero_point_grid
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
@@ -48,7 +48,7 @@ def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
 
 def _stored(scales: Tensor, scheme: Scheme) -> Tensor:
     """As files have them; 1 in place of what would be rounded to 0."""
-    found = scales.to(getattr(torch, scheme.scales))
+    found = scales.float() if scheme.scales == "double" else scales.to(getattr(torch, scheme.scales))
     return torch.where(found == 0, torch.ones_like(found), found)
 
 
