@@ -159,13 +159,11 @@ def assembled(
     outer = offset = None
     if scheme.scales == "double":
         scales, outer, offset = doubled(scales.float())
-    else:
-        scales = scales.to(getattr(torch, scheme.scales))
     return QuantizedMatrix(
         scheme=scheme,
         size_in=codes.shape[-1],
         codes=pack(codes, scheme.bits) if scheme.packed else codes,
-        scales=scales,
+        scales=scales if outer is not None else scales.to(getattr(torch, scheme.scales)),
         outer=outer,
         offset=offset,
         zeros=zeros,
