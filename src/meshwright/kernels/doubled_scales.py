@@ -7,8 +7,6 @@ The offset is the mean of a matrix's scales; each run of 256 of them, row after 
 larger they are.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -18,15 +16,23 @@ from meshwright.spec.quantization_schemes import DOUBLED
 POWERS = 7
 
 
-@lru_cache(maxsize=8)
-def dynamic_table(device: torch.device) -> Tensor:
-    """(256,) fp32, ascending; made on a CPU, whose roundings files have."""
+def _dynamic() -> tuple[float, ...]:
+    """In fp32, with the roundings of torch on a CPU, which files have."""
     found = [0.0, 1.0]
     for power in range(POWERS):
         edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         middles = 10 ** (power - POWERS + 1) * ((edges[:-1] + edges[1:]) / 2.0)
         found += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+    return tuple(sorted(found))
+
+
+DYNAMIC = _dynamic()
+"""The table: 256 numbers, ascending."""
+
+
+def dynamic_table(device: torch.device) -> Tensor:
+    """(256,) fp32."""
+    return torch.tensor(DYNAMIC, dtype=torch.float32, device=device)
 
 
 def doubled(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,10 +47,10 @@ def doubled(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(-2)[..., : flat.shape[-1]].view(scales.shape).contiguous(), outer, offset
 
 
-def undoubled(codes: Tensor, outer: Tensor, offset: Tensor) -> Tensor:
-    """Scales (..., N, groups) fp32."""
+def undoubled(codes: Tensor, outer: Tensor, offset: Tensor, table: Tensor) -> Tensor:
+    """Scales (..., N, groups) fp32; `table` as dynamic_table."""
     flat = codes.flatten(-2)
-    numbers = dynamic_table(codes.device).index_select(0, flat.flatten().int()).view(flat.shape)
+    numbers = table.index_select(0, flat.flatten().int()).view(flat.shape)
     wide = outer.repeat_interleave(DOUBLED, -1)[..., : flat.shape[-1]]
     found: Tensor = numbers.mul_(wide).add_(offset).view(codes.shape)
     return found

@@ -146,10 +146,11 @@ def input_gradient(gradients: Sequence[Tensor], weights: Iterable[Tensor], form:
     first = gradients[0]
     wide = torch.float32 if needs_wide(first) else first.dtype
     total: Tensor | None = None
-    for gradient, weight in zip(gradients, weights, strict=True):
-        rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), weight.to(wide)
+    following = iter(weights)  # a zip would hold each beside the next
+    for gradient in gradients:
+        rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), next(following).to(wide)
         total = cpu_product.multiply(rows, matrix) if total is None else cpu_product.add_product(total, rows, matrix)
-        del rows, matrix, weight
+        del rows, matrix
     assert total is not None
     return total.to(first.dtype).view(*first.shape[:-1], total.shape[-1])
 

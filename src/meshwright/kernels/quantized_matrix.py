@@ -8,23 +8,22 @@
 What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.doubled_scales import doubled, undoubled
+from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
 from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
-from meshwright.spec.quantization_schemes import NF4, Scheme
+from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
 
 
 PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
 """Tensors of a matrix, as QuantizedMatrix has them."""
-PIECE = 2**22
-"""Elements that are restored at a time: what that takes beside the result, 10 bytes for each, stays small."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,7 +71,7 @@ class QuantizedMatrix:
         """S (..., N, groups) fp32."""
         if self.outer is None or self.offset is None:
             return self.scales.float()
-        return undoubled(self.scales, self.outer, self.offset)
+        return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table))
 
     def dequantized(self) -> Tensor:
         """(..., N, K) fp32."""
@@ -102,9 +101,16 @@ class QuantizedMatrix:
     def _numbers(self, codes: Tensor) -> Tensor:
         """Numbers that codes name, before scales and zeros; a tensor of its own."""
         if self.scheme.bits == 4:
-            pairs = pairs_of(self.scheme.codes, codes.device).index_select(0, codes.flatten().int())
-            return pairs.view(*codes.shape[:-1], -1)[..., : self.size_in]
+            table = self._once("pairs", partial(pairs_of, self.scheme.codes))
+            return table.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)[..., : self.size_in]
         return (unpack(codes, self.scheme.bits, self.size_in) if self.scheme.packed else codes).float()
+
+    def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
+        """A small table where its tensors are."""
+        if name not in self.prepared:
+            self.prepared[name] = make(self.codes.device)
+        found: Tensor = self.prepared[name]
+        return found
 
     def expert(self, number: int) -> "QuantizedMatrix":
         """One of a stack."""
@@ -120,7 +126,6 @@ class QuantizedMatrix:
         return found
 
 
-@lru_cache(maxsize=8)
 def pairs_of(codes: str, device: torch.device) -> Tensor:
     """(256, 2) fp32: the two numbers of each byte of 4-bit codes."""
     numbers = torch.tensor(NF4 if codes == "nf4" else range(16), dtype=torch.float32, device=device)

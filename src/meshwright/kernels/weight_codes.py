@@ -11,9 +11,9 @@ from torch import Tensor
 from meshwright.kernels import hqq
 from meshwright.kernels.doubled_scales import doubled
 from meshwright.kernels.quantization import absmax_scale, e4m3_scale, grouped, zero_point_grid
-from meshwright.kernels.quantized_matrix import PIECE, QuantizedMatrix, assembled, nearest
+from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.quantization_schemes import PIECE, Scheme
 
 
 def quantize_matrix(

@@ -53,6 +53,9 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """`normal_float(4)` as it was published, and as every file and kernel has it: other numbers in the seventh digit."""
+PIECE = 2**22
+"""Elements of a matrix that are quantized or restored at a time, so that what this takes beside the result stays
+small."""
 DOUBLED = 256
 """Scales that share a scale of their own, where these are codes, too (QLoRA, section 3)."""
 

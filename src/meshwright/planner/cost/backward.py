@@ -38,7 +38,7 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     mlp = _experts(of, routed) + _rounded_experts(of, routed) if routed else max(_mlp(of), _rounded_mlp(of))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
-    stream = of.hidden_bytes + 2 * of.between_bytes
+    stream = of.hidden_bytes + 2 * of.between_bytes + adapters.restored_bytes(of, routed=routed is not None)
     return Backward(
         mlp=mlp + weights * of.width + stream,
         attention=max(_attention(of, widths), _rounded_attention(of, widths)) - kept + stream,
