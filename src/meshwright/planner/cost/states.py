@@ -59,14 +59,6 @@ def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     return max((prod(sizes) for sizes, _, _, trained, _ in some if trained), default=0)
 
 
-@cache
-def largest_coded(shape: ModelShape, routed: bool) -> int:
-    """Elements of the largest matrix of a layer that is restored from codes; of experts, of one."""
-    found = pieces(shape, 1, 1)
-    some = found.routed if routed else found.dense
-    return max((prod(sizes[-2:]) for sizes, _, _, _, scheme in some if scheme), default=0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementCounts:
     """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `gathered` all shares; the same of what is
