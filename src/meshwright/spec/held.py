@@ -178,6 +178,8 @@ def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
     found: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
     ends, place = _tied_ends(shape, layout, rank), place_of(layout, rank)
     for parameter in parameters_of(shape, layout, rank):
+        if parameter.scheme:  # no parameter of the engine
+            continue
         n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
         first = rank - place["tp"] % n
         for axis, ranks, partial in (
