@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.kernels.quantization import absmax, zero_point
 from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 

@@ -37,8 +37,8 @@ def asked_plan(
     model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
 ) -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
-    plan file, or a plan. `tune`: full, lora, qlora or with a rank as lora:64, for fine-tuning's batch and sequence, and with adapters.
-    `teacher`: as `model`, for a distillation."""
+    plan file, or a plan. `tune`: full, lora, qlora or with a rank as lora:64, for fine-tuning's batch and sequence, and
+    with adapters. `teacher`: as `model`, for a distillation."""
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")

@@ -1,7 +1,7 @@
 """A matrix, or a stack of them, as codes and scales: one representation for every device, file and method.
 
     codes    (..., N, K) int8 or e4m3; fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
-    scales   (..., N, groups); doubled ones are codes of 8 bits, with outer (..., ceil(N groups / 256)) and offset (..., 1)
+    scales   (..., N, groups); doubled ones are codes, with outer (..., ceil(N groups / 256)) and offset (..., 1)
     zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
     columns  (O,) int32 and kept (..., N, O): inputs whose weights are not quantized; their codes are those of zero
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
 from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
 from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
-
 
 PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
 """Tensors of a matrix, as QuantizedMatrix has them."""
@@ -42,6 +42,8 @@ class QuantizedMatrix:
     offset: Tensor | None = None
     keeps_copies: bool = True
     """Whether products may keep a restored copy beside it; beside adapters none outlives its product."""
+    prefer: str = "auto"
+    """As kernels.chooser's."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What products made of it for this device."""
 
@@ -82,6 +84,12 @@ class QuantizedMatrix:
         *stack, rows, _ = self.scales.shape
         found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
         scales, zeros = self.every_scale(), self.every_zero()
+        if self._in_one_kernel(found):
+            from meshwright.kernels.triton import restoring
+
+            own = zeros.contiguous() if zeros.dim() else None
+            numbers = self._once("numbers", self._numbers_of_codes)
+            return restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
         step = max(1, PIECE // (prod(stack) * self.size_in))
         for start in range(0, rows, step):
             some = slice(start, start + step)
@@ -90,6 +98,15 @@ class QuantizedMatrix:
         if self.columns is not None and self.kept is not None:
             found[..., self.columns.long()] = self.kept.to(dtype)
         return found
+
+    def _in_one_kernel(self, like: Tensor) -> bool:
+        plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
+        return plain and uses_triton("restore", like, prefer=self.prefer)
+
+    def _numbers_of_codes(self, device: torch.device) -> Tensor:
+        """(16,) fp32, less the zero that all of them share."""
+        table = torch.tensor(NF4 if self.scheme.codes == "nf4" else range(16), dtype=torch.float32, device=device)
+        return table if self.zeros is not None else table - fixed_zero(self.scheme)
 
     def _rows(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """What codes (..., R, ceil(K bits / 8)) stand for, fp32 (..., R, K)."""
@@ -120,7 +137,7 @@ class QuantizedMatrix:
                 name: one if name == "columns" else one[number] for name, one in self.tensors.items()
             }
             self.prepared[key] = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, **parts
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
             )
         found: QuantizedMatrix = self.prepared[key]
         return found

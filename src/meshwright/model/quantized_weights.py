@@ -5,6 +5,7 @@ whatever runs around the layer stay as they are. The tensors are buffers: nothin
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,15 +15,23 @@ from meshwright.spec.inventory import parameters
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
 
+
 class QuantizedWeight(nn.Module):
     """The tensors of one matrix (rows, columns), or of a stack of them."""
 
     def __init__(
-        self, scheme: Scheme, size: tuple[int, ...], kept: int, dtype: torch.dtype, *, keeps_copies: bool = True
+        self,
+        scheme: Scheme,
+        size: tuple[int, ...],
+        kept: int,
+        dtype: torch.dtype,
+        *,
+        keeps_copies: bool = True,
+        prefer: str = "auto",
     ) -> None:
         super().__init__()
         *stack, rows, self.size_in = size
-        self.scheme, self.size, self.keeps_copies = scheme, size, keeps_copies
+        self.scheme, self.size, self.keeps_copies, self.prefer = scheme, size, keeps_copies, prefer
         for name, (dims, kind) in scheme.sizes(rows, self.size_in, stack, kept=kept).items():
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
         if kept:
@@ -35,7 +44,7 @@ class QuantizedWeight(nn.Module):
         if self._matrix is None:
             parts = {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
             self._matrix = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, **parts
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
             )
         return self._matrix
 
@@ -72,12 +81,15 @@ def put_quantized(
     model: nn.Module, shape: ModelShape, schemes: Mapping[str, Scheme], kept: Mapping[str, int], dtype: torch.dtype,
     *, keeps_copies: bool = True,
 ) -> None:  # fmt: skip
-    """Give matrices of a skeleton, by name, codes in place of a weight. `kept`: how many columns of which are in
+    """Give matrices of a skeleton (a Transformer), by name, codes in place of a weight. `kept`: how many columns of which are in
     `dtype`. Not `keeps_copies`: products restore a matrix each time."""
-    sizes = quantizable(shape)
+    sizes, kernels = quantizable(shape), cast(Any, model.kernels)
     with torch.device("meta"):
         for name, scheme in schemes.items():
             where, _, leaf = place(name).rpartition(".")
             module = model.get_submodule(where)
             module.register_parameter(name.rpartition(".")[2], None)
-            setattr(module, leaf, QuantizedWeight(scheme, sizes[name], kept.get(name, 0), dtype, keeps_copies=keeps_copies))
+            made = QuantizedWeight(
+                scheme, sizes[name], kept.get(name, 0), dtype, keeps_copies=keeps_copies, prefer=kernels.prefer
+            )
+            setattr(module, leaf, made)

@@ -1,5 +1,5 @@
-"""Where frozen matrices can be codes and scales (model.lora.base): whole on each rank that has their layer, restored for
-each product. No stage of ZeRO shards them."""
+"""Where frozen matrices can be codes and scales (model.lora.base): whole on each rank that has their layer, restored
+for each product. No stage of ZeRO shards them."""
 
 from collections.abc import Iterator
 

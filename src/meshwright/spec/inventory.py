@@ -133,7 +133,7 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=64)
 def largest_coded(shape: ModelShape, group: str) -> int:
-    """Elements of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0 = none is."""
+    """Elements of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0: none."""
     sizes = (one.matrices for one in parameters(shape) if one.scheme and one.group == group)
     return max((size[1] * size[2] for size in sizes if size), default=0)
 

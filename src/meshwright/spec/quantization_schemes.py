@@ -122,7 +122,8 @@ class Scheme:
 
     def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, kept: int = 0) -> dict[str, Size]:
         """The tensors that stand for a matrix (rows, columns), or for a stack of them, but for its columns that are
-        kept: `codes`, `scales`, of doubled ones `outer` and `offset`, and `zeros`. `kept`: of its columns, so many are not quantized."""
+        kept: `codes`, `scales`, of doubled ones `outer` and `offset`, and `zeros`. `kept`: of its columns, so many are
+        not quantized."""
         lead, groups = tuple(stack), self.groups(columns)
         dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
         found: dict[str, Size] = {

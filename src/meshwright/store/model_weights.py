@@ -44,9 +44,9 @@ def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
 
 
 def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same of a run of this plan, of a checkpoint that was verified; an adapter is added to the weights beside
-    which it was trained (of codes what products restored), in fp32, a tensor at a time. HubError or PlanError where those are not there any more, or are
-    others."""
+    """The same of a run of this plan, of a checkpoint that was verified. An adapter is added to the weights beside
+    which it was trained (of codes what products restored), in fp32, a tensor at a time. HubError or PlanError where
+    those are not there any more, or are others."""
     if plan.model.lora is None:
         yield from weights(checkpoint, wanted, verified=True)
         return

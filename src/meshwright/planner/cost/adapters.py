@@ -66,6 +66,8 @@ def restored(of: "Local", name: str, into: float, out: float, batch: float = 1.0
         return ()
     elements = into * out
     read = lora.scheme.bits / 8
+    if of.gpu and lora.scheme.bits == 4:  # a kernel of its own, and one for scales
+        return (MemoryPass((read + of.width) * elements * batch, 2 * batch),)
     of_numbers = 8 * (1 + (lora.scheme.zeros != "fixed"))
     moved = (read + 2 * read * 4) + (2 * read * 2 + 4) + of_numbers + 4 + of.width
     return (MemoryPass(moved * elements * batch, RESTORING_PASSES * batch * ceil(elements / PIECE)),)

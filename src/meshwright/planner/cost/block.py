@@ -332,7 +332,10 @@ def _stack(of: Local, name: str, copies: float, into: float, out: float) -> Laye
     learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
     return LayerOperation(
         name=name,
-        forward=forward + restored + (Product(each, into, out, experts / pieces, width),) * pieces + thin.forward * pieces,
+        forward=forward
+        + restored
+        + (Product(each, into, out, experts / pieces, width),) * pieces
+        + thin.forward * pieces,
         inputs=inputs + restored + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
         weights=thin.weights * pieces if of.shape.lora else learned,
     )
