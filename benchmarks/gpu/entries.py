@@ -116,6 +116,7 @@ MODEST = [
     _entry(5, rows_cases.merge, 256, 4, 64),
     _entry(5, narrow_cases.int8_update, 64, 1024),
     _entry(5, narrow_cases.bf16_update, 64, 1024),
+    _entry(5, narrow_cases.restored, 64, 1024),
     _entry(5, narrow_cases.weight_gradient_fp8, 300, 128, 256),
     _entry(5, narrow_cases.grouped_fp8, 256, 256, 512, 4, 2),
     _entry(6, rows_cases.layer_norm, 512, 1024),

@@ -81,8 +81,8 @@ def put_quantized(
     model: nn.Module, shape: ModelShape, schemes: Mapping[str, Scheme], kept: Mapping[str, int], dtype: torch.dtype,
     *, keeps_copies: bool = True,
 ) -> None:  # fmt: skip
-    """Give matrices of a skeleton (a Transformer), by name, codes in place of a weight. `kept`: how many columns of which are in
-    `dtype`. Not `keeps_copies`: products restore a matrix each time."""
+    """Give matrices of a skeleton (a Transformer), by name, codes in place of a weight. `kept`: how many columns of
+    which are in `dtype`. Not `keeps_copies`: products restore a matrix each time."""
     sizes, kernels = quantizable(shape), cast(Any, model.kernels)
     with torch.device("meta"):
         for name, scheme in schemes.items():
