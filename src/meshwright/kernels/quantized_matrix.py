@@ -46,6 +46,8 @@ class QuantizedMatrix:
     """As kernels.chooser's."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What products made of it for this device."""
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    """Of some hundred numbers, where its tensors are; experts have those of their stack."""
 
     @property
     def size_out(self) -> int:
@@ -124,10 +126,9 @@ class QuantizedMatrix:
 
     def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
         """A small table where its tensors are."""
-        if name not in self.prepared:
-            self.prepared[name] = make(self.codes.device)
-        found: Tensor = self.prepared[name]
-        return found
+        if name not in self.tables:
+            self.tables[name] = make(self.codes.device)
+        return self.tables[name]
 
     def expert(self, number: int) -> "QuantizedMatrix":
         """One of a stack."""
@@ -137,8 +138,9 @@ class QuantizedMatrix:
                 name: one if name == "columns" else one[number] for name, one in self.tensors.items()
             }
             self.prepared[key] = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
-            )
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer,
+                tables=self.tables, **parts,
+            )  # fmt: skip
         found: QuantizedMatrix = self.prepared[key]
         return found
 
