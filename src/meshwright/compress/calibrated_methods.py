@@ -6,9 +6,9 @@ from torch import Tensor
 from meshwright.compress import gptq
 from meshwright.compress.clipping import clipped_scales
 from meshwright.compress.input_statistics import Inputs, InputStatistics
-from meshwright.compress.methods import check_finite, scales_of
 from meshwright.kernels.quantized_linear import quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
+from meshwright.kernels.weight_codes import check_finite, scales_of
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import Scheme
 
@@ -22,7 +22,7 @@ def quantize_calibrated(
     """Of a matrix (N, K) or a stack (X, N, K), and how many of a stack had too few rows: these are rounded to nearest,
     as all are without inputs. PlanError names a matrix with numbers that are not finite."""
     wide = weight.detach().float()
-    check_finite(name, wide)
+    check_finite(name, [wide])
     stack = wide.view(-1, *wide.shape[-2:])
     scales, zeros = scales_of(stack, scheme)
     parts, found, rare = [], [], 0
