@@ -15,8 +15,8 @@ from typing import Literal
 from meshwright.spec.errors import PlanError
 
 Codes = Literal["integer", "nf4", "e4m3"]
-Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "smooth"]
-CALIBRATED = ("gptq", "awq", "smooth")
+Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "awq-gptq", "smooth"]
+CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")
 """Methods that need text: what each matrix reads decides how it is rounded, or how inputs are scaled before."""
 Zeros = Literal["fixed", "whole", "real"]
 Activations = Literal["same", "int8", "fp8"]
@@ -102,7 +102,7 @@ class Scheme:
             raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
         if self.group and self.group not in GROUPS:
             raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
-        if self.method in ("gptq", "awq") and (self.codes != "integer" or self.activations != "same"):
+        if self.weighs_errors and (self.codes != "integer" or self.activations != "same"):
             raise PlanError(f"method={self.method} is for whole numbers, and for activations that stay as they are")
         if self.method == "smooth" and self.activations == "same":
             raise PlanError("method=smooth is for activations that are rounded: activations=int8")
@@ -119,12 +119,12 @@ class Scheme:
     @property
     def scales_inputs(self) -> bool:
         """Whether matrices are multiplied by scales that what comes before them is divided by."""
-        return self.method in ("awq", "smooth")
+        return self.method in ("awq", "awq-gptq", "smooth")
 
     @property
     def weighs_errors(self) -> bool:
         """Whether rounding goes by what matrices read, of which it needs the mean products."""
-        return self.method in ("gptq", "awq")
+        return self.calibrated and self.method != "smooth"
 
     @property
     def packed(self) -> bool:
@@ -226,6 +226,10 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme(
             name="int4-awq", bits=4, zeros="whole", group=32, method="awq", expected_kl=(2e-3, 6e-2), max_kl=0.2,
             about="4-bit weights, inputs scaled by what they carry before rounding (AWQ); needs text",
+        ),
+        Scheme(
+            name="int4-awq-gptq", bits=4, zeros="whole", group=32, method="awq-gptq", expected_kl=(1e-3, 5e-2),
+            max_kl=0.2, about="4-bit weights, inputs scaled as by AWQ and columns rounded as by GPTQ; needs text",
         ),
         Scheme(
             name="int3-gptq", bits=3, zeros="real", group=32, method="gptq", expected_kl=(5e-3, 0.2), max_kl=0.6,

@@ -14,7 +14,7 @@ def quantize(
             "--scheme",
             metavar="NAME",
             help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
-            "int4-awq, int3-gptq.",
+            "int4-awq, int4-awq-gptq, int3-gptq.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
@@ -44,9 +44,7 @@ def quantize(
         str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
-    calibration: Annotated[
-        int, typer.Option(help="Windows that int8-smooth, int4-gptq, int4-awq and int3-gptq read.")
-    ] = 128,
+    calibration: Annotated[int, typer.Option(help="Windows that int8-smooth and schemes with awq or gptq read.")] = 128,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
