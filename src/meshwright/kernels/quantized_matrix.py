@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
-from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
+from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, unpack
 from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
 
 PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
@@ -158,19 +158,29 @@ def fixed_zero(scheme: Scheme) -> int:
 
 def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes (..., N, K), one an element, of the numbers nearest to weight; scales and zeros (..., N, groups)."""
-    runs, wide = grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1)
-    if scheme.codes == "nf4":
-        found = nf4_codes(runs / wide)
-    elif scheme.codes == "e4m3":
-        found = (runs / wide).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    elif zeros is not None:
-        shifted = torch.round(runs / wide + zeros.float().unsqueeze(-1))
-        found = shifted.clamp(0, 2**scheme.bits - 1).to(torch.uint8)
-    else:
-        most = highest(scheme.bits)
-        codes = quantize(runs, wide, 0.0, -most, most)
-        found = (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+    wide = None if zeros is None else zeros.float().unsqueeze(-1)
+    found = nearest_codes(scheme, grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1), wide)
     return found.flatten(-2)[..., : weight.shape[-1]].contiguous()
+
+
+def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
+    if scheme.codes == "nf4":
+        return nf4_codes(numbers / scales)
+    if scheme.codes == "e4m3":
+        return (numbers / scales).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    if zeros is not None:
+        return torch.round(numbers / scales + zeros).clamp(0, 2**scheme.bits - 1).to(torch.uint8)
+    most = highest(scheme.bits)
+    codes = torch.round(numbers / scales).clamp(-most, most)
+    return (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+
+
+def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """What codes stand for, in the dtype of scales, against which codes and zeros broadcast."""
+    if scheme.codes == "nf4":
+        return torch.tensor(NF4, dtype=scales.dtype, device=codes.device)[codes.int()] * scales
+    return (codes.to(scales.dtype) - (float(fixed_zero(scheme)) if zeros is None else zeros)) * scales
 
 
 def assembled(
