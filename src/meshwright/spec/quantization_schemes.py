@@ -164,10 +164,11 @@ class Scheme:
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         """Of a matrix, its scales and zeros included."""
-        return 8 * self.nbytes(rows, columns) / (rows * columns)
+        return 8 * self.nbytes((rows, columns)) / (rows * columns)
 
-    def nbytes(self, rows: int, columns: int, stack: Sequence[int] = ()) -> int:
-        """Of all tensors that stand for a matrix, or for a stack of them."""
+    def nbytes(self, size: Sequence[int]) -> int:
+        """Of all tensors that stand for a matrix (rows, columns), or for a stack of them."""
+        *stack, rows, columns = size
         return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 
