@@ -44,9 +44,8 @@ SHAPES = {
 CT = "compressed-tensors"
 ALONE = [name for name, scheme in SCHEMES.items() if not scheme.calibrated]
 """Schemes without text: what becomes of a matrix depends on it alone."""
-WHOLE = [
-    name for name in ALONE if SCHEMES[name].zeros != "real" and SCHEMES[name].codes != "nf4" and name != "llm-int8"
-]
+WHOLE = [name for name in ALONE if SCHEMES[name].zeros != "real" and SCHEMES[name].codes != "nf4"]
+WHOLE.remove("llm-int8")
 
 
 def used(name: str) -> Scheme:

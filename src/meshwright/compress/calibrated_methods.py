@@ -22,7 +22,7 @@ def quantize_calibrated(
     """Of a matrix (N, K) or a stack (X, N, K), and how many of a stack had too few rows: these are rounded to nearest,
     as all are without inputs. PlanError names a matrix with numbers that are not finite."""
     wide = weight.detach().float()
-    check_finite(name, [wide])
+    check_finite(name, wide)
     stack = wide.view(-1, *wide.shape[-2:])
     scales, zeros = scales_of(stack, scheme)
     parts, found, rare = [], [], 0

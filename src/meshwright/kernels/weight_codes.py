@@ -1,7 +1,5 @@
-"""A matrix and a scheme -> codes and scales, without data; by a calibrated scheme those of its round-to-nearest.
-
-Some rows at a time, so that what that takes stays small.
-"""
+"""A matrix and a scheme -> codes and scales, without data; by a calibrated scheme: those of its round-to-nearest. Some
+rows at a time, so that what that takes stays small."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,8 +23,8 @@ def quantize_matrix(
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
     are out of the scales. PlanError names a matrix with numbers that are not finite."""
     *stack, _, inputs = weight.shape
+    check_finite(name, weight.detach())
     pieces = weight.detach().split(max(1, PIECE // (inputs * prod(stack))), -2)
-    check_finite(name, pieces)
     some = columns if columns is not None and len(columns) else None
     parts = [_quantized(part, scheme, some, kept) for part in pieces]
     found = parts[0] if len(parts) == 1 else _joined(parts)
@@ -56,10 +54,10 @@ def _joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     return replace(first, **whole)
 
 
-def check_finite(name: str, pieces: Sequence[Tensor]) -> None:
-    """PlanError names a matrix, given in pieces, with numbers that are not finite."""
-    bad = sum(int((~part.isfinite()).sum()) for part in pieces)
-    if bad:
+def check_finite(name: str, weight: Tensor) -> None:
+    """PlanError names a matrix with numbers that are not finite."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
         raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
 
 

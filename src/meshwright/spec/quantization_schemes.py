@@ -135,7 +135,7 @@ class Scheme:
     def trains_beside(self) -> bool:
         """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
         so that the gradient of an input is the one of what was computed."""
-        return self.activations == "same" and self.outliers == "none"
+        return self.activations == "same" and self.outliers == "none" and not self.calibrated
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many inputs; the last group may be short."""
@@ -164,10 +164,11 @@ class Scheme:
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         """Of a matrix, its scales and zeros included."""
-        return 8 * self.nbytes(rows, columns) / (rows * columns)
+        return 8 * self.nbytes((rows, columns)) / (rows * columns)
 
-    def nbytes(self, rows: int, columns: int, stack: Sequence[int] = ()) -> int:
+    def nbytes(self, size: Sequence[int]) -> int:
         """Of all tensors that stand for a matrix (rows, columns), or for a stack of them."""
+        *stack, rows, columns = size
         return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 

@@ -102,8 +102,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
     for (sizes, expert, stored, trained, scheme), times in parts.items():
         if scheme:
-            *stack, rows, columns = sizes
-            codes += times * SCHEMES[scheme].nbytes(rows, columns, stack)
+            codes += times * SCHEMES[scheme].nbytes(sizes)
             continue
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)

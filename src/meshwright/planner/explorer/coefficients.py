@@ -7,7 +7,7 @@ counts by itself: explorer/memory.js and explorer/peaks.js.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
@@ -112,21 +112,13 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
     return [y0 - slope * n0, slope, y2 - far * n2, far]
 
 
-def _code_bytes(scheme: str, sizes: Sequence[int]) -> int:
-    """Of a frozen tensor that is held as codes; 0 of any other."""
-    if not scheme:
-        return 0
-    *stack, rows, columns = sizes
-    return SCHEMES[scheme].nbytes(rows, columns, stack)
-
-
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     """part -> (sizes, 1 for an expert's, how many such tensors, bytes of the moments: of an element, of a block,
     and its length; 1 where it is trained; bytes of its codes, where it is held as such)."""
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
         field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
-                      int(trained), _code_bytes(scheme, sizes)]
+                      int(trained), SCHEMES[scheme].nbytes(sizes) if scheme else 0]
                      for (sizes, expert, one, trained, scheme), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
