@@ -39,11 +39,11 @@ from meshwright.compress import gptq
 from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.formats.folder_format import QuantizedModel
-from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme

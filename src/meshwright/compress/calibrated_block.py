@@ -13,9 +13,9 @@ from meshwright.compress.calibrated_methods import enough, output_error, quantiz
 from meshwright.compress.input_folds import Fold, fold, folds, input_groups
 from meshwright.compress.input_scales import awq_scales, smooth_scales
 from meshwright.compress.input_statistics import Inputs, Wanted
-from meshwright.compress.methods import relative_error
 from meshwright.compress.stream import QuantizedLayer, layer_of
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import relative_error
 from meshwright.spec.quantization_schemes import Scheme
 
 Parts = dict[str, Tensor | QuantizedMatrix]
