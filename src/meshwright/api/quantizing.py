@@ -1,6 +1,6 @@
 """`quantize`: a smaller model, and how far its predictions moved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -17,6 +17,7 @@ from meshwright.api.markup import line, table, whole
 from meshwright.api.trained_model import TrainedModel, load
 from meshwright.compress.formats import DEFAULT, FORMATS
 from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
@@ -24,6 +25,7 @@ from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_by
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, OutsideTolerance, PlanError
+from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.presets import nearest
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.units import gib
@@ -77,6 +79,8 @@ class QuantizeAnswer(Answer):
     skipped: tuple[str, ...]
     """Matrices that were left as they are, and could be quantized."""
     quantized_parameters: int
+    note: str = ""
+    """What a user of the file must know; empty = nothing."""
 
     @property
     def passed(self) -> bool:
@@ -126,7 +130,7 @@ class QuantizeAnswer(Answer):
                 "predicted_bytes": self.predicted_bytes, "bytes_before": self.bytes_before,
                 **{name: None if found is None else getattr(found, name) for name in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
-                "layers": self.layers, "skipped": self.skipped,
+                "layers": self.layers, "skipped": self.skipped, "note": self.note,
             }.items()
         }  # fmt: skip
 
@@ -168,13 +172,20 @@ def quantize(
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
-    `scheme`: a name of meshwright.spec.quantization_schemes; `group`: another number of inputs that share a scale;
+    `scheme`: a name of meshwright.spec.quantization_schemes, or of gguf_schemes, with which `out` is one GGUF file;
+    `group`: another number of inputs that share a scale;
     `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
     columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
     windows are scored. `max_kl`: the limit that `passed` is about, None = the scheme's. `dtype`: of what is not
     quantized, None = as it is stored. ArgumentError, PlanError, RunError, HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
+    if scheme in GGUF_SCHEMES or format == GGUF:
+        return _as_gguf(
+            path, target, scheme, format, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
+            checkpoint=checkpoint, quality=quality, keep=keep,
+            other={"group": group, "outliers": outliers, "threshold": threshold},
+        )  # fmt: skip
     taken = _scheme(scheme, group, outliers, threshold)
     _check(format, sequences, max_kl, dtype, target)
     original = open_original(path, checkpoint)
@@ -199,6 +210,41 @@ def quantize(
     )  # fmt: skip
 
 
+def _as_gguf(
+    path: Path, target: Path, name: str, format: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
+    dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str], other: Mapping[str, object],
+) -> QuantizeAnswer:  # fmt: skip
+    """The same as one GGUF file."""
+    if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
+        raise ArgumentError(
+            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}; others "
+            "have none of these"
+        )
+    for option, given in other.items():
+        if given is not None:
+            raise ArgumentError(f"{option}={given} is not for GGUF files: leave it out")
+    taken = GGUF_SCHEMES[name]
+    _check(DEFAULT, sequences, max_kl, dtype, target)
+    check_gguf_path(target)
+    original = open_original(path, checkpoint)
+    wanted = DTYPES[dtype] if dtype else original.dtype
+    names = list(_left(original, keep))
+    plan = plan_gguf(original, wanted, taken, [one for one in quantizable(original.shape) if one not in names])
+    before = _Before(path, checkpoint, data, sequences) if quality else None
+    layers: list[QuantizedLayer] = []
+    with one_line(target, "OUT"):
+        written = write_gguf(target, original, plan, wanted, layers.append)
+    measured, errors = (None, {}) if before is None else before.against(target, names)
+    whole_model = QuantizedModel(shape=original.shape, schemes={}, kept={}, dtype=wanted)
+    return QuantizeAnswer(
+        run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
+        bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
+        layers=tuple(_record(one, errors) for one in layers),
+        skipped=tuple(one for one in quantizable(original.shape) if one not in names),
+        quantized_parameters=sum(one.parameters for one in layers), note=plan.note,
+    )  # fmt: skip
+
+
 class _Before:
     """The original in memory, and text in two parts: what outliers are found on, and what quality is measured on."""
 
@@ -215,7 +261,7 @@ class _Before:
             )
         self.calibration, self.scored = batches[:used], batches[used:]
 
-    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
+    def against(self, target: Path, names: Iterable[str]) -> tuple[Quality, Mapping[str, float]]:
         """The folder that was written, read back; and the error of each layer."""
         after = load(target, self.dtype).model
         return compare(self.opened.model, after, self.scored), output_errors(
@@ -231,8 +277,10 @@ def _batches(opened: TrainedModel, data: str | Path | None, sequences: int) -> l
 
 def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
     if name not in SCHEMES:
-        close = nearest(name, list(SCHEMES), 1)[0]
-        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(SCHEMES)}; nearest: {close}")
+        known = [*SCHEMES, *GGUF_SCHEMES]
+        raise ArgumentError(
+            f"scheme={name} is not known: take one of {', '.join(known)}; nearest: {nearest(name, known, 1)[0]}"
+        )
     found = SCHEMES[name]
     if group is not None:
         if not found.group:
@@ -252,7 +300,7 @@ def _scheme(name: str, group: int | None, outliers: str | None, threshold: float
 
 def _check(format: str, sequences: int, max_kl: float | None, dtype: str | None, target: Path) -> None:
     if format not in FORMATS:
-        raise ArgumentError(f"format={format} is not known: take one of {', '.join(FORMATS)}")
+        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FORMATS, GGUF))}")
     if sequences < 1:
         raise ArgumentError(f"sequences={sequences} must be 1 or more")
     if max_kl is not None and not max_kl >= 0:
@@ -265,6 +313,12 @@ def _check(format: str, sequences: int, max_kl: float | None, dtype: str | None,
 
 def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
     """Every matrix but those that are kept; ArgumentError for a pattern without one."""
+    schemes = dict.fromkeys(_left(original, keep), scheme)
+    return QuantizedModel(shape=original.shape, schemes=schemes, kept={}, dtype=dtype)
+
+
+def _left(original: OriginalModel, keep: Sequence[str]) -> list[str]:
+    """Matrices that are quantized."""
     names = list(quantizable(original.shape))
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -274,7 +328,7 @@ def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype:
     left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
     if not left:
         raise ArgumentError(f"keep={keep[0]} leaves nothing to quantize")
-    return QuantizedModel(shape=original.shape, schemes=dict.fromkeys(left, scheme), kept={}, dtype=dtype)
+    return left
 
 
 def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:

@@ -30,6 +30,8 @@ class QuantizedLayer:
     """|W - W'| / |W|."""
     outliers: float
     """Share of its inputs that stay in 16 bit."""
+    parameters: int = 0
+    """How many numbers it has."""
 
 
 def predicted_bytes(form: QuantizedFormat, model: QuantizedModel) -> int:
@@ -78,7 +80,7 @@ def _quantized(
         seen(
             QuantizedLayer(
                 name=name, scheme=scheme.name, bytes=stored, weight_error=relative_error(tensor, matrix),
-                outliers=kept / matrix.size_in,
+                outliers=kept / matrix.size_in, parameters=tensor.numel(),
             )
         )  # fmt: skip
         yield name, matrix

@@ -7,16 +7,22 @@ import typer
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
+    ],
     scheme: Annotated[
         str,
         typer.Option(
-            "--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3."
+            "--scheme",
+            metavar="NAME",
+            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3; of GGUF q8_0, q6_k, q5_k_m, q4_k_m, "
+            "q4_k_s or q4_0.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make, or .gguf file.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="meshwright, or compressed-tensors for vLLM and others.")
+        str,
+        typer.Option("--format", metavar="NAME", help="meshwright, compressed-tensors for vLLM and others, or gguf."),
     ] = "meshwright",
     group: Annotated[
         int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
