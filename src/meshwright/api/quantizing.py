@@ -233,7 +233,7 @@ def _as_gguf(
     before = _Before(path, checkpoint, data, sequences) if quality else None
     layers: list[QuantizedLayer] = []
     with one_line(target, "OUT"):
-        written = write_gguf(target, original, plan, wanted, layers.append)
+        written = write_gguf(target, original, plan, layers.append)
     measured, errors = (None, {}) if before is None else before.against(target, names)
     whole_model = QuantizedModel(shape=original.shape, schemes={}, kept={}, dtype=wanted)
     return QuantizeAnswer(

@@ -1,5 +1,6 @@
 """A model's weights as a GGUF file, a tensor at a time; its size is known before a byte is written."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.compress.methods import relative_change
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
 from meshwright.kernels.block_decoding import FLOAT_DTYPES, decode
@@ -25,6 +25,8 @@ from meshwright.spec.gguf_schemes import GGUFScheme
 from meshwright.spec.shape import ModelShape
 from meshwright.store.run_folder import ids_of
 
+CHECKED = 2**24
+"""Numbers that are encoded and compared at once."""
 FLOAT_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
@@ -85,18 +87,18 @@ def write_gguf(
     out: Path,
     original: OriginalModel,
     plan: GGUFPlan,
-    dtype: torch.dtype,
     seen: Callable[[QuantizedLayer], None] = lambda layer: None,
 ) -> int:
-    """Write the file, which appears whole or not at all; its bytes. `seen` hears of each matrix in codes. HubError
-    where `out` is taken, PlanError for weights that are not finite or too large."""
+    """Write the file from weights in fp32, so that norms lose nothing; it appears whole or not at all. Its bytes.
+    `seen` hears of each matrix in codes. HubError where `out` is taken, PlanError for weights that are not finite or
+    too large."""
     planned = {one.name: one for one in plan.tensors}
     with fresh_file(out) as partial:
         with GGUFWriter(partial, plan.keys, plan.tensors) as writer:
             factors = frequency_factors(plan.shape)
             if factors is not None:
                 writer.write(FREQUENCIES, encode("F32", factors))
-            for binding, ours in _bound(plan.shape, original.weights(dtype)):
+            for binding, ours in _bound(plan.shape, original.weights(torch.float32)):
                 for name, tensor in zip(binding.theirs, binding.transform.export(ours, plan.shape), strict=True):
                     writer.write(name, _encoded(binding, tensor, planned[name], seen))
         return partial.stat().st_size
@@ -120,19 +122,26 @@ def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator
 def _encoded(
     binding: Binding, tensor: Tensor, planned: PlannedBlocks, seen: Callable[[QuantizedLayer], None]
 ) -> Tensor:  # fmt: skip
-    kind, name = planned.kind.name, next(iter(binding.ours))
-    if not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).sum())
-        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be written")
-    raw = encode(kind, tensor)
-    restored = decode(kind, raw)
-    if not bool(restored.isfinite().all()):
-        raise PlanError(f"{name} has weights beyond what {kind} can say: take dtype=bf16, or dtype=fp32")
+    """Bytes of one tensor, made and checked some rows at a time, so that nothing of its size stands beside it."""
+    kind, name, columns = planned.kind.name, next(iter(binding.ours)), planned.size[-1]
+    rows = tensor.reshape(-1, columns)
+    raw = torch.empty(len(rows), planned.kind.num_bytes((1, columns)), dtype=torch.uint8)
+    wrong = whole = 0.0
+    at_once = max(1, CHECKED // columns)
+    for part, into in zip(rows.split(at_once), raw.split(at_once), strict=True):
+        if not bool(part.isfinite().all()):
+            raise PlanError(f"{name} has weights that are infinite or NaN: such a model cannot be written")
+        into.copy_(encode(kind, part))
+        restored = decode(kind, into).float()
+        if not bool(restored.isfinite().all()):
+            raise PlanError(f"{name} has weights beyond what {kind} can say: take dtype=bf16, or dtype=fp32")
+        wrong += float((part - restored).square().sum())
+        whole += float(part.square().sum())
     if not is_float(kind):
         seen(
             QuantizedLayer(
                 name=" + ".join(binding.ours), scheme=kind, bytes=planned.num_bytes,
-                weight_error=relative_change(tensor, restored), outliers=0.0, parameters=tensor.numel(),
+                weight_error=math.sqrt(wrong / whole) if whole else 0.0, outliers=0.0, parameters=tensor.numel(),
             )
         )  # fmt: skip
     return raw

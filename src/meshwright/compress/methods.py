@@ -54,11 +54,6 @@ def _stored(scales: Tensor, scheme: Scheme) -> Tensor:
 
 def relative_error(weight: Tensor, matrix: QuantizedMatrix) -> float:
     """|W - W'| / |W| of the whole; 0 of zeros."""
-    return relative_change(weight, matrix.dequantized())
-
-
-def relative_change(weight: Tensor, restored: Tensor) -> float:
-    """The same of what was restored, of the same size."""
     wide = weight.detach().float()
     size = float(wide.norm())
-    return float((wide - restored.float()).norm()) / size if size else 0.0
+    return float((wide - matrix.dequantized()).norm()) / size if size else 0.0

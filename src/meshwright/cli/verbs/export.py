@@ -66,7 +66,7 @@ def write_gguf_file(
     wanted = DTYPES[dtype] if dtype else original.dtype
     plan = plan_gguf(original, wanted)
     with one_line(out, "OUT"):
-        written = write_gguf(out, original, plan, wanted)
+        written = write_gguf(out, original, plan)
     return {"out": out, "bytes": written, "predicted_bytes": plan.bytes, "note": plan.note}
 
 

@@ -18,8 +18,11 @@ WHOLE = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
+WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
 SPACE = "\u2581"
 ENDS = ("eos", "eot", "eom")
+BEGUN = ("default", "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+"""Rules with which a text has its first mark, where no key says whether."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class GGUFVocabulary:
     text: str
     """Of a tokenizer.json."""
     bos: str | None
-    """Spelled out."""
+    """What every text begins with, spelled out; None = nothing."""
     eos: str | None
     stop_ids: tuple[int, ...]
 
@@ -61,6 +64,7 @@ def vocabulary_keys(
                 f"llama.cpp has no rule for words like this tokenizer's; the nearest, {rule.name}, sets "
                 f"{100 * rule.agreement:.0f} % of a sample's token borders alike"
             )
+        note = note or ("" if eos is not None else WITHOUT_END)
     else:
         found |= {"tokenizer.ggml.pre": "default", **_spaces(tokenizer)}
         found["tokenizer.ggml.scores"] = _scores(words, kinds, merges, vocab)
@@ -132,7 +136,10 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
         return None
     spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
     ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
-    return GGUFVocabulary(text=text, bos=spelled["bos"] or spelled["eos"], eos=spelled["eos"], stop_ids=ends)
+    begins = keys.get("tokenizer.ggml.add_bos_token", str(keys.get("tokenizer.ggml.pre", "")) in BEGUN)
+    return GGUFVocabulary(
+        text=text, bos=spelled["bos"] if begins else None, eos=spelled["eos"], stop_ids=ends
+    )  # fmt: skip
 
 
 def _rebuilt(header: GGUFHeader, tokens: list[str]) -> str | None:
