@@ -28,11 +28,12 @@ from meshwright.spec.gguf_schemes import GGUF_SCHEMES, GGUFScheme
 from tests.compress.test_gguf import SHAPES, SIZES, marked_tokenizer, model_of, written
 from tests.kernels.test_blocks import weights
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # llama_cpp leaves files open
 F32 = 0
 """ggml's number of the type, for the cache of keys and values: its usual fp16 would hide errors below 1e-3."""
 TEXT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    def __init__(self, width):\n"
 LEARNER = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 257, "max_positions": 256}
-FILES = {"q4_k_m": ("Q4_K", "Q6_K"), "q5_k_m": ("Q5_K", "Q6_K"), "q8_0": ("Q8_0",), "q4_0": ("Q4_0",)}
+ALL_F32 = GGUFScheme(name="f32", about="numbers alone", main="F32", file_type=0)
 
 
 def llama_cpp() -> Any:
@@ -114,8 +115,8 @@ def test_texts_have_the_same_tokens(name: str, tmp_path: Path) -> None:
     found = llama_cpp().Llama(str(path), vocab_only=True, verbose=False)
     ours = tokenizer.begin(SAMPLE)
     assert found.tokenize(SAMPLE.encode(), add_bos=True, special=False) == ours
-    marks = 1 if name == "marks" else 0
-    assert found.detokenize(ours[marks:]) == SAMPLE.encode()
+    begun = (tokenizer.bos, " ") if name == "marks" else (None, "")  # a space stands before every text there
+    assert found.detokenize([id for id in ours if id != begun[0]]) == (begun[1] + SAMPLE).encode()
     assert (found.token_bos(), found.token_eos()) == (tokenizer.bos, tokenizer.eos)
     found.close()
 
@@ -136,7 +137,7 @@ def their_file(path: Path, scheme: GGUFScheme, out: Path) -> Path:
     """The file at `path` as llama-quantize makes it smaller."""
     library = llama_cpp()
     settings = library.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = scheme.file_type, 1
+    settings.ftype, settings.nthread, settings.allow_requantize = scheme.file_type, 1, True
     assert library.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(settings)) == 0
     return out
 
@@ -175,17 +176,20 @@ def test_codes_are_those_of_its_library_or_nearer(kind: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("scheme", FILES)
-def test_codes_give_the_same_logits(scheme: str, tmp_path: Path) -> None:
-    """llama.cpp rounds activations to 8 bits for products with codes, so that it is near, and not equal."""
-    shape = replace(SHAPES["llama"], hidden=256, head_dim=64, ffn=512)
+@pytest.mark.parametrize("scheme", GGUF_SCHEMES)
+def test_it_restores_the_same_weights_and_runs_them(scheme: str, tmp_path: Path) -> None:
+    """Its quantizer makes an fp32 file of ours. Its products round activations to 8 bits: near, and not equal."""
+    shape = replace(SHAPES["llama"], hidden=256, head_dim=64, ffn=480)
     path, ids = written(tmp_path / "a.gguf", model_of(shape), scheme), tokens(60)
+    restored = their_file(path, ALL_F32, tmp_path / "b.gguf")
+    ours, theirs = read_gguf_header(path).tensors, read_gguf_header(restored).tensors
+    assert {one.kind.name for one in theirs.values()} == {"F32"} and ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        assert torch.equal(decode(one.kind.name, one.read()).float(), decode("F32", theirs[name].read())), name
     with opened(path) as model, torch.no_grad():
-        theirs = logits(model, ids)
-    ours = mw.load(path).model(torch.tensor([ids]))[0]
-    assert float((ours - theirs).norm() / theirs.norm()) < 0.03
-    used = {one.kind.name for one in read_gguf_header(path).tensors.values()}
-    assert used == {*FILES[scheme], "F32"} | ({"Q6_K"} if scheme == "q4_0" else set())
+        found = logits(model, ids)
+    expected = mw.load(path).model(torch.tensor([ids]))[0].detach()
+    assert float((found - expected).norm() / expected.norm()) < 0.08
 
 
 def test_the_gguf_package_reads_the_same_weights(tmp_path: Path) -> None:

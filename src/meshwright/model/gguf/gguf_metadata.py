@@ -51,17 +51,21 @@ def shape_keys(shape: ModelShape) -> dict[str, Value]:
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        _eps(architecture): shape.norm_eps,
+        _eps(architecture): float(shape.norm_eps),
     }
     if shape.positions == "rope":
-        found |= {"rope.dimension_count": shape.head_dim, "rope.freq_base": shape.rope_theta, **_scaling_keys(shape)}
+        found |= {
+            "rope.dimension_count": shape.head_dim,
+            "rope.freq_base": float(shape.rope_theta),
+            **_scaling_keys(shape),
+        }
     if shape.moe is not None:
         found |= {"expert_count": shape.moe.experts, "expert_used_count": shape.moe.top_k}
         found |= {} if shape.family == "mixtral" else {"expert_feed_forward_length": shape.moe.ffn}
     keys: dict[str, Value] = {f"{architecture.name}.{name}": value for name, value in found.items()}
     keys[OURS + "family"] = shape.family
     if shape.rope_scaling is not None and shape.rope_scaling.kind == "llama3":
-        keys |= {f"{OURS}rope.{name}": getattr(shape.rope_scaling, name) for name in LLAMA3}
+        keys |= {f"{OURS}rope.{name}": float(getattr(shape.rope_scaling, name)) for name in LLAMA3}
     return keys
 
 
@@ -73,12 +77,12 @@ def _scaling_keys(shape: ModelShape) -> dict[str, Value]:
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind == "llama3":
         return {}
-    found: dict[str, Value] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
+    found: dict[str, Value] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling.kind == "yarn":
         found |= {
             "rope.scaling.original_context_length": scaling.original_positions,
-            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
-            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+            "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
     return found
 

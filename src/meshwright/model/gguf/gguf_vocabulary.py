@@ -68,7 +68,10 @@ def vocabulary_keys(
     else:
         found |= {"tokenizer.ggml.pre": "default", **_spaces(tokenizer)}
         found["tokenizer.ggml.scores"] = _scores(words, kinds, merges, vocab)
-    found["tokenizer.ggml.tokens"] = [words.get(id, f"[PAD{id}]") for id in range(vocab)]
+    tokens = [words.get(id, f"[PAD{id}]") for id in range(vocab)]
+    if len(set(tokens)) < vocab:
+        raise PlanError("two tokens of the tokenizer are spelled alike, which llama.cpp refuses")
+    found["tokenizer.ggml.tokens"] = list(tokens)
     found["tokenizer.ggml.token_type"] = list(kinds)
     if byte_level:
         found["tokenizer.ggml.merges"] = list(merges)
