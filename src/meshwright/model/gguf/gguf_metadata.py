@@ -25,6 +25,7 @@ CHANGE_THE_MODEL = (
     "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count", "expert_group_count",
     "expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "attention.clamp_kqv", "nextn_predict_layers",
+    "rope.scale_linear",
 )  # fmt: skip
 """Keys that would make another model of it, where they are neither 0 nor 1."""
 GREATEST_ERROR = 1e-5
@@ -140,7 +141,11 @@ class _Keys:
         for key in CHANGE_THE_MODEL:
             value = self.header.keys.get(self.of(key), 0)
             if value not in (0, 1):
-                raise HubError(f"{self.header.file}: {self.of(key)}={value} is not supported")
+                raise HubError(f"{self.header.file}: {self.of(key)}={str(value)[:40]} is not supported")
+        if self.header.keys.get(self.of("attention.causal"), True) is not True:
+            raise HubError(
+                f"{self.header.file}: {self.of('attention.causal')} is false: it is no causal language model"
+            )
 
     def stored(self, name: str) -> StoredBlocks | None:
         return self.header.tensors.get(name)

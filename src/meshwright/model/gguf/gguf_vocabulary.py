@@ -21,7 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
 SPACE = "\u2581"
 ENDS = ("eos", "eot", "eom")
-BEGUN = ("default", "llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+BEGUN = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
 """Rules with which a text has its first mark, where no key says whether."""
 
 
@@ -139,7 +139,8 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
         return None
     spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
     ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
-    begins = keys.get("tokenizer.ggml.add_bos_token", str(keys.get("tokenizer.ggml.pre", "")) in BEGUN)
+    usual = keys.get("tokenizer.ggml.model") == "llama" or keys.get("tokenizer.ggml.pre") in BEGUN
+    begins = keys.get("tokenizer.ggml.add_bos_token", usual)
     return GGUFVocabulary(
         text=text, bos=spelled["bos"] if begins else None, eos=spelled["eos"], stop_ids=ends
     )  # fmt: skip
@@ -202,7 +203,8 @@ def _marked_rebuilt(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[An
             pairs = ((token[:place], token[place:]) for place in range(1, len(token)))
             merges += [(scores[id], len(a), len(b), a, b) for a, b in pairs if a in vocab and b in vocab]
     merges.sort(key=lambda one: one[:3], reverse=True)
-    unknown = next((token for token, id in vocab.items() if kinds[id] == UNKNOWN), None)
+    said = int_of(header.keys.get("tokenizer.ggml.unknown_token_id"), -1)
+    unknown = next((token for token, id in vocab.items() if id == said or (said < 0 and kinds[id] == UNKNOWN)), None)
     prefixed = header.keys.get("tokenizer.ggml.add_space_prefix", True)
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
