@@ -24,7 +24,7 @@ from meshwright.model.gguf.gguf_metadata import OURS
 from meshwright.model.gguf.gguf_model import open_gguf
 from meshwright.model.gguf.gguf_vocabulary import WHOLE
 from meshwright.model.gguf.gguf_words import RULES, split_by
-from meshwright.model.gguf.gguf_writer import GGUFWriter
+from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks
 from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
@@ -143,10 +143,7 @@ def rewritten(path: Path, change: dict[str, Any], tensors: dict[str, str | None]
     header, names = read_gguf_header(path), tensors or {}
     keys = {key: value for key, value in (dict(header.keys) | change).items() if value is not None}
     kept = {name: one for name, one in header.tensors.items() if names.get(name, "") is not None}
-    planned = [
-        gguf_stream.PlannedBlocks(name=names.get(name) or name, size=one.size, kind=one.kind)
-        for name, one in kept.items()
-    ]
+    planned = [PlannedBlocks(name=names.get(name) or name, size=one.size, kind=one.kind) for name, one in kept.items()]
     new = path.with_name("changed.gguf")
     with GGUFWriter(new, keys, planned) as writer:
         for name, one in kept.items():

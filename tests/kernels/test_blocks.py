@@ -23,6 +23,10 @@ def half(raw: bytes, at: int) -> float:
     return float(struct.unpack_from("<e", raw, at)[0])
 
 
+def signed(raw: bytes, at: int) -> int:
+    return int(struct.unpack_from("<b", raw, at)[0])
+
+
 def six_bits(packed: bytes, place: int) -> tuple[int, int]:
     """Scale and minimum of a run of 32, as ggml's get_scale_min_k4 takes them."""
     if place < 4:
@@ -34,7 +38,7 @@ def six_bits(packed: bytes, place: int) -> tuple[int, int]:
 def one_number(kind: str, raw: bytes, place: int) -> float:
     """Number `place` of a block, in double precision."""
     if kind == "Q8_0":
-        return half(raw, 0) * struct.unpack_from("<b", raw, 2 + place)[0]
+        return half(raw, 0) * signed(raw, 2 + place)
     if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         with_minimum, fifth = kind.endswith("1"), kind[1] == "5"
         start = 4 if with_minimum else 2
@@ -56,7 +60,7 @@ def one_number(kind: str, raw: bytes, place: int) -> float:
     quarter, lane = divmod(inside, 32)
     byte = raw[part * 64 + quarter % 2 * 32 + lane]
     code = (byte >> 4 if quarter >= 2 else byte & 15) | (raw[128 + part * 32 + lane] >> 2 * quarter & 3) << 4
-    return half(raw, 208) * struct.unpack_from("<b", raw, 192 + place // 16)[0] * (code - 32)
+    return half(raw, 208) * signed(raw, 192 + place // 16) * (code - 32)
 
 
 def random_blocks(kind: BlockType, rows: int = 3, blocks: int = 2) -> Tensor:
