@@ -20,6 +20,8 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
 SPACE = "\u2581"
+LONGEST_TOKEN = 512
+"""Characters of a token that is made of others."""
 ENDS = ("eos", "eot", "eom")
 BEGUN = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
 """Rules with which a text has its first mark, where no key says whether."""
@@ -199,7 +201,7 @@ def _marked_rebuilt(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[An
         raise HubError(f"{header.file}: tokenizer.ggml.scores must have one number per token")
     merges: list[tuple[float, int, int, str, str]] = []
     for token, id in vocab.items():
-        if kinds[id] == NORMAL:
+        if kinds[id] == NORMAL and len(token) <= LONGEST_TOKEN:
             pairs = ((token[:place], token[place:]) for place in range(1, len(token)))
             merges += [(scores[id], len(a), len(b), a, b) for a, b in pairs if a in vocab and b in vocab]
     merges.sort(key=lambda one: one[:3], reverse=True)
