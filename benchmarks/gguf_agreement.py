@@ -32,7 +32,7 @@ LEARNER = {
     "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 257, "max_positions": 128, "tied": True,
 }  # fmt: skip
 RECIPE = {
-    "sequence": 128, "global_batch": 8, "learning_rate": 2e-3, "warmup_steps": 20, "eval_every": 0,
+    "sequence": 128, "global_batch": 8, "learning_rate": 2e-3, "warmup_steps": 10, "eval_every": 0,
     "eval_sequences": 0, "checkpoint_every": 0, "log_every": 10**6,
 }  # fmt: skip
 EQUAL, SEARCHED = ("Q8_0", "Q4_0", "Q5_0", "Q5_1"), ("Q4_K", "Q5_K", "Q6_K")

@@ -15,7 +15,7 @@ def test_both_quantizers_are_measured_on_one_model(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gguf_agreement, "COMPARED", ("q4_k_m", "q8_0"))
     monkeypatch.setattr(gguf_agreement, "WINDOWS", 4)
     monkeypatch.setattr(gguf_agreement, "LEARNER", {**gguf_agreement.LEARNER, "layers": 1})
-    found = gguf_agreement.losses(tmp_path, 2, 200_000)
+    found = gguf_agreement.losses(tmp_path, 24, 200_000)
     assert {one.name for one in tmp_path.glob("theirs-*")} == {"theirs-q4_k_m.gguf", "theirs-q8_0.gguf"}
     assert 0 < found["q8_0"]["ours"] < found["q4_k_m"]["ours"]
     assert found["q8_0"]["ours"] == found["q8_0"]["theirs"], "the same codes"
