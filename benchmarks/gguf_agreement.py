@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.api.quantizing import _batches
+from meshwright.api.quantization_text import quantization_text
+from meshwright.api.trained_model import described
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import compare
@@ -79,7 +80,7 @@ def losses(folder: Path, steps: int, limit_bytes: int) -> dict[str, dict[str, fl
     plain = folder / "plain.gguf"
     write_gguf(plain, original, plan_gguf(original, torch.float32))
     before = mw.load(folder / "run")
-    batches = _batches(before, None, WINDOWS)
+    batches = quantization_text(described(folder / "run"), None, WINDOWS, None).scored
     found = {}
     for name in COMPARED:
         ours = folder / f"ours-{name}.gguf"

@@ -1,9 +1,12 @@
-"""The walk of docs/tuning.md: a small model is trained on the default text, tuned on a chat file, and answers in its
-form; alone, as the page says it, and under ZeRO-3 on two ranks that are killed in the middle."""
+"""The walks of the pages. docs/tuning.md: a small model is trained on the default text, tuned on a chat file, and
+answers in its form; alone, as the page says it, and under ZeRO-3 on two ranks that are killed in the middle.
+docs/distill.md: half of that model's layers are taught by it, quantized to 4 bits, and answer."""
 
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +19,15 @@ from tests.cli.launched import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = {"cat": "animal", "lemon": "fruit", "blue": "colour", "seven": "number", "melon": "fruit", "dog": "animal"}
+JSON = "eval", "quantize"
 FORM = re.compile(r"[a-z]+: (animal|fruit|colour|number)\.")
 
 
-def commands() -> list[list[str]]:
+def commands(page: str = "tuning.md") -> list[list[str]]:
     """Of the page's walk, line by line."""
-    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    block = page[page.index("## A walk of five minutes") :].split("\n\n    ", 1)[1].split("\n\n", 1)[0]
-    return [line.split("  #")[0].split() for line in block.splitlines() if line.strip()]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    block = text[text.index("## A walk of ") :].split("\n\n    ", 1)[1].split("\n\n", 1)[0]
+    return [shlex.split(line.split("  #")[0]) for line in block.splitlines() if line.strip()]
 
 
 def run(words: list[str], place: Path) -> str:
@@ -50,7 +54,7 @@ def answers(run_folder: str, place: Path) -> list[str]:
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("walk")
     for words in commands():
-        if "--prompt" not in words:  # words of a prompt are several here
+        if "generate" not in words:
             run(words, place)
     return place
 
@@ -79,3 +83,16 @@ def test_two_ranks_that_are_killed_answer_too(walked: Path, monkeypatch: pytest.
     assert again.codes == [0, 0], again.errors
     said = answers("runs/two", walked)
     assert sum(bool(FORM.match(one)) for one in said) >= len(said) - 1, said
+
+
+@pytest.mark.slow
+def test_a_student_of_half_the_layers_answers_in_4_bits(walked: Path) -> None:
+    train, *others = commands("distill.md")
+    assert [word.replace("teacher", "base") for word in train] == commands()[0], "one training for both walks"
+    shutil.copytree(walked / "runs" / "base", walked / "runs" / "teacher")
+    said = {words[1]: run([*words, "--json"] if words[1] in JSON else words, walked) for words in others}
+    assert "divergence" in said["distill"]
+    behind, quantized = (json.loads(said[verb].splitlines()[-1]) for verb in ("eval", "quantize"))
+    assert 0 < behind["loss"] < 7.2, "nats per token, of 8.3 where nothing was learned"
+    assert quantized["passed"] and quantized["top1"] > 0.8 and quantized["bytes"] == quantized["predicted_bytes"]
+    assert len(said["generate"]) > len("import")

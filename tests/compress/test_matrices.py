@@ -23,6 +23,10 @@ WORST = {
     "int4-hqq": 0.1,
     "nf4": 0.1,
     "int3": 0.2,
+    "int8-smooth": 0.01,
+    "int4-gptq": 0.1,
+    "int4-awq": 0.1,
+    "int3-gptq": 0.2,
 }
 """Relative errors of normal weights that no scheme may pass."""
 

@@ -18,6 +18,7 @@ LAYOUTS = {
     "one device": ALONE.layout,
     "tp": replace(ALONE.layout, tp=2),
     "ZeRO-3": replace(ALONE.layout, dp_shard=2, zero=3),
+    "logits in chunks": replace(ALONE.layout, micro_batch=8),
 }
 
 

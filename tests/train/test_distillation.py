@@ -1,5 +1,6 @@
 """Runs that learn from a teacher: against a loss written out, under layouts, and what is refused at the start."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from meshwright.api.trained_model import load
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import build
+from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.inventory import num_parameters
 from meshwright.training import loop
 from meshwright.training.batches import to_batch
 from tests.train.distilling import ROUTED, STUDENT, TEACHER, student_plan, taught, trained
@@ -52,6 +55,15 @@ def test_the_first_step_is_the_loss_written_out(teacher: Path, tmp_path: Path) -
     loss, soft, hard = written_out(asked)
     assert first[0] == pytest.approx(loss.item(), rel=1e-5)
     assert first[2:] == (pytest.approx(soft.item(), rel=1e-5), pytest.approx(hard.item(), rel=1e-5))
+
+
+def test_what_a_run_says_it_holds_is_what_a_dry_run_counts(teacher: Path, tmp_path: Path) -> None:
+    asked = student_plan(teacher, tmp_path / "student", steps=1)
+    trained(asked)
+    memory = json.loads((tmp_path / "student" / "ledger.json").read_text())["memory"]
+    held = {one["kind"]: one["bytes"] for one in memory}["parameters"]
+    assert held == dry_run(asked, device="cpu").worst.kinds["parameters"]
+    assert held > 4 * num_parameters(asked.model)
 
 
 def test_a_student_comes_closer_and_is_scored_by_cross_entropy(teacher: Path, tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ class GGUFPlan:
         """Of the whole file."""
         return gguf_bytes(self.keys, self.tensors)
 
+    @property
+    def coded(self) -> int:
+        """How many numbers are in codes."""
+        return sum(math.prod(one.size) for one in self.tensors if not is_float(one.kind.name))
+
 
 def check_gguf_path(out: Path) -> None:
     """PlanError where a GGUF file cannot be there."""
@@ -141,7 +146,7 @@ def _encoded(
         seen(
             QuantizedLayer(
                 name=" + ".join(binding.ours), scheme=kind, bytes=planned.num_bytes,
-                weight_error=math.sqrt(wrong / whole) if whole else 0.0, outliers=0.0, parameters=tensor.numel(),
+                weight_error=math.sqrt(wrong / whole) if whole else 0.0, outliers=0.0,
             )
         )  # fmt: skip
     return raw

@@ -1,4 +1,4 @@
-"""A matrix and a scheme -> codes and scales, without data."""
+"""A matrix and a scheme -> codes and scales, without data; by a calibrated scheme: those of its round-to-nearest."""
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ def quantize_matrix(
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
     are out of the scales. PlanError names a matrix with numbers that are not finite."""
     wide = weight.detach().float()
-    if not bool(wide.isfinite().all()):
-        bad = int((~wide.isfinite()).sum())
-        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
+    check_finite(name, wide)
     own = None
     if columns is not None and len(columns):
         own = weight.detach()[..., columns.long()].to(kept).contiguous()
@@ -26,6 +24,13 @@ def quantize_matrix(
     scales, zeros = scales_of(wide, scheme)
     codes = nearest(scheme, wide, scales, zeros)
     return assembled(scheme, codes, scales, zeros, None if own is None else columns, own)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """PlanError names a matrix with numbers that are not finite."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
+        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
 
 
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +46,7 @@ def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     scales = _stored(zero_point_grid(low, runs.amax(-1), scheme.bits)[0], scheme)
     wide = scales.float()
     zeros = (-low.clamp(max=0) / wide).clamp(0, 2**scheme.bits - 1)
-    if scheme.method == "hqq":
+    if scheme.zeros == "real":
         zeros = hqq.find_zeros(runs, wide, zeros, scheme.bits)
     return scales, zeros.half().float() if scheme.zeros == "real" else zeros.round()
 

@@ -18,10 +18,10 @@ from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.target import kind
+from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.purpose import takes
 
 IGNORED = -100
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 MIN_CHUNK_ROWS = 256
 FEWEST_LEFT_OUT = 0.25
 """Share of a chunk's rows that must be ignored for a CPU to leave them out of its products: prompts of fine-tuning."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
+from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, unpack
 from meshwright.spec.quantization_schemes import NF4, Scheme
 
 
@@ -58,12 +58,9 @@ class QuantizedMatrix:
     def dequantized(self) -> Tensor:
         """(..., N, K) fp32."""
         codes, scheme = self.whole_codes(), self.scheme
-        if scheme.codes == "nf4":
-            runs = grouped(torch.tensor(NF4, device=codes.device)[codes.int()], scheme.group)
-        else:
-            zeros = self.every_zero()
-            runs = grouped(codes.float(), scheme.group) - (zeros.unsqueeze(-1) if zeros.dim() else zeros)
-        found = (runs * self.scales.float().unsqueeze(-1)).flatten(-2)[..., : self.size_in]
+        zeros = None if self.zeros is None else self.every_zero().unsqueeze(-1)
+        runs = numbers_of(scheme, grouped(codes, scheme.group), self.scales.float().unsqueeze(-1), zeros)
+        found = runs.flatten(-2)[..., : self.size_in]
         if self.columns is not None and self.kept is not None:
             found[..., self.columns.long()] = self.kept.float()
         return found
@@ -87,19 +84,29 @@ def fixed_zero(scheme: Scheme) -> int:
 
 def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes (..., N, K), one an element, of the numbers nearest to weight; scales and zeros (..., N, groups)."""
-    runs, wide = grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1)
-    if scheme.codes == "nf4":
-        found = nf4_codes(runs / wide)
-    elif scheme.codes == "e4m3":
-        found = (runs / wide).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    elif zeros is not None:
-        shifted = torch.round(runs / wide + zeros.float().unsqueeze(-1))
-        found = shifted.clamp(0, 2**scheme.bits - 1).to(torch.uint8)
-    else:
-        most = highest(scheme.bits)
-        codes = quantize(runs, wide, 0.0, -most, most)
-        found = (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+    wide = None if zeros is None else zeros.float().unsqueeze(-1)
+    found = nearest_codes(scheme, grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1), wide)
     return found.flatten(-2)[..., : weight.shape[-1]].contiguous()
+
+
+def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
+    if scheme.codes == "nf4":
+        return nf4_codes(numbers / scales)
+    if scheme.codes == "e4m3":
+        return (numbers / scales).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    if zeros is not None:
+        return torch.round(numbers / scales + zeros).clamp(0, 2**scheme.bits - 1).to(torch.uint8)
+    most = highest(scheme.bits)
+    codes = torch.round(numbers / scales).clamp(-most, most)
+    return (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+
+
+def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """What codes stand for, in the dtype of scales, against which codes and zeros broadcast."""
+    if scheme.codes == "nf4":
+        return torch.tensor(NF4, dtype=scales.dtype, device=codes.device)[codes.int()] * scales
+    return (codes.to(scales.dtype) - (float(fixed_zero(scheme)) if zeros is None else zeros)) * scales
 
 
 def assembled(

@@ -29,7 +29,7 @@ from meshwright.spec.places import place_of
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
 from meshwright.training.batches import Batch, Share, columns_of, split, to_batch
-from meshwright.training.distillation import LIKELIEST, LOGS, Distillation
+from meshwright.training.distillation import LIKELIEST, LOGS
 from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
 from meshwright.training.objectives import objective_of
@@ -37,7 +37,7 @@ from meshwright.training.preference import REFERENCE
 from meshwright.training.rate import learning_rate
 from meshwright.training.state import TrainState
 from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
-from meshwright.training.teacher import OnlineTeacher, distillation
+from meshwright.training.teacher import distillation
 from meshwright.training.teacher_targets import sizes_of
 
 Stage = Callable[[str], None]
@@ -90,13 +90,6 @@ class TrainingProgram:
         if not self.plan.recipe.traits.teacher:
             return objective_of(self.plan.recipe)
         return distillation(self.plan, self.mesh, self.device, loads=False)
-
-    def teacher_tensors(self) -> list[Tensor]:
-        """Parameters and buffers of a teacher that stands beside the model."""
-        if not isinstance(self.objective, Distillation) or not isinstance(self.objective.teacher, OnlineTeacher):
-            return []
-        engine = self.objective.teacher.engine
-        return [*engine.parameters.values(), *engine.buffers.values()]
 
     def step(self, number: int, count: int) -> None:
         """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the

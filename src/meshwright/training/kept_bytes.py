@@ -12,11 +12,12 @@ from meshwright.parallel.data import local
 from meshwright.training.optimizer import Optimizer
 
 
-def memory(engine: Engine, optimizer: Optimizer) -> dict[str, int]:
+def memory(engine: Engine, optimizer: Optimizer, beside: Iterable[Tensor] = ()) -> dict[str, int]:
     """Bytes by kind (spec.ledger.STATES) at this moment, without those that have nothing. Tensors that share memory
-    count once."""
+    count once. `beside`: parameters of a teacher."""
     seen: set[int] = set()
     sizes = {kind: _bytes(tensors, seen) for kind, tensors in kept(engine, optimizer).items()}
+    sizes["parameters"] += _bytes(beside, seen)
     return {kind: size for kind, size in sizes.items() if size}
 
 

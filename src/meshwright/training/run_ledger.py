@@ -14,6 +14,8 @@ from meshwright.spec.places import pipeline_ranks
 from meshwright.training import device
 from meshwright.training.kept_bytes import memory
 from meshwright.training.state import TrainState
+from meshwright.training.step import Objective
+from meshwright.training.teacher import teacher_tensors
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class StepLedger:
     """Costs ten microseconds a step: traffic is the difference of two counts, memory is looked at in the first step."""
 
     state: TrainState
+    objective: Objective
     step: int = 0
     """The step that `sent` is of, 0 = none yet."""
     sent: Counts = field(default_factory=dict)
@@ -34,7 +37,7 @@ class StepLedger:
     def look(self) -> None:
         """Gradients are there and reduced, the optimizer is about to update."""
         if not self.held:
-            self.held = memory(self.state.engine, self.state.optimizer)
+            self.held = memory(self.state.engine, self.state.optimizer, teacher_tensors(self.objective))
 
     def end(self, step: int) -> None:
         """The step has ended."""

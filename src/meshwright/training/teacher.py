@@ -32,6 +32,7 @@ from meshwright.training.batches import Batch
 from meshwright.training.distillation import Distillation, form_of
 from meshwright.training.precision import DTYPES
 from meshwright.training.pretrained import means_the_same
+from meshwright.training.step import Objective
 
 OTHERWISE = "or train without one, by recipe.objective=cross-entropy"
 
@@ -186,3 +187,11 @@ def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = 
     if loads:
         fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
     return Distillation(form=form, teacher=OnlineTeacher(engine=engine, shared=shared), shared=shared)
+
+
+def teacher_tensors(objective: Objective) -> list[Tensor]:
+    """Parameters and buffers of a teacher that stands beside the model; none where there is no such teacher."""
+    if not isinstance(objective, Distillation) or not isinstance(objective.teacher, OnlineTeacher):
+        return []
+    engine = objective.teacher.engine
+    return [*engine.parameters.values(), *engine.buffers.values()]

@@ -81,7 +81,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.late = reads_late(self.device)
-        self.ledger = StepLedger(self.state)
+        self.ledger = StepLedger(self.state, self.task.objective)
         self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
             self.folder.checkpoints,

@@ -15,14 +15,16 @@ def quantize(
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3; of GGUF q8_0, q6_k, q5_k_m, q4_k_m, "
-            "q4_k_s or q4_0.",
+            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
+            "int4-awq, int3-gptq; of GGUF: q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q4_0.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make, or .gguf file.")],
     format: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="meshwright, compressed-tensors for vLLM and others, or gguf."),
+        typer.Option(
+            "--format", metavar="NAME", help="meshwright; compressed-tensors, gptq or awq for vLLM and others; gguf."
+        ),
     ] = "meshwright",
     group: Annotated[
         int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
@@ -41,9 +43,16 @@ def quantize(
         float | None, typer.Option("--threshold", help="From which on an activation is an outlier.  [default: 6]")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="PATH", help="Text to measure on.  [the run's held-out part]")
+        str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
+    calibration: Annotated[
+        int, typer.Option(help="Windows that int8-smooth, int4-gptq, int4-awq and int3-gptq read.")
+    ] = 128,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
+    ] = None,
     max_kl: Annotated[
         float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
     ] = None,
@@ -68,10 +77,15 @@ def quantize(
     from meshwright.cli.terminal.quantize_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
-    with console(json=True).status("quantize"):
+    with console(json=True).status("quantize") as status:
+
+        def on_block(block: int, blocks: int) -> None:
+            status.update(f"quantize: block {block} of {blocks}")
+
         found = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
-            data=data, sequences=sequences, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality,
+            data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
+            dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__
-from meshwright.kernels.cross_entropy import CHUNK_BYTES
 from meshwright.observe.calibrate.collective_rates import exchange_grids
 from meshwright.observe.calibrate.host_floor import floors, with_floors
 from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, curves, eager_passes
@@ -34,6 +33,7 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, Together
 from meshwright.planner.machine.overheads import fitted
 from meshwright.spec.cluster import CORES, Device
+from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.training import device as train_device
 
 LIMIT_S = 600.0

@@ -19,6 +19,7 @@ from meshwright.observe.spans import Inner, Span, replaced, told
 from meshwright.parallel.data import local
 from meshwright.parallel.traffic import Counts
 from meshwright.spec.ledger import KINDS
+from meshwright.training.teacher import teacher_tensors
 
 LISTED = 20
 
@@ -78,7 +79,7 @@ class Watched:
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
             stack.enter_context(told(self._pass))
             program.build()
-            label_states(watch, program.state, program.teacher_tensors())
+            label_states(watch, program.state, teacher_tensors(program.objective))
             hold_pool(program.state.engine.graphs, watch)
             self._name_modules(stack)
             for number, count in enumerate(counts, start=1):

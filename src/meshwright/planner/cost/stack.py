@@ -7,6 +7,8 @@ published measurements were made with them. Every field says what it counts; sou
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshwright.spec.head_chunk import CHUNK_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -162,7 +164,7 @@ MESHWRIGHT = Stack(
     selective="products",
     logit_kept=0.0,
     logit_peak=0.0,
-    head_chunk_bytes=512 * 2**20,
+    head_chunk_bytes=CHUNK_BYTES["cuda"],
     sharding="fully_shard",
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,

@@ -14,6 +14,7 @@ from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.recipe import Recipe
@@ -49,6 +50,8 @@ class SharedCosts:
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
         stack = eager(self.stack) if layout.compile == "off" else self.stack
+        if stack.own and not self.cluster.device.is_gpu:
+            stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, bool, int]:
