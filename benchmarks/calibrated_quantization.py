@@ -39,18 +39,18 @@ from meshwright.compress import gptq
 from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.formats.folder_format import QuantizedModel
-from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.batches import Batch
 
-PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
-STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int8", "int8-smooth")
+PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
+STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int8", "int8-smooth")
 MIXED = "mixed gptq"
 """Bits chosen for each matrix, with the bytes of int4-gptq."""
 PEER = "llmcompressor"
@@ -194,6 +194,7 @@ def shown(found: dict[str, dict[str, Row]]) -> dict[str, float]:
         "gptq_over_hqq": own / plain["int4-hqq"].kl,
         "int3_top1": plain["int3-gptq"].top1,
         "awq_over_rtn": strong["int4-awq"].kl / strong["int4-rtn"].kl,
+        "awq_gptq_over_gptq": strong["int4-awq-gptq"].kl / strong["int4-gptq"].kl,
         "smooth_over_int8": strong["int8-smooth"].kl / strong["int8"].kl,
         "mixed_over_uniform": plain[MIXED].kl / own,
         "gptq_off_textbook": abs(own / by_others["textbook"].kl - 1),

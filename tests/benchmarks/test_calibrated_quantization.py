@@ -10,7 +10,7 @@ import torch
 from benchmarks import calibrated_quantization as bench
 from meshwright.cli.main import main
 from meshwright.compress import gptq
-from meshwright.compress.methods import scales_of
+from meshwright.kernels.weight_codes import scales_of
 from meshwright.spec.quantization_schemes import SCHEMES
 from tests.benchmarks.test_quantization_table import SHAPE
 from tests.cli.toy import train, write_texts

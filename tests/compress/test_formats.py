@@ -14,9 +14,9 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compress.formats import FORMATS
 from meshwright.compress.formats.folder_format import QuantizedModel
-from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import write_quantized
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.transforms import ROTARY
 from meshwright.model.hub.weight_names import bindings, tensor_sizes
@@ -44,7 +44,8 @@ SHAPES = {
 CT = "compressed-tensors"
 ALONE = [name for name, scheme in SCHEMES.items() if not scheme.calibrated]
 """Schemes without text: what becomes of a matrix depends on it alone."""
-WHOLE = [name for name in ALONE if SCHEMES[name].zeros != "real" and name not in ("nf4", "llm-int8")]
+WHOLE = [name for name in ALONE if SCHEMES[name].zeros != "real" and SCHEMES[name].codes != "nf4"]
+WHOLE.remove("llm-int8")
 
 
 def used(name: str) -> Scheme:

@@ -1,6 +1,6 @@
 """Smaller models from trained ones.
 
-    methods      a matrix and a scheme -> codes and scales; hqq, clipping: how scales are found
+    clipping     narrower ranges; what needs no data is in kernels/weight_codes.py
     layer_inputs activations of a model on text: which columns are outliers
     calibrated_model  methods that need text, block by block (block_model, calibrated_block, finished_blocks):
                  gptq; input_scales (AWQ, SmoothQuant) and input_folds, where they go; input_statistics

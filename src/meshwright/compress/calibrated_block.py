@@ -13,9 +13,9 @@ from meshwright.compress.calibrated_methods import enough, output_error, quantiz
 from meshwright.compress.input_folds import Fold, fold, folds, input_groups
 from meshwright.compress.input_scales import awq_scales, smooth_scales
 from meshwright.compress.input_statistics import Inputs, Wanted
-from meshwright.compress.methods import relative_error
 from meshwright.compress.stream import QuantizedLayer, layer_of
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import relative_error
 from meshwright.spec.quantization_schemes import Scheme
 
 Parts = dict[str, Tensor | QuantizedMatrix]
@@ -80,7 +80,7 @@ def _scale(text: BlockModel, layer: int, place: Fold, schemes: Mapping[str, Sche
     methods = {schemes[name].method for name in place.readers}
     live = text.model.state_dict()
     first = live[place.readers[0]]
-    if methods == {"awq"}:
+    if methods in ({"awq"}, {"awq-gptq"}):
         inputs = _inputs(text, layer, place.readers[0], first, "products")
     elif methods == {"smooth"}:
         inputs = _inputs(text, layer, place.readers[0], first, "sample")
@@ -94,7 +94,7 @@ def _scale(text: BlockModel, layer: int, place: Fold, schemes: Mapping[str, Sche
         kinds = [schemes[name] for name in place.readers]
         if not seen.rows or not enough(seen, number, first.shape[-1]):
             found.append(torch.ones(first.shape[-1], device=first.device))
-        elif methods == {"awq"}:
+        elif inputs.wanted == "products":
             found.append(awq_scales(matrices, seen.gram, seen.mean, kinds, place.tied))
         else:
             found.append(smooth_scales(matrices, seen.peaks, seen.some_rows, kinds, place.tied))

@@ -6,9 +6,9 @@ from torch import Tensor
 from meshwright.compress import gptq
 from meshwright.compress.clipping import clipped_scales
 from meshwright.compress.input_statistics import Inputs, InputStatistics
-from meshwright.compress.methods import check_finite, scales_of
 from meshwright.kernels.quantized_linear import quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
+from meshwright.kernels.weight_codes import check_finite, scales_of
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import Scheme
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from meshwright.compress.calibrated_block import Parts, QuantizedBlock
 from meshwright.compress.stream import QuantizedLayer
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.model.hub.directory import fresh_folder, read_json
 from meshwright.model.hub.safetensors_files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
-from meshwright.model.quantized_weights import PARTS
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.units import GB

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.compress.methods import quantize_matrix
 from meshwright.kernels.quantized_linear import row_codes
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import Scheme
 
 Tied = Callable[[Tensor], Tensor]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meshwright.compress.bit_budget import BitChoice
 from meshwright.compress.input_folds import input_groups
 from meshwright.compress.layer_inputs import run
-from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.quality import token_rows
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import skeleton

@@ -16,14 +16,16 @@ def quantize(
             "--scheme",
             metavar="NAME",
             help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
-            "int4-awq, int3-gptq; of GGUF: q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q4_0.",
+            "int4-awq, int4-awq-gptq, int3-gptq; of GGUF: q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q4_0.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make, or .gguf file.")],
     format: Annotated[
         str,
         typer.Option(
-            "--format", metavar="NAME", help="meshwright; compressed-tensors, gptq or awq for vLLM and others; gguf."
+            "--format",
+            metavar="NAME",
+            help="meshwright; compressed-tensors, gptq, awq or bitsandbytes for others; gguf.",
         ),
     ] = "meshwright",
     group: Annotated[
@@ -46,9 +48,7 @@ def quantize(
         str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
-    calibration: Annotated[
-        int, typer.Option(help="Windows that int8-smooth, int4-gptq, int4-awq and int3-gptq read.")
-    ] = 128,
+    calibration: Annotated[int, typer.Option(help="Windows that int8-smooth and schemes with awq or gptq read.")] = 128,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
