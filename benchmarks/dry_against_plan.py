@@ -1,6 +1,7 @@
 """What the planner says that plans hold, against a dry run of the training program, for random plans of real models.
 
-    python -m benchmarks.dry_against_plan [--plans 40] [--seed 0] [--only 3,17] [--optimizer muon] [--lora] [--json]
+    python -m benchmarks.dry_against_plan [--plans 40] [--seed 0] [--only 3,17] [--optimizer muon] [--lora]
+        [--base nf4-double] [--json]
 
 Models of 8 to 405 billion parameters on 8 to 16,384 ranks. A plan is taken as drawn where it is legal and what it would
 hold is of the order of a GPU's memory (ROOM_BYTES), by the planner's own word. Dry-run are the pipeline's first and
@@ -24,6 +25,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.ledger import PLANNED
+from meshwright.spec.lora import SAME as SAME_BASE
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.places import rank_of
 
@@ -37,23 +39,26 @@ LATER = ("reserve",)
 """Kinds that the planner adds for what no tensor holds: workspaces of libraries, roundings of the allocator."""
 
 
-def drawn(seed: int, count: int, optimizer: Literal["adamw", "muon"] = "adamw", lora: bool = False) -> list[Plan]:
-    """So many plans, the same for a seed, but for what an optimizer's states leave no room for. `lora`: of adapters."""
+def drawn(
+    seed: int, count: int, optimizer: Literal["adamw", "muon"] = "adamw", lora: bool = False, base: str = SAME_BASE
+) -> list[Plan]:
+    """So many plans, the same for a seed, but for what an optimizer's states leave no room for. `lora`: of adapters,
+    beside frozen matrices of `base`."""
     draw = random.Random(seed)
     found: list[Plan] = []
     while len(found) < count:
         plan = _draw(draw, MODELS[len(found) % len(MODELS)])
         plan = plan and replace(plan, recipe=replace(plan.recipe, optimizer=optimizer))
-        plan = plan and _with_adapters(draw, plan) if lora else plan
+        plan = plan and _with_adapters(draw, plan, base) if lora else plan
         if plan is not None and not plan.violations() and ROOM_BYTES[0] < predict(plan).peak_bytes < ROOM_BYTES[1]:
             found.append(plan)
     return found
 
 
-def _with_adapters(draw: random.Random, plan: Plan) -> Plan:
+def _with_adapters(draw: random.Random, plan: Plan, base: str) -> Plan:
     targets = draw.choice(("all", "all", "attention", "mlp", "q,v", "o,down"))
     dora = plan.model.moe is None and draw.random() < 0.2
-    lora = LoRAShape(rank=draw.choice((8, 16, 64, 256)), targets=targets, dora=dora)
+    lora = LoRAShape(rank=draw.choice((8, 16, 64, 256)), targets=targets, dora=dora, base=base)
     return replace(plan, model=replace(plan.model, lora=lora))
 
 
@@ -167,13 +172,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
+    parser.add_argument("--base", default=SAME_BASE, help="with --lora: how frozen matrices are held, as nf4-double")
     parser.add_argument("--lora", action="store_true", help="models with frozen weights and adapters")
     parser.add_argument("--detail", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = {int(number) for number in asked.only.split(",") if number}
     found = []
-    for row in rows(drawn(asked.seed, asked.plans, asked.optimizer, asked.lora), only):
+    for row in rows(drawn(asked.seed, asked.plans, asked.optimizer, asked.lora, asked.base), only):
         found.append(row)
         if not asked.json:
             show(row, asked.detail)

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.compress.methods import quantize_matrix
 from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES
 
 OWN = ("int8", "llm-int8", "int4-rtn")

@@ -60,6 +60,7 @@ ENTRIES = [
     _entry(5, narrow_cases.bf16_update, 14336, 4096),
     _entry(5, narrow_cases.weight_gradient_fp8, 8192, 14336, 4096, small=(2048, 2048, 2048)),
     _entry(5, narrow_cases.grouped_fp8, 8192, 4096, 14336, 8, 2, small=(1024, 1024, 1024, 8, 2)),
+    _entry(5, narrow_cases.restored, 14336, 4096),
     _entry(6, rows_cases.rms_norm, 4096, 1024),
     _entry(6, rows_cases.layer_norm, 8192, 4096),
     _entry(6, rows_cases.gelu, 8192, 16384, small=(2048, 16384)),
@@ -95,6 +96,7 @@ TINY = [
     _entry(5, narrow_cases.bf16_update, 3, 300),
     _entry(5, narrow_cases.weight_gradient_fp8, 20, 32, 48),
     _entry(5, narrow_cases.grouped_fp8, 20, 32, 48, 4, 2),
+    _entry(5, narrow_cases.restored, 5, 192),
     _entry(6, rows_cases.layer_norm, 5, 48),
     _entry(6, rows_cases.gelu, 5, 72),
 ]
@@ -114,6 +116,7 @@ MODEST = [
     _entry(5, rows_cases.merge, 256, 4, 64),
     _entry(5, narrow_cases.int8_update, 64, 1024),
     _entry(5, narrow_cases.bf16_update, 64, 1024),
+    _entry(5, narrow_cases.restored, 64, 1024),
     _entry(5, narrow_cases.weight_gradient_fp8, 300, 128, 256),
     _entry(5, narrow_cases.grouped_fp8, 256, 256, 512, 4, 2),
     _entry(6, rows_cases.layer_norm, 512, 1024),

@@ -13,9 +13,12 @@ from meshwright import compat
 from meshwright.kernels import experts, fp8, fp8_experts
 from meshwright.kernels.linear import weight_product
 from meshwright.kernels.narrow_states import narrow_adamw
+from meshwright.kernels.quantization import unpack
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import BLOCK, MomentFormat
+from meshwright.spec.quantization_schemes import NF4, SCHEMES
 from meshwright.training.narrow_moments import Held, NarrowStates
 
 BF16 = torch.bfloat16
@@ -94,6 +97,30 @@ def _fused(rows: int, width: int, device: torch.device) -> Run:
         return weight if own is weight else weight.copy_(own)
 
     return run
+
+
+def restored(rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Case:
+    """A matrix made of NF4 codes, as a product beside adapters takes it: half a byte and a share of a scale read, the
+    matrix written, per element."""
+    scheme = SCHEMES["nf4"]
+    codes = (torch.arange(rows * width // 2, device=device) * 37 % 256).view(rows, -1).to(torch.uint8)
+    numbers = torch.tensor(NF4, dtype=torch.float64, device=device)
+
+    def run(scales: Tensor, prefer: str) -> Tensor:
+        matrix = QuantizedMatrix(scheme=scheme, size_in=width, codes=codes, scales=scales, prefer=prefer)
+        return matrix.restored(dtype)
+
+    def exact(scales: Tensor) -> Tensor:
+        return numbers[unpack(codes, 4, width).long()] * scales.repeat_interleave(scheme.group, 1)
+
+    moved = rows * width * (0.5 + dtype.itemsize) + 4 * rows * scheme.groups(width)
+    return Case(
+        operation="NF4 restored", size=f"{rows:,} x {width:,}", dtype=dtype,
+        leaves=(Leaf((rows, scheme.groups(width)), dtype=torch.float32),), exact=exact,
+        eager=partial(run, prefer="eager"), ours=implementations("restore", run, device, dtype),
+        chosen=taken("restore", device, dtype), counts={"forward": Count(moved)}, kinds=(ROWS,), learns=False,
+        compiles=False,
+    )  # fmt: skip
 
 
 def weight_gradient_fp8(tokens: int, out: int, into: int, *, dtype: torch.dtype, device: torch.device) -> Case:

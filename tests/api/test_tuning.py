@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.api.tuning import tuning_plan
 from meshwright.api.tuning_defaults import DEFAULTS
 from meshwright.cli.main import main
-from meshwright.spec.errors import MeshwrightError, PlanError
+from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from tests.train import pairs
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 
@@ -104,6 +104,20 @@ def test_a_plan_of_adapters_is_saved_as_one_of_fine_tuning(files: Path) -> None:
     mw.plan("llama-tiny", cluster="h100x1", tune="lora").save(files / "saved.yaml")
     with pytest.raises(PlanError, match="tune begins with the weights of a model"):
         tuning_plan([str(files / "saved.yaml"), f"data={files / 'chat.jsonl'}"])
+
+
+def test_a_plan_of_codes_takes_less_and_says_how_it_is_held(files: Path) -> None:
+    """The 8B model on one card of 24 GB has room for more; what is refused names what is known."""
+    dense, coded = (mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how) for how in ("lora", "qlora:16"))
+    lora = coded.plan.model.lora
+    assert lora is not None and (lora.rank, lora.base) == (16, "nf4-double")
+    one = "micro_batch=1,recompute=none"
+    plans = [mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how, layout=one) for how in ("lora", "qlora")]
+    wide, narrow = (plan.found.best[0].peak_bytes for plan in plans)
+    assert 9.0e9 < wide - narrow < 11e9  # 7.0e9 matrix elements of 2 bytes, at 4.13 bits each instead
+    assert coded.plan.layout.micro_batch > dense.plan.layout.micro_batch
+    with pytest.raises(ArgumentError, match="take full, lora, qlora, or with a rank as lora:64"):
+        mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune="qlora:many")
 
 
 def test_a_base_is_scored_on_a_chat_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

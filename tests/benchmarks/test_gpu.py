@@ -171,6 +171,7 @@ def test_every_kernel_of_ours_has_an_entry() -> None:
         "loss_rows": "head and loss", "rms_norm": "rms norm", "add_rms_norm": "add rms norm", "swiglu": "gated",
         "rope": "rotary", "merge": "merge", "permute": "permute", "grouped": "grouped product",
         "layer_norm": "layer norm", "gelu": "gelu", "attention": "causal", "narrow_adamw": "int8 update",
+        "restore": "restored",
     }  # fmt: skip
     assert set(builders) == set(RULES)
     others = "bf16 update", "weight gradient fp8", "grouped fp8"

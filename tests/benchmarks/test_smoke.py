@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     agreement,
     compiled_experts,
+    dry_qlora,
     exactness,
     muon,
     optimizer_states,
@@ -45,6 +46,11 @@ def in_this_process(place: Path, *words: str) -> dict[str, Any]:
         assert main([*words, "--json"]) == 0
     found: dict[str, Any] = json.loads(out.getvalue())
     return found
+
+
+def test_a_card_of_24_gb_is_compared() -> None:
+    found = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
+    assert 0 < found["peak_gib"] < found["usable_gib"] and found["error"] < 0.05  # type: ignore[operator]  # numbers
 
 
 def test_startup_tells_time_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:

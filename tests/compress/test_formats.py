@@ -14,9 +14,9 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compress.formats import FORMATS
 from meshwright.compress.formats.folder_format import QuantizedModel
-from meshwright.compress.methods import quantize_matrix
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import write_quantized
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.transforms import ROTARY
 from meshwright.model.hub.weight_names import bindings, tensor_sizes
@@ -42,7 +42,9 @@ SHAPES = {
     ),
 }  # fmt: skip
 CT = "compressed-tensors"
-WHOLE = [name for name, scheme in SCHEMES.items() if scheme.zeros != "real" and name not in ("nf4", "llm-int8")]
+WHOLE = [
+    name for name, scheme in SCHEMES.items() if scheme.zeros != "real" and scheme.codes != "nf4" and name != "llm-int8"
+]
 
 
 def used(name: str) -> Scheme:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compress.methods import quantize_matrix, relative_error
 from meshwright.kernels.quantization import absmax, zero_point
 from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
@@ -22,6 +22,7 @@ WORST = {
     "int4-sym": 0.15,
     "int4-hqq": 0.1,
     "nf4": 0.1,
+    "nf4-double": 0.1,
     "int3": 0.2,
 }
 """Relative errors of normal weights that no scheme may pass."""

@@ -10,6 +10,7 @@ from meshwright.kernels.triton import (
     merging,
     narrow_update,
     permute,
+    restoring,
     root_norm,
     rotary,
 )
@@ -93,6 +94,10 @@ SAMPLES = {
     "narrow_rows_int8": Sample(
         narrow_update.narrow_rows, NARROW_STATES | CODES | {"weight": "*i16", "copy": NARROW},
         {"FORMAT": 2, "WEIGHT": 2, "ROWS": 4, "BLOCK": 256}, 4,
+    ),
+    "restore_rows": Sample(
+        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": True, "BLOCK": ELEMENTS},
+        restoring.WARPS,
     ),
     "grouped_rows": Sample(grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "in_stride": 1}, 4, 3, True, ("experts",)),
     "grouped_rows_transposed": Sample(

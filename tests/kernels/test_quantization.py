@@ -116,7 +116,7 @@ def test_codes_are_packed_and_unpacked(bits: int, columns: int) -> None:
 
 def test_schemes_say_their_sizes() -> None:
     assert SCHEMES["int4-rtn"].bits_per_weight(64, 1024) == 4 + 16 / 32 + 4 / 32
-    assert SCHEMES["nf4"].bits_per_weight(64, 1024) == 4 + 16 / 64
+    assert SCHEMES["nf4"].bits_per_weight(64, 1024) == 4 + 32 / 64
     assert SCHEMES["int3"].sizes(8, 40) == {
         "codes": ((8, 15), "uint8"), "scales": ((8, 2), "bfloat16"), "zeros": ((8, 2), "float16"),
     }  # fmt: skip

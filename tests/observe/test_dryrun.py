@@ -25,6 +25,7 @@ from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.held import memory, written_bytes
 from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.recipe import BatchStage
 
 SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
@@ -48,6 +49,8 @@ def by_muon(one: Plan) -> Plan:
     return replace(one, recipe=replace(one.recipe, optimizer="muon"))
 
 
+CODED = replace(SMALL, hidden=512, ffn=1408, vocab=1024, lora=LoRAShape(rank=8, base="nf4-double"))
+"""Matrices whose restored copies are larger than all else that a short pass takes."""
 REAL = {
     "one": plan(SMALL, 16, micro_batch=8),
     "noise": replace(
@@ -69,6 +72,9 @@ REAL = {
     "z3-muon": by_muon(plan(SMALL, 32, dp_shard=2, zero=3, micro_batch=8)),
     "tp-muon": by_muon(plan(SMALL, 4, tp=2, micro_batch=2)),
     "dp-muon": by_muon(plan(SMALL, 4, dp_replicate=2, micro_batch=2)),
+    "codes": plan(CODED, 8, micro_batch=2),
+    "codes again": plan(replace(CODED, lora=replace(CODED.lora, base="int4-hqq")), 4, micro_batch=2, recompute="full"),
+    "z2-codes": plan(CODED, 8, dp_shard=2, zero=2, micro_batch=2),
     "ep-muon": by_muon(plan(MIXED, 4, dp_shard=2, ep=2, zero=1, micro_batch=2)),
 }
 

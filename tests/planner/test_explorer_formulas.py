@@ -17,6 +17,7 @@ from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import NAMES, refusal, schedule, stage_layers
 from tests.planner.browser import CHROMIUM, evaluate
@@ -35,6 +36,7 @@ MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama-2-7b", "h100x8", 4, "bf16", "int8", "none"),
     ("llama-3.1-8b", "h100x8", 8, "bf16", "fp32", "fp32", "muon"),
     ("deepseek-v3", "h100x8", 64, "bf16", "fp32", "fp32", "muon"),
+    ("llama-3.1-8b", "h100x8", 2, "bf16", "fp32", "fp32", "adamw", "nf4-double"),
 )
 PLANS = 1000
 
@@ -64,12 +66,14 @@ def told(place: int) -> dict[str, Any]:
 
 def asked(
     name: str, cluster: str, nodes: int, precision: str, states: str = "fp32", masters: str = "fp32",
-    optimizer: str = "adamw",
+    optimizer: str = "adamw", base: str = "",
 ) -> Plan:  # fmt: skip
     keys: dict[str, Any] = {"precision": precision, "optimizer_states": states, "master_weights": masters}
     keys["optimizer"] = optimizer
     recipe = Recipe(sequence=4096, global_batch=512, **keys)
-    return Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster(cluster, nodes))
+    model = presets.model(name)
+    model = replace(model, lora=LoRAShape(rank=16, base=base)) if base else model
+    return Plan(model=model, recipe=recipe, cluster=presets.cluster(cluster, nodes))
 
 
 def drawn(plan: Plan, dice: random.Random) -> Plan:

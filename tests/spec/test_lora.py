@@ -7,7 +7,11 @@ import pytest
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.inventory import parameters
+from meshwright.spec.layout import Layout
+from meshwright.spec.legal import layout_violations
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.recipe import Recipe
 
 
 @pytest.mark.parametrize("name", presets.model_names())
@@ -21,3 +25,32 @@ def test_a_shape_names_its_matrices(name: str) -> None:
 def test_a_matrix_that_is_not_there_is_refused(name: str, target: str) -> None:
     with pytest.raises(PlanError, match=rf"model.lora.targets={target}: this model has no matrix '{target}'"):
         replace(presets.model(name), lora=LoRAShape(rank=1, targets=target))
+
+
+@pytest.mark.parametrize("name", presets.model_names())
+def test_frozen_matrices_between_hidden_states_are_codes(name: str) -> None:
+    """All of them, whatever has an adapter; what is trained, and everything else, is not."""
+    shape = replace(presets.model(name), lora=LoRAShape(rank=1, targets="o", base="nf4"))
+    coded = {one.name for one in parameters(shape) if one.scheme}
+    assert coded == {one.name for one in parameters(shape.base) if one.matrices}
+    assert not any(one.trained for one in parameters(shape) if one.scheme)
+    assert not any(one.scheme for one in parameters(replace(shape, lora=LoRAShape(rank=1))))
+
+
+def test_bytes_of_codes_are_those_of_their_tensors() -> None:
+    for scheme in SCHEMES.values():
+        for size in ((64, 256), (3, 70)):
+            assert scheme.nbytes(*size, (5,)) == 5 * scheme.nbytes(*size)
+            assert scheme.bits_per_weight(*size) == 8 * scheme.nbytes(*size) / (size[0] * size[1])
+    assert 4.12 < SCHEMES["nf4-double"].bits_per_weight(4096, 4096) < 4.14
+
+
+def test_layouts_that_cut_matrices_are_refused_by_name() -> None:
+    coded = replace(presets.model("mixtral-8x7b"), lora=LoRAShape(rank=1, base="nf4"))
+    for layout, said in (
+        (Layout(tp=2), "layout.tp=2 would cut it: take layout.tp=1, or model.lora.base=same"),
+        (Layout(dp_shard=2, ep=2), "layout.ep=2 would cut it: take layout.ep=1, or model.lora.base=same"),
+        (Layout(cuda_graphs="on"), "layout.cuda_graphs=on would keep room for all"),
+    ):
+        assert any(said in one for one in layout_violations(coded, Recipe(), layout)), said
+    assert not layout_violations(coded, Recipe(), Layout(dp_shard=2, zero=3))

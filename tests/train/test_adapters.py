@@ -52,12 +52,13 @@ def first_weights(asked: Plan) -> dict[str, Tensor]:
     return found
 
 
-def peft_run(asked: Plan, folder: Path, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of PEFT's model on the same documents, one by one."""
+def peft_run(asked: Plan, folder: Path, steps: int, **options: Any) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of PEFT's model on the same documents, one by one. `options`: of how the model
+    is loaded."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder.mkdir()
     save_adapter(folder, first_weights(asked), asked.model, base=asked.init, dtype=torch.float32)
-    base = transformers.AutoModelForCausalLM.from_pretrained(asked.init, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(asked.init, dtype=torch.float32, **options)
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).train()
     trained = [one for one in model.parameters() if one.requires_grad]
     recipe = asked.recipe

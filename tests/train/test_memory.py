@@ -30,6 +30,7 @@ LARGE = replace(SHAPE, vocab=127, hidden=64, ffn=128)
 UNEVEN = shrink("qwen3-30b-a3b")
 """A prime vocabulary, three layers, fewer key heads than 4 ranks, experts."""
 ADAPTED = replace(UNEVEN, lora=LoRAShape(rank=3))
+CODED = replace(UNEVEN, lora=LoRAShape(rank=3, base="nf4-double"))
 FEW = replace(UNEVEN, moe=MoEShape(experts=2, top_k=1, ffn=12))
 """Fewer experts than 4 ranks."""
 TIED = replace(shrink("qwen2.5-0.5b"), layers=5)
@@ -127,6 +128,7 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         (UNEVEN, 4, FOUR + FOUR_EXPERTS, "bf16", {"optimizer": "muon"}),
         (LARGE, 2, TWO, "bf16", {"optimizer": "muon", "optimizer_states": "int8"}),
         (ADAPTED, 4, FOUR + FOUR_EXPERTS, "bf16", {}),
+        (CODED, 2, [each for each in TWO if "tp" not in each], "bf16", {}),
     ],
     ids=[
         "even",
@@ -139,6 +141,7 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         "four, muon",
         "muon, int8",
         "four, adapters",
+        "codes",
     ],
 )
 def test_ranks_hold_what_is_counted_to_the_byte(

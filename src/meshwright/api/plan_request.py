@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright import planfile
 from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
-from meshwright.api.tuning_defaults import DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
+from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, estimator
@@ -29,7 +29,7 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
-FULL, LORA = "full", "lora"
+FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
 
 
@@ -37,8 +37,8 @@ def asked_plan(
     model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
 ) -> Plan:
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
-    plan file, or a plan. `tune`: full, lora or lora:RANK, for fine-tuning's batch and sequence, and with adapters.
-    `teacher`: as `model`, for a distillation."""
+    plan file, or a plan. `tune`: full, lora, qlora or with a rank as lora:64, for fine-tuning's batch and sequence, and
+    with adapters. `teacher`: as `model`, for a distillation."""
     plan = plan_of(model)
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
@@ -51,7 +51,7 @@ def asked_plan(
     words += _adapters(tune)
     named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not given:
-        words += _tuned(named, adapters=tune.startswith(LORA))
+        words += _tuned(named, adapters=not tune.startswith(FULL))
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
@@ -153,9 +153,11 @@ def _any_layout(found: Plan) -> None:
 def _adapters(tune: str) -> list[str]:
     """Words of a plan for what --tune says."""
     kind, _, rank = tune.partition(":")
-    if kind not in ("", FULL, LORA) or (rank and kind != LORA) or (rank and not rank.isdecimal()):
-        raise ArgumentError(f"tune={tune!r} is not known: take full, lora or lora:RANK, as lora:64")
-    return [f"model.lora={rank or TUNED_RANK}"] if kind == LORA else []
+    with_rank = kind in (LORA, QLORA)
+    if kind not in ("", FULL, LORA, QLORA) or (rank and not (with_rank and rank.isdecimal())):
+        raise ArgumentError(f"tune={tune!r} is not known: take full, lora, qlora, or with a rank as lora:64")
+    base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA else []
+    return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
 
 
 def _tuned(named: set[str], *, adapters: bool) -> list[str]:

@@ -135,7 +135,7 @@ def plan(
 
     `model`: a preset's name, a Hugging Face folder, a plan file or a plan. `cluster`: a device and how many of it a
     node has, as "h100x8", or a file of `calibrate`. `layout` fixes some degrees: {"tp": 8}, "tp=8,zero=3", a Layout.
-    `recipe`: {"sequence": 8192}. `tune`: "full", "lora" or "lora:64", for fine-tuning's batch and adapters.
+    `recipe`: {"sequence": 8192}. `tune`: "full", "lora", "qlora" or "lora:64", for fine-tuning's batch and adapters.
     `teacher`: of a distillation, as `model`: its weights and forward passes are counted.
     `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
     `memory`: GiB of each device that a layout may take (by default all that a program can have).

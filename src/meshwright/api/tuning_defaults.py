@@ -5,6 +5,8 @@ from collections.abc import Container, Mapping
 SAMPLES = "data.form=samples"
 TUNED_RANK = 16
 """Of adapters."""
+CODED_BASE = "nf4-double"
+"""How frozen matrices are held where `plan` is asked for qlora (arXiv:2305.14314)."""
 DEFAULTS: Mapping[str, str] = {
     "recipe.epochs": "3",
     "recipe.sequence": "1024",

@@ -138,17 +138,19 @@ def products_of_pieces(
     return map(multiply, pieces)
 
 
-def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], form: str = SAME) -> Tensor:
+def input_gradient(gradients: Sequence[Tensor], weights: Iterable[Tensor], form: str = SAME) -> Tensor:
     """gradients (..., out) of several products of one x -> that of x (..., in), summed inside the products (beta = 1)
-    instead of by passes over memory."""
+    instead of by passes over memory. Weights may come one after the other: none is held beside the next."""
     if form != SAME:
-        return fp8.input_gradient(gradients, weights)
+        return fp8.input_gradient(gradients, tuple(weights))
     first = gradients[0]
     wide = torch.float32 if needs_wide(first) else first.dtype
     total: Tensor | None = None
-    for gradient, weight in zip(gradients, weights, strict=True):
-        rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), weight.to(wide)
+    following = iter(weights)  # a zip would hold each beside the next
+    for gradient in gradients:
+        rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), next(following).to(wide)
         total = cpu_product.multiply(rows, matrix) if total is None else cpu_product.add_product(total, rows, matrix)
+        del rows, matrix
     assert total is not None
     return total.to(first.dtype).view(*first.shape[:-1], total.shape[-1])
 

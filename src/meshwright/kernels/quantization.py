@@ -186,7 +186,7 @@ def _per_output(one: Tensor, weight: Quantized) -> Tensor:
 def nf4_codes(x: Tensor) -> Tensor:
     """x within -1 .. 1 -> the number of the nearest of NF4's 16, uint8; NaN counts as the last."""
     table = torch.tensor(NF4, dtype=torch.float32, device=x.device)
-    return torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def nf4_codes_reference(x: Tensor) -> Tensor:
@@ -204,6 +204,9 @@ def e4m3_scale(peak: Tensor) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes (..., K) uint8 below 2^bits -> bytes (..., ceil(K bits / 8)), the first code in the lowest bits. The rest
     of the last byte is 0."""
+    if bits == 4:
+        pairs = grouped(codes, 2)
+        return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
     columns = codes.shape[-1]
     filled = grouped(codes, 8)
     shifts = torch.arange(0, 8 * bits, bits, device=codes.device)

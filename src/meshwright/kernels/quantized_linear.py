@@ -7,7 +7,8 @@ Two kinds of product:
                     y = (Qx Qw) sw sx + x_O W_O. Columns O of x are left out of Qx and multiplied in 16 bit or more
 
 On a CPU the second is oneDNN's; of the first, 4-bit weights have a product of their own for a few rows, and for more
-rows a copy that is restored once. None has a gradient for W; that of x is G W.
+rows a copy that is restored once. Beside adapters W is restored for each product and gone behind it, in the dtype of x.
+None has a gradient for W; that of x is G W, with W restored again.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product
-from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.linear import input_gradient, needs_wide, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import kind
@@ -90,8 +91,8 @@ class _QuantizedLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        parts = [one @ matrix.dequantized().to(one.dtype) for one, matrix in zip(gradients, ctx.matrices, strict=True)]
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], *[None] * len(parts)
+        weights = (matrix.restored(gradients[0].dtype) for matrix in ctx.matrices)
+        return input_gradient(gradients, weights), *[None] * len(ctx.matrices)
 
 
 def _products(
@@ -159,6 +160,8 @@ def _multiplied(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
 
 
 def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    if not matrix.keeps_copies:
+        return products(rows, (matrix.restored(rows.dtype),), (bias,))[0]
     wide = needs_wide(rows)
     if takes_int4(matrix, rows):
         slow_bf16 = not integers.has_bf16_units()

@@ -1,21 +1,29 @@
 """A matrix, or a stack of them, as codes and scales: one representation for every device, file and method.
 
     codes    (..., N, K) int8 or e4m3; fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
-    scales   (..., N, groups)
+    scales   (..., N, groups); doubled ones are codes, with outer (..., ceil(N groups / 256)) and offset (..., 1)
     zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
     columns  (O,) int32 and kept (..., N, O): inputs whose weights are not quantized; their codes are those of zero
 
 What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
 from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
-from meshwright.spec.quantization_schemes import NF4, Scheme
+from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
+
+PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
+"""Tensors of a matrix, as QuantizedMatrix has them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +38,12 @@ class QuantizedMatrix:
     zeros: Tensor | None = None
     columns: Tensor | None = None
     kept: Tensor | None = None
+    outer: Tensor | None = None
+    offset: Tensor | None = None
+    keeps_copies: bool = True
+    """Whether products may keep a restored copy beside it; beside adapters none outlives its product."""
+    prefer: str = "auto"
+    """As kernels.chooser's."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What products made of it for this device."""
 
@@ -41,7 +55,7 @@ class QuantizedMatrix:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By name, those that there are."""
-        found = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "columns", "kept")}
+        found = {name: getattr(self, name) for name in PARTS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def every_zero(self) -> Tensor:
@@ -55,17 +69,64 @@ class QuantizedMatrix:
         """Codes (..., N, K), one an element."""
         return unpack(self.codes, self.scheme.bits, self.size_in) if self.scheme.packed else self.codes
 
+    def every_scale(self) -> Tensor:
+        """S (..., N, groups) fp32."""
+        if self.outer is None or self.offset is None:
+            return self.scales.float()
+        return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table))
+
     def dequantized(self) -> Tensor:
         """(..., N, K) fp32."""
-        codes, scheme = self.whole_codes(), self.scheme
-        if scheme.codes == "nf4":
-            runs = grouped(torch.tensor(NF4, device=codes.device)[codes.int()], scheme.group)
-        else:
-            zeros = self.every_zero()
-            runs = grouped(codes.float(), scheme.group) - (zeros.unsqueeze(-1) if zeros.dim() else zeros)
-        found = (runs * self.scales.float().unsqueeze(-1)).flatten(-2)[..., : self.size_in]
+        return self.restored(torch.float32)
+
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        """(..., N, K), in fp32 rounded once, some rows at a time."""
+        *stack, rows, _ = self.scales.shape
+        found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
+        scales, zeros = self.every_scale(), self.every_zero()
+        if self._in_one_kernel(found):
+            from meshwright.kernels.triton import restoring
+
+            own = zeros.contiguous() if zeros.dim() else None
+            numbers = self._once("numbers", self._numbers_of_codes)
+            return restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
+        step = max(1, PIECE // (prod(stack) * self.size_in))
+        for start in range(0, rows, step):
+            some = slice(start, start + step)
+            own = zeros[..., some, :] if zeros.dim() else zeros
+            found[..., some, :] = self._rows(self.codes[..., some, :], scales[..., some, :], own)
         if self.columns is not None and self.kept is not None:
-            found[..., self.columns.long()] = self.kept.float()
+            found[..., self.columns.long()] = self.kept.to(dtype)
+        return found
+
+    def _in_one_kernel(self, like: Tensor) -> bool:
+        plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
+        return plain and uses_triton("restore", like, prefer=self.prefer)
+
+    def _numbers_of_codes(self, device: torch.device) -> Tensor:
+        """(16,) fp32, less the zero that all of them share."""
+        table = torch.tensor(NF4 if self.scheme.codes == "nf4" else range(16), dtype=torch.float32, device=device)
+        return table if self.zeros is not None else table - fixed_zero(self.scheme)
+
+    def _rows(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        """What codes (..., R, ceil(K bits / 8)) stand for, fp32 (..., R, K)."""
+        runs = grouped(self._numbers(codes), self.scheme.group)
+        if self.scheme.codes != "nf4" and (zeros.dim() or float(fixed_zero(self.scheme))):
+            runs.sub_(zeros.unsqueeze(-1) if zeros.dim() else zeros)
+        return runs.mul_(scales.unsqueeze(-1)).flatten(-2)[..., : self.size_in]
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        """Numbers that codes name, before scales and zeros; a tensor of its own."""
+        if self.scheme.bits == 4:
+            table = self._once("pairs", partial(pairs_of, self.scheme.codes))
+            return table.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)[..., : self.size_in]
+        return (unpack(codes, self.scheme.bits, self.size_in) if self.scheme.packed else codes).float()
+
+    def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
+        """A small table where its tensors are."""
+        if name not in self.prepared:
+            self.prepared[name] = make(self.codes.device)
+        found: Tensor = self.prepared[name]
         return found
 
     def expert(self, number: int) -> "QuantizedMatrix":
@@ -75,9 +136,17 @@ class QuantizedMatrix:
             parts: dict[str, Any] = {
                 name: one if name == "columns" else one[number] for name, one in self.tensors.items()
             }
-            self.prepared[key] = QuantizedMatrix(scheme=self.scheme, size_in=self.size_in, **parts)
+            self.prepared[key] = QuantizedMatrix(
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
+            )
         found: QuantizedMatrix = self.prepared[key]
         return found
+
+
+def pairs_of(codes: str, device: torch.device) -> Tensor:
+    """(256, 2) fp32: the two numbers of each byte of 4-bit codes."""
+    numbers = torch.tensor(NF4 if codes == "nf4" else range(16), dtype=torch.float32, device=device)
+    return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)
 
 
 def fixed_zero(scheme: Scheme) -> int:
@@ -109,11 +178,16 @@ def assembled(
     """Of codes (..., N, K), one an element, and zeros (..., N, groups)."""
     if zeros is not None:
         zeros = pack(zeros.to(torch.uint8), scheme.bits) if scheme.zeros == "whole" else zeros.half()
+    outer = offset = None
+    if scheme.scales == "double":
+        scales, outer, offset = doubled(scales.float())
     return QuantizedMatrix(
         scheme=scheme,
         size_in=codes.shape[-1],
         codes=pack(codes, scheme.bits) if scheme.packed else codes,
-        scales=scales.to(getattr(torch, scheme.scales)),
+        scales=scales if outer is not None else scales.to(getattr(torch, scheme.scales)),
+        outer=outer,
+        offset=offset,
         zeros=zeros,
         columns=columns,
         kept=kept,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
+from meshwright.model.quantized_weights import frozen_schemes, put_quantized
 from meshwright.model.seams import same
 from meshwright.spec.inventory import parameters
 from meshwright.spec.lora import LoRAShape
@@ -52,8 +53,12 @@ class LoRA(nn.Module):
         found: Tensor = whole + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
             return found
-        found = found * (self.magnitude / self.norms(_whole(layer.matrix))).to(found.dtype)
+        found = found * (self.magnitude / self.norms(self.whole(layer.matrix))).to(found.dtype)
         return found if layer.local_bias is None else found + layer.local_bias
+
+    def whole(self, matrix: Matrix) -> Tensor:
+        """The matrix (out, in), restored as products restore it."""
+        return matrix.restored(self.a.dtype) if isinstance(matrix, QuantizedMatrix) else matrix
 
     def row_squares(self, weight: Tensor) -> Tensor:
         """|W|^2 of each row (out,) fp32, over all inputs."""
@@ -73,10 +78,6 @@ class LoRA(nn.Module):
         squares = squares + 2 * self.scale * crossed + self.scale**2 * own
         norms: Tensor = squares.clamp(min=0).sqrt()  # what rounding leaves of a row of zeros may be below 0
         return norms
-
-
-def _whole(matrix: Matrix) -> Tensor:
-    return matrix.dequantized() if isinstance(matrix, QuantizedMatrix) else matrix
 
 
 class ExpertLoRA(nn.Module):
@@ -111,6 +112,7 @@ def add_adapters(model: nn.Module, shape: ModelShape) -> None:
         else:
             assert isinstance(module, Linear)
             module.lora = LoRA(shape.lora, module.in_features, module.out_features)
+    put_quantized(model, shape, frozen_schemes(shape), {}, torch.float32, keeps_copies=False)
     trained = {one.name for one in known if one.trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

@@ -4,27 +4,34 @@ A `Linear` with `quantized` has no weight; a stack of experts `up` is None besid
 whatever runs around the layer stay as they are. The tensors are buffers: nothing trains or shards them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
-
-PARTS = ("codes", "scales", "zeros", "columns", "kept")
-"""Tensors of a matrix, as QuantizedMatrix has them."""
 
 
 class QuantizedWeight(nn.Module):
     """The tensors of one matrix (rows, columns), or of a stack of them."""
 
-    def __init__(self, scheme: Scheme, size: tuple[int, ...], kept: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        size: tuple[int, ...],
+        kept: int,
+        dtype: torch.dtype,
+        *,
+        keeps_copies: bool = True,
+        prefer: str = "auto",
+    ) -> None:
         super().__init__()
         *stack, rows, self.size_in = size
-        self.scheme = scheme
+        self.scheme, self.size, self.keeps_copies, self.prefer = scheme, size, keeps_copies, prefer
         for name, (dims, kind) in scheme.sizes(rows, self.size_in, stack, kept=kept).items():
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
         if kept:
@@ -36,8 +43,15 @@ class QuantizedWeight(nn.Module):
         """What products take. Made once the tensors are where they stay."""
         if self._matrix is None:
             parts = {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
-            self._matrix = QuantizedMatrix(scheme=self.scheme, size_in=self.size_in, **parts)
+            self._matrix = QuantizedMatrix(
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
+            )
         return self._matrix
+
+    def take(self, matrix: QuantizedMatrix) -> None:
+        """Have its tensors be those of another matrix of its scheme and size."""
+        for name, tensor in matrix.tensors.items():
+            getattr(self, name).copy_(tensor)
 
 
 def quantizable(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -51,15 +65,31 @@ def place(name: str) -> str:
     return name.removesuffix(".weight") + (".quantized" if name.endswith(".weight") else "_quantized")
 
 
+def frozen_schemes(shape: ModelShape) -> dict[str, Scheme]:
+    """Of each frozen matrix that is held as codes beside adapters."""
+    return {one.name: SCHEMES[one.scheme] for one in parameters(shape) if one.scheme}
+
+
+def frozen_codes(models: Iterable[nn.Module], shape: ModelShape) -> dict[str, QuantizedWeight]:
+    """The same matrices where they stand, of those that these parts of a model hold."""
+    places = {place(name): name for name in frozen_schemes(shape)}
+    found = (named for model in models for named in model.named_modules())
+    return {places[name]: one for name, one in found if name in places and isinstance(one, QuantizedWeight)}
+
+
 def put_quantized(
-    model: nn.Module, shape: ModelShape, schemes: Mapping[str, Scheme], kept: Mapping[str, int], dtype: torch.dtype
-) -> None:
-    """Give matrices of a skeleton, by name, codes in place of a weight. `kept`: how many columns of which are in
-    `dtype`."""
-    sizes = quantizable(shape)
+    model: nn.Module, shape: ModelShape, schemes: Mapping[str, Scheme], kept: Mapping[str, int], dtype: torch.dtype,
+    *, keeps_copies: bool = True,
+) -> None:  # fmt: skip
+    """Give matrices of a skeleton (a Transformer), by name, codes in place of a weight. `kept`: how many columns of
+    which are in `dtype`. Not `keeps_copies`: products restore a matrix each time."""
+    sizes, kernels = quantizable(shape), cast(Any, model.kernels)
     with torch.device("meta"):
         for name, scheme in schemes.items():
             where, _, leaf = place(name).rpartition(".")
             module = model.get_submodule(where)
             module.register_parameter(name.rpartition(".")[2], None)
-            setattr(module, leaf, QuantizedWeight(scheme, sizes[name], kept.get(name, 0), dtype))
+            made = QuantizedWeight(
+                scheme, sizes[name], kept.get(name, 0), dtype, keeps_copies=keeps_copies, prefer=kernels.prefer
+            )
+            setattr(module, leaf, made)

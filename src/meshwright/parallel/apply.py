@@ -9,10 +9,12 @@ import torch
 from meshwright import compat
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.target import acts
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
+from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
@@ -33,6 +35,7 @@ from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.boxes import Box, boxes
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import shares_tied_ends
@@ -89,8 +92,19 @@ def build_engine(
     if initialize or adapters:
         initialize_boxes(engine, seed, adapters=not initialize)
     if initialize:
+        draw_codes(engine, seed, dtype)
         measure_rows(engine)
     return engine
+
+
+@torch.no_grad()
+def draw_codes(engine: Engine, seed: int, dtype: torch.dtype) -> None:
+    """Give frozen matrices that are held as codes the initial weights of (seed, name) in `dtype`, quantized."""
+    shape = engine.model.shape
+    for name, weight in frozen_codes(engine.stages, shape).items():
+        drawn = torch.zeros(weight.size, dtype=dtype, device=weight.codes.device)
+        fill_initial(drawn, name, shape, seed, whole=weight.size)
+        weight.take(quantize_matrix(name, drawn, weight.scheme))
 
 
 @torch.no_grad()
@@ -103,8 +117,9 @@ def measure_rows(engine: Engine) -> None:
     for stage in engine.stages:
         for layer in stage.modules():
             if isinstance(layer, Linear) and isinstance(layer.lora, LoRA):
-                found = layer.lora.row_squares(data.local(layer.weight.detach())).sqrt()
-                data.local(layer.lora.magnitude.detach()).copy_(found.to(layer.weight.dtype))
+                matrix = layer.matrix if layer.quantized else data.local(layer.weight.detach())
+                lengths = data.local(layer.lora.magnitude.detach())
+                lengths.copy_(layer.lora.row_squares(layer.lora.whole(matrix)).sqrt().to(lengths.dtype))
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
@@ -204,7 +219,7 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     """Recomputation around the arithmetic of the stage's first blocks, of as many as the layout says, then compilation
     of both; hooks of the block stay outside. The pass back begins with the last blocks: what they keep is gone before
     anything is made again, so that the two never stand beside each other."""
-    compiled = is_compiled(layout, device)
+    compiled = is_compiled(layout, device) and not holds_codes(model.shape)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"

@@ -9,6 +9,7 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors
 from meshwright.spec.plan import SAMPLES, Plan
@@ -208,6 +209,8 @@ def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
         cures.append("a shorter sequence")
     if nearest.plan.data.form == SAMPLES and nearest.plan.model.lora is None:
         cures.append("train adapters alone (tune=lora)")
+    elif nearest.plan.model.lora is not None and not holds_codes(nearest.plan.model):
+        cures.append("hold frozen matrices in 4 bits (tune=qlora)")
     return (
         f"none of {found.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
         f"({kind} {short_gib(size)}); {short_gib(room)} is usable: {words_of(nearest.plan)}; "

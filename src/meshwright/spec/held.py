@@ -15,6 +15,8 @@ gives all ranks equally many rows: the last ones are padding. Experts fewer than
 (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
 (docs/parallel.md).
 
+Frozen matrices that are codes and scales (spec/lora.py) are whole on every rank, and count as parameters as they are.
+
 Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
 (docs/decisions/0005-gradient-precision.md).
 """
@@ -28,6 +30,7 @@ from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_part
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
 from meshwright.spec.places import expert_place, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
+from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
@@ -90,6 +93,14 @@ class HeldParameter:
     box: Box
     ranks: int = 1
     index: int = 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Of its codes and scales, where it is held as such."""
+        if not self.parameter.scheme:
+            return 0
+        *stack, rows, columns = self.box.sizes
+        return SCHEMES[self.parameter.scheme].nbytes(rows, columns, stack)
 
     @property
     def own_box(self) -> Box:
@@ -167,6 +178,8 @@ def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
     found: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
     ends, place = _tied_ends(shape, layout, rank), place_of(layout, rank)
     for parameter in parameters_of(shape, layout, rank):
+        if parameter.scheme:  # no parameter of the engine
+            continue
         n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
         first = rank - place["tp"] % n
         for axis, ranks, partial in (
@@ -254,6 +267,8 @@ def _sizes(
 ) -> dict[str, int]:
     """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
     parameter put back into shards, before the stage's last one."""
+    codes = sum(one.code_bytes for one in found)
+    found = [one for one in found if not one.parameter.scheme]
     zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
     whole = inside and zero > 0 and (zero < 3 or late)
     whole_gradients = zero == 0 or (inside and (zero == 1 or late))
@@ -262,7 +277,7 @@ def _sizes(
     shards = learns * (width.shard or width.parameter) + (padded - learns) * width.parameter
     gathered = sum(one.padded * one.ranks for one in found)
     return {
-        "parameters": gathered * width.parameter if whole else shards,
+        "parameters": (gathered * width.parameter if whole else shards) + codes,
         "shards": shards if whole else 0,
         "gradients": (sum(one.box.numel for one in trained) if whole_gradients else learns) * width.gradient,
         "masters": sum(one.own for one in trained) * width.master,

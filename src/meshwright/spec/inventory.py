@@ -45,6 +45,8 @@ class Parameter:
     experts only, or adds the bias for all."""
     trained: bool = True
     """Whether it has a gradient and optimizer states; False = frozen, beside adapters."""
+    scheme: str = ""
+    """Of a frozen matrix that is held as codes and scales: the name in spec/quantization_schemes.py."""
     adapts: str = ""
     """Of an adapter's part: the name of the matrix beside which it stands."""
 
@@ -75,7 +77,8 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
         return _parameters(shape)
     found: list[Parameter] = []
     for one in _parameters(shape.base):
-        found.append(replace(one, trained=False))
+        codes = shape.lora.scheme is not None and one.matrices is not None
+        found.append(replace(one, trained=False, scheme=shape.lora.base if codes else ""))
         if one.inside and one.group in HIDDEN and len(one.shape) > 1 and shape.lora.adapts(one.name):
             found += _adapter(one, shape.lora)
     return tuple(found)
@@ -126,6 +129,13 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     if not shape.tied:
         found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def largest_coded(shape: ModelShape, group: str) -> int:
+    """Elements of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0: none."""
+    sizes = (one.matrices for one in parameters(shape) if one.scheme and one.group == group)
+    return max((size[1] * size[2] for size in sizes if size), default=0)
 
 
 def num_parameters(shape: ModelShape) -> int:

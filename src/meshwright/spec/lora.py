@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError, printable
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
+SAME = "same"
+"""As `base`: frozen matrices are held as all weights are."""
 LARGEST_RANK = 2**16
 NAMES = {
     "attention": ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up"),
@@ -33,6 +36,9 @@ class LoRAShape:
     """Share of the adapter's input set to 0 while training."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, for large ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
+    base: str = SAME
+    """How the frozen matrices are held: `same`, as all weights, or a scheme of quantization that restores them for each
+    product: nf4-double, nf4, int4-hqq ... (QLoRA)."""
     dora: bool = False
     """Train the length of each row of the sum apart from its direction (Liu et al. 2024, arXiv:2402.09353)."""
 
@@ -43,6 +49,12 @@ class LoRAShape:
             raise PlanError(f"model.lora.alpha={self.alpha} must be a number above 0")
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
+        if self.base != SAME and not (self.base in SCHEMES and SCHEMES[self.base].trains_beside):
+            known_bases = [name for name, scheme in SCHEMES.items() if scheme.trains_beside]
+            raise PlanError(
+                f"model.lora.base={printable(self.base)} holds no matrices beside which adapters are trained: take "
+                f"same, {', '.join(known_bases)}"
+            )
         known = [name for names in NAMES.values() for name in names]
         for name in self.targets.split(","):
             if name not in ("all", *NAMES, *known):
@@ -55,6 +67,11 @@ class LoRAShape:
         """Names that were given and are not among a layer's matrices."""
         groups = ("all", *NAMES)
         return [name for name in self.targets.split(",") if name not in groups and name not in matrices]
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of frozen matrices; None = they are held as all weights are."""
+        return SCHEMES.get(self.base)
 
     @property
     def scale(self) -> float:

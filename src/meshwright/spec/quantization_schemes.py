@@ -8,6 +8,7 @@ found, and what happens to activations.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import NormalDist
 from typing import Literal
 
@@ -20,6 +21,8 @@ Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
 Size = tuple[tuple[int, ...], str]
 """Dims of a tensor, and the name of its dtype in torch."""
+WIDTHS = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element, by the name of its dtype."""
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128, 256)
 """Inputs that may share a scale."""
@@ -44,7 +47,17 @@ def normal_float(bits: int = 4) -> tuple[float, ...]:
     return tuple(one / above[0] for one in sorted([*above, 0.0, *(-one for one in below)]))
 
 
-NF4 = normal_float()
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""`normal_float(4)` as it was published, and as every file and kernel has it: other numbers in the seventh digit."""
+PIECE = 2**22
+"""Elements of a matrix that are quantized or restored at a time, so that what this takes beside the result stays
+small."""
+DOUBLED = 256
+"""Scales that share a scale of their own, where these are codes, too (QLoRA, section 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +76,9 @@ class Scheme:
     """Inputs of a row that share a scale; 0 = all of them."""
     method: Method = "absmax"
     """How scales are found."""
-    scales: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of S: bf16 reaches as far as fp32, and codes are made for the rounded ones."""
+    scales: Literal["bfloat16", "float16", "float32", "double"] = "bfloat16"
+    """Dtype of S: bf16 reaches as far as fp32, and codes are made for the rounded ones. `double`: S are codes of 8 bits
+    themselves, with a scale for each run of DOUBLED and one offset (double quantization, arXiv:2305.14314)."""
     activations: Activations = "same"
     """What a product's input is rounded to, with a scale for each token; `same` = it is not."""
     outliers: Outliers = "none"
@@ -86,6 +100,8 @@ class Scheme:
             raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
         if self.group and self.group not in GROUPS:
             raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
+        if self.scales == "double" and self.codes != "nf4":
+            raise PlanError("scales=double are for nf4: take scales=bfloat16")
         if self.outliers != "none" and self.threshold <= 0:
             raise PlanError(f"threshold={self.threshold} must be above 0")
 
@@ -94,19 +110,29 @@ class Scheme:
         """Whether several codes share a byte."""
         return self.bits < 8
 
+    @property
+    def trains_beside(self) -> bool:
+        """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
+        so that the gradient of an input is the one of what was computed."""
+        return self.activations == "same" and self.outliers == "none"
+
     def groups(self, columns: int) -> int:
         """Scales of a row of so many inputs; the last group may be short."""
         return -(-columns // self.group) if self.group else 1
 
     def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, kept: int = 0) -> dict[str, Size]:
         """The tensors that stand for a matrix (rows, columns), or for a stack of them, but for its columns that are
-        kept: `codes`, `scales` and `zeros`. `kept`: of its columns, so many are not quantized."""
+        kept: `codes`, `scales`, of doubled ones `outer` and `offset`, and `zeros`. `kept`: of its columns, so many are
+        not quantized."""
         lead, groups = tuple(stack), self.groups(columns)
         dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
         found: dict[str, Size] = {
             "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
-            "scales": ((*lead, rows, groups), self.scales),
+            "scales": ((*lead, rows, groups), "uint8" if self.scales == "double" else self.scales),
         }
+        if self.scales == "double":
+            found["outer"] = ((*lead, -(-rows * groups // DOUBLED)), "float32")
+            found["offset"] = ((*lead, 1), "float32")
         if self.zeros == "whole":
             found["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
         if self.zeros == "real":
@@ -117,14 +143,11 @@ class Scheme:
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         """Of a matrix, its scales and zeros included."""
-        widths = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-        total = 0
-        for dims, dtype in self.sizes(rows, columns).values():
-            count = 1
-            for size in dims:
-                count *= size
-            total += count * widths[dtype]
-        return 8 * total / (rows * columns)
+        return 8 * self.nbytes(rows, columns) / (rows * columns)
+
+    def nbytes(self, rows: int, columns: int, stack: Sequence[int] = ()) -> int:
+        """Of all tensors that stand for a matrix, or for a stack of them."""
+        return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 
 def _bytes(count: int, bits: int) -> int:
@@ -160,8 +183,12 @@ SCHEMES: Mapping[str, Scheme] = {
             about="4-bit weights, real zeros found by half-quadratic quantization, without data",
         ),
         Scheme(
-            name="nf4", bits=4, codes="nf4", group=64, expected_kl=(4e-3, 9e-2), max_kl=0.2,
-            about="4-bit normal floats, a scale for each 64 inputs (QLoRA)",
+            name="nf4", bits=4, codes="nf4", group=64, scales="float32", expected_kl=(4e-3, 9e-2), max_kl=0.2,
+            about="4-bit normal floats, a scale for each 64 inputs, as bitsandbytes has them",
+        ),
+        Scheme(
+            name="nf4-double", bits=4, codes="nf4", group=64, scales="double", expected_kl=(4e-3, 9e-2), max_kl=0.2,
+            about="the same, with scales in 8 bits (QLoRA's double quantization)",
         ),
         Scheme(
             name="int3", bits=3, zeros="real", group=32, method="hqq", expected_kl=(1e-2, 0.3), max_kl=0.6,

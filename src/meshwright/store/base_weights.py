@@ -29,7 +29,8 @@ def base_fingerprint(plan: Plan) -> str:
     """What an adapter's checkpoint keeps of the weights beside which it was trained; empty without adapters."""
     if plan.model.lora is None:
         return ""
-    return f"random {plan.recipe.seed}" if plan.init == RANDOM else folder_of_weights(plan).fingerprint()
+    weights = f"random {plan.recipe.seed}" if plan.init == RANDOM else folder_of_weights(plan).fingerprint()
+    return f"{weights} as {plan.model.lora.base}" if plan.model.lora.scheme else weights
 
 
 def base_weights(plan: Plan, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

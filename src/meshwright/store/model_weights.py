@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.low_rank import merged
+from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.spec.inventory import adapter_parts
@@ -42,9 +44,9 @@ def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
 
 
 def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same of a run of this plan, of a checkpoint that was verified; an adapter is added to the weights beside
-    which it was trained, in fp32, a tensor at a time. HubError or PlanError where those are not there any more, or are
-    others."""
+    """The same of a run of this plan, of a checkpoint that was verified. An adapter is added to the weights beside
+    which it was trained (of codes what products restored), in fp32, a tensor at a time. HubError or PlanError where
+    those are not there any more, or are others."""
     if plan.model.lora is None:
         yield from weights(checkpoint, wanted, verified=True)
         return
@@ -55,7 +57,9 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
         )
     adapters = dict(weights(checkpoint, torch.float32, verified=True))
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
-    for name, tensor in base_weights(plan, trained):
+    schemes = frozen_schemes(plan.model)
+    for name, stored in base_weights(plan, trained):
+        tensor = quantize_matrix(name, stored, schemes[name]).restored(trained) if name in schemes else stored
         low = adapter_parts(name, adapters)
         kept = torch.float32 if name.endswith("correction_bias") else wanted  # as everywhere
         yield name, (merged(tensor.float(), low, lora) if low else tensor).to(kept)

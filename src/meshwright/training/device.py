@@ -17,6 +17,7 @@ from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
 from meshwright.training.precision import DTYPES
@@ -125,6 +126,7 @@ def block_operations(plan: Plan) -> list[str]:
     found.append("swiglu" if shape.mlp == "swiglu" else "gelu")
     found += ["rope"] if shape.positions == "rope" else []
     found += ["permute", "grouped"] if shape.moe else []
+    found += ["restore"] if holds_codes(shape) else []
     return [*found, *(["merge"] if plan.layout.cp > 1 else []), "attention"]
 
 

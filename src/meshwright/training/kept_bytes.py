@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.training.optimizer import Optimizer
@@ -26,13 +27,19 @@ def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     now, own = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()
     return {
-        "parameters": list(now),
+        "parameters": [*now, *codes(engine)],
         "shards": [*own, *optimizer.frozen],
         "gradients": [p.grad for p in (*now, *own) if p.grad is not None],
         "masters": [t for name, t in states.items() if name.startswith("master.")],
         "moments": [t for name, t in states.items() if name.startswith("moment")],
         "counters": [t for name, t in states.items() if name.startswith("step.")],
     }
+
+
+def codes(engine: Engine) -> list[Tensor]:
+    """Of frozen matrices that are codes and scales."""
+    held = frozen_codes(engine.stages, engine.model.shape)
+    return [tensor for one in held.values() for tensor in one.buffers()]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -315,7 +315,7 @@ def _check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
     if values.get("base", "") != base_fingerprint(plan):
         raise CheckpointError(
             f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
-            "was trained with, unchanged"
+            "was trained with, unchanged, and its model.lora.base"
         )
 
 

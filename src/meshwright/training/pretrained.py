@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local
 from meshwright.spec import Plan
@@ -41,10 +43,15 @@ def take_weights(state: TrainState, plan: Plan) -> None:
     """Fill the model, and the optimizer's fp32 copy of it, from the folder of `model.init`: in a 16-bit run the copy
     keeps what the weights have no room for. HubError where a file is damaged."""
     places, masters = state.model_tensors(), state.optimizer.masters
+    coded = frozen_codes(state.engine.stages, plan.model)
     if state.engine.gathered_dtype is not None:  # the parameters are what is to be filled
         masters = {name: local(parameter.detach()) for name, parameter in state.engine.parameters.items()}
 
     def put(name: str, tensor: Tensor) -> None:
+        if name in coded:
+            here = tensor.to(coded[name].codes.device)
+            coded[name].take(quantize_matrix(name, here, coded[name].scheme))
+            return
         place = places.get(f"model.{name}")
         if isinstance(place, Piece):
             box = place.box
@@ -58,7 +65,7 @@ def take_weights(state: TrainState, plan: Plan) -> None:
                 masters[name].copy_(tensor)
 
     with torch.no_grad():
-        folder_of_weights(plan).load(put, wanted=lambda name: f"model.{name}" in places)
+        folder_of_weights(plan).load(put, wanted=lambda name: name in coded or f"model.{name}" in places)
     if plan.model.lora is not None and plan.model.lora.dora:
         measure_rows(state.engine)
         state.take_weights({})

@@ -36,7 +36,7 @@ def plan(
     recipe: AskedRecipe = None,
     tune: Annotated[
         str,
-        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, or with a rank `lora:64`."),
+        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
     ] = "",
     teacher: Annotated[
         str, typer.Option("--teacher", metavar="MODEL", help="Distillation: a preset or a folder.", show_default=False)

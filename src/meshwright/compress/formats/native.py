@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.formats.folder_format import QuantizedModel, Weights
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
 from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.quantized_weights import PARTS, quantizable
+from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape

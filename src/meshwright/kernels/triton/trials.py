@@ -18,6 +18,7 @@ from meshwright.kernels.triton import (
     narrow_piece,
     narrow_update,
     permute,
+    restoring,
     root_norm,
     rotary,
 )
@@ -196,6 +197,19 @@ def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
     return narrow_piece.Moment(codes, scales, signed, 256)
 
 
+def _restored(make: Made) -> float:
+    """4-bit codes with a zero for each 32 inputs, the last group short."""
+    scales, zeros, out = make(5, 3).float(), make(6, 3)[:5].float(), make(5, 71)
+    codes = torch.arange(5 * 36, device=out.device).view(5, 36).to(torch.uint8)
+    numbers = torch.arange(16, dtype=torch.float32, device=out.device)
+    found = restoring.restore(codes, scales, zeros, numbers, 32, out)
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :71].double()
+    wide = [one.double().repeat_interleave(32, 1)[:, :71] for one in (scales, zeros)]
+    right = (both - wide[1]) * wide[0]
+    error: float = ((found.double() - right).norm() / right.norm()).item()
+    return error
+
+
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -209,5 +223,6 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "grouped": _grouped,
     "attention": _attention,
     "narrow_adamw": _narrow,
+    "restore": _restored,
 }
 """Of each operation of chooser.RULES."""

@@ -169,4 +169,7 @@ def _check_quantization(entries: Entries) -> None:
     if quantization is not None:
         method = quantization.text("quant_method", "unknown")
         if method != "fp8" or not quantization.raw("weight_block_size", None):
-            raise quantization.fail(f"weights quantized by {method!r} are not supported (supported: fp8 by blocks)")
+            raise quantization.fail(
+                f"weights quantized by {method!r} are not supported (supported: fp8 by blocks): take the folder they "
+                "were made from"
+            )

@@ -19,9 +19,11 @@ from torch import Tensor
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
 from meshwright.spec.layout import Layout
-from meshwright.training.kept_bytes import kept
+from meshwright.training.kept_bytes import codes, kept
 from meshwright.training.state import TrainState
 
+CODES = "codes"
+"""Parameters that nothing shards: until the others have their kind."""
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
 
@@ -31,6 +33,8 @@ def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor
     teacher."""
     for record in _records(watch, beside):
         record.kind = record.kind or "parameters"
+    for record in _records(watch, codes(state.engine)):
+        record.kind = CODES
     for kind, tensors in kept(state.engine, state.optimizer).items():
         for record in _records(watch, tensors):
             record.kind = record.kind or kind
@@ -47,6 +51,8 @@ def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout
     for record in watch.records:
         if stays_whole and record.kind == "parameters":
             record.kind = "shards"
+        if record.kind == CODES:
+            record.kind = "parameters"
         if not record.kind:
             record.kind = _kind(watch, record, shapes, stays_whole)
 

@@ -31,6 +31,8 @@ MORE_SHAPES = 0.3
 
 MUON = 0.3
 """How often matrices go by Muon."""
+CODES = 0.5
+"""How often what is frozen is held as codes, where it can be."""
 ADAPTERS = 0.25
 """How often all is frozen but adapters."""
 
@@ -269,7 +271,11 @@ def _adapters(random: Random, settings: Settings) -> Settings:
     targets = random.choice(("all", "all", "all", "attention", "mlp", "q,v", "o,down", "v,up"))
     found: Settings = {"lora.targets": targets, "lora.rslora": _often(random, 0.3)}
     found["lora.rank"] = MULTIPLE if "products" in settings else random.choice((1, 2, 3, 5, 8))
-    return found | {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
+    found |= {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
+    whole = settings["tp"] == settings.get("ep", 1) == 1 and "compile" not in settings
+    if whole and settings["precision"] == "fp32" and _often(random, CODES):  # each rank quantizes what one device does
+        found["lora.base"] = random.choice(("nf4", "nf4-double", "int4-hqq", "int3"))
+    return found
 
 
 def _empty(random: Random, dp: int, rows: int, batch: int) -> tuple[int, ...]:

@@ -3,11 +3,14 @@ the matrices, and of what only these gradients need nothing kept. Without adapte
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.work import KeptBytes, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.spec.inventory import largest_coded
+from meshwright.spec.quantization_schemes import PIECE
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -49,6 +52,32 @@ def thin(of: "Local", name: str, tokens: float, into: float, out: float, batch: 
         inputs=(Product(tokens, made, lora.rank, batch, width), Product(tokens, rank, into, batch, width)),
         weights=(Product(into, tokens, rank, batch, width), Product(lora.rank, tokens, made, batch, width)),
     )
+
+
+RESTORING_PASSES = 5
+"""Operations that restore some rows of a matrix from codes (kernels/quantized_matrix.py): codes as indices, the numbers
+they name, zeros, scales, the rounding into its place."""
+
+
+def restored(of: "Local", name: str, into: float, out: float, batch: float = 1.0) -> tuple[Work, ...]:
+    """A frozen matrix, or one of each of `batch` experts, made of its codes for one product."""
+    lora = of.shape.lora
+    if lora is None or lora.scheme is None or name == "router":
+        return ()
+    elements = into * out
+    read = lora.scheme.bits / 8
+    if of.gpu and lora.scheme.bits == 4:  # a kernel of its own, and one for scales
+        return (MemoryPass((read + of.width) * elements * batch, 2 * batch),)
+    of_numbers = 8 * (1 + (lora.scheme.zeros != "fixed"))
+    moved = (read + 2 * read * 4) + (2 * read * 2 + 4) + of_numbers + 4 + of.width
+    return (MemoryPass(moved * elements * batch, RESTORING_PASSES * batch * ceil(elements / PIECE)),)
+
+
+def restored_bytes(of: "Local", group: str) -> float:
+    """The largest frozen matrix of a part of a layer (attention, mlp, expert) while it is restored from codes: itself,
+    and indices and numbers of some rows. 0 where none is."""
+    elements = largest_coded(of.shape, group)
+    return elements * of.width + 6.0 * min(elements, PIECE)
 
 
 def kept(

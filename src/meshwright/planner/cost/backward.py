@@ -35,13 +35,18 @@ PIECE = 2**26
 
 def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward:
     """Of a layer."""
-    mlp = _experts(of, routed) + _rounded_experts(of, routed) if routed else max(_mlp(of), _rounded_mlp(of))
+    if routed:
+        mlp = _experts(of, routed) + _rounded_experts(of, routed) + adapters.restored_bytes(of, "expert")
+    else:
+        mlp = max(_mlp(of), _rounded_mlp(of), _mlp(of) / 2 + adapters.restored_bytes(of, "mlp"))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
     return Backward(
         mlp=mlp + weights * of.width + stream,
-        attention=max(_attention(of, widths), _rounded_attention(of, widths)) - kept + stream,
+        attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
+        - kept
+        + stream,
         after=(_experts(of, routed) if routed else _mlp(of) / 2 - kept) + stream,
         weights=weights,
         queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
@@ -89,6 +94,12 @@ def _rounded_attention(of: "Local", widths: HeadWidths) -> float:
     queries, made = of.tokens * widths.queries, of.tokens * (widths.queries + widths.keys_values) * of.width
     read = of.shape.mla.q_rank if of.shape.mla and of.shape.mla.q_rank else of.shape.hidden
     return _rounded(of, read * widths.queries, queries) + made + of.hidden_bytes if of.fp8 else 0.0
+
+
+def _restored_attention(of: "Local", widths: HeadWidths) -> float:
+    """Where the matrix of queries is restored, beside the gradients of queries, keys and values."""
+    gradients = of.tokens * (widths.queries + widths.keys_values) * of.width
+    return gradients + adapters.restored_bytes(of, "attention") if of.shape.lora else 0.0
 
 
 def _experts(of: "Local", routed: Routed) -> float:

@@ -158,15 +158,15 @@ def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: 
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
-    thin = adapters.thin(of, name, tokens, into, out)
+    thin, restored = adapters.thin(of, name, tokens, into, out), adapters.restored(of, name, into, out)
     back = replace(of, compiled=of.compiled and not of.fp8_all)  # by an operator of its own (kernels.linear)
     turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
     return LayerOperation(
         name=name,
-        forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out),
+        forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out), *restored,
                  Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
-        inputs=(*operands.cast(of, tokens * out), *operands.rounded(back, tokens * out, into * out),
+        inputs=(*operands.cast(of, tokens * out), *operands.rounded(back, tokens * out, into * out), *restored,
                 Product(tokens, out, into, 1.0, low), *thin.inputs),
         weights=thin.weights if of.shape.lora else learned,
     )  # fmt: skip
@@ -323,6 +323,7 @@ def _stack(of: Local, name: str, copies: float, into: float, out: float) -> Laye
     each = copies / experts
     put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
     thin = adapters.thin(of, name, each, into, out, experts / pieces)
+    restored = adapters.restored(of, name, into, out, experts)
     width, matrices = 1.0 if of.fp8_all else 2.0, experts * into * out
     forward, inputs, turned = (
         operands.rounded(replace(of, compiled=False), *elements) if of.fp8_all else ()
@@ -331,7 +332,10 @@ def _stack(of: Local, name: str, copies: float, into: float, out: float) -> Laye
     learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
     return LayerOperation(
         name=name,
-        forward=forward + (Product(each, into, out, experts / pieces, width),) * pieces + thin.forward * pieces,
-        inputs=inputs + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
+        forward=forward
+        + restored
+        + (Product(each, into, out, experts / pieces, width),) * pieces
+        + thin.forward * pieces,
+        inputs=inputs + restored + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
         weights=thin.weights * pieces if of.shape.lora else learned,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.planner.cost.stack import Stack
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 
@@ -122,7 +123,7 @@ def local(
         documents=documents and stack.own,
         compares=compares and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
-        compiled=stack.own and layout.compile != "off",
+        compiled=stack.own and layout.compile != "off" and not holds_codes(shape),
         gpu=gpu,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
         ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.own and moe else 1,

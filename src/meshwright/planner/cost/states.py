@@ -13,10 +13,12 @@ from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_b
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
+from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.shape import ModelShape
 
-Size = tuple[tuple[int, ...], bool, MomentFormat, bool]
-"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained)."""
+Size = tuple[tuple[int, ...], bool, MomentFormat, bool, str]
+"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained, the scheme of
+one that is held as codes)."""
 Sizes = tuple[Size, ...]
 
 
@@ -43,7 +45,7 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained
+        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, parameter.scheme
         groups.setdefault(kind, []).append(size)
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
@@ -54,7 +56,7 @@ def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     """Elements of the largest tensor of a layer on a rank that has a gradient."""
     found = pieces(shape, tp, ep)
     some = found.routed if routed else found.dense
-    return max((prod(sizes) for sizes, _, _, trained in some if trained), default=0)
+    return max((prod(sizes) for sizes, _, _, trained, _ in some if trained), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class ElementCounts:
     moments: int
     learned: int
     learned_gathered: int
+    codes: int
+    """Bytes of frozen matrices that are codes and scales, which are in no other number here."""
 
 
 def counts(
@@ -95,8 +99,11 @@ def counts(
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = 0
-    for (sizes, expert, stored, trained), times in parts.items():
+    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
+    for (sizes, expert, stored, trained, scheme), times in parts.items():
+        if scheme:
+            codes += times * SCHEMES[scheme].nbytes(*sizes[-2:], sizes[:-2])
+            continue
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)
         numel = prod(sizes)
@@ -113,7 +120,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
             learned_gathered += times * each * n
     return ElementCounts(
         whole=whole, shard=shard, own=own, gathered=gathered, tensors=tensors, moments=moments, learned=learned,
-        learned_gathered=learned_gathered,
+        learned_gathered=learned_gathered, codes=codes,
     )  # fmt: skip
 
 
@@ -158,7 +165,8 @@ def states(
         shards = count.own * shard + (count.shard - count.own) * width.parameter
         parameters = count.gathered * width.parameter if whole else shards
         kinds[inside] = {
-            "parameters": parameters if beside or zero == 3 else count.whole * (width.parameter if whole else shard),
+            "parameters": count.codes
+            + (parameters if beside or zero == 3 else count.whole * (width.parameter if whole else shard)),
             "shards": shards if beside and whole and zero else 0.0,
             "gradients": (count.learned if whole_gradients else count.own) * gradient,
             "masters": count.own * master,

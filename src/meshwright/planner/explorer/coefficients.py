@@ -17,6 +17,7 @@ from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors, layout_violations
+from meshwright.spec.quantization_schemes import SCHEMES
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
@@ -113,12 +114,12 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
 
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     """part -> (sizes, 1 for an expert's, how many such tensors, bytes of the moments: of an element, of a block,
-    and its length; 1 where it is trained)."""
+    and its length; 1 where it is trained; bytes of its codes, where it is held as such)."""
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
         field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
-                      int(trained)]
-                     for (sizes, expert, one, trained), times in Counter(getattr(found, field.name)).items()]
+                      int(trained), SCHEMES[scheme].nbytes(*sizes[-2:], sizes[:-2]) if scheme else 0]
+                     for (sizes, expert, one, trained, scheme), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 

@@ -65,9 +65,12 @@ function countOf(data, layout, layers, first, last) {
   const {tp, cp, ep, zero} = layout;
   const ranks = zero ? layout.dp_shard * cp : 1;
   const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
-  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0};
+  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
+    codes: 0};
   for (const [sizes, times] of parts)
-    for (const [shape, expert, copies, stored, trained] of sizes) {
+    for (const [shape, expert, copies, stored, trained, codes] of sizes) {
+      count.codes += times * copies * codes;
+      if (codes) continue;
       const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
       const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
       count.whole += many * all;

@@ -1,13 +1,19 @@
-"""A matrix and a scheme -> codes and scales, without data."""
+"""A matrix and a scheme -> codes and scales, without data; some rows at a time, so that what that takes stays small."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.compress import hqq
+from meshwright.kernels import hqq
+from meshwright.kernels.doubled_scales import doubled
 from meshwright.kernels.quantization import absmax_scale, e4m3_scale, grouped, zero_point_grid
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.quantization_schemes import PIECE, Scheme
 
 
 def quantize_matrix(
@@ -15,17 +21,38 @@ def quantize_matrix(
 ) -> QuantizedMatrix:
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
     are out of the scales. PlanError names a matrix with numbers that are not finite."""
-    wide = weight.detach().float()
-    if not bool(wide.isfinite().all()):
-        bad = int((~wide.isfinite()).sum())
+    *stack, _, inputs = weight.shape
+    pieces = weight.detach().split(max(1, PIECE // (inputs * prod(stack))), -2)
+    bad = sum(int((~part.isfinite()).sum()) for part in pieces)
+    if bad:
         raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
-    own = None
-    if columns is not None and len(columns):
-        own = weight.detach()[..., columns.long()].to(kept).contiguous()
+    some = columns if columns is not None and len(columns) else None
+    parts = [_quantized(part, scheme, some, kept) for part in pieces]
+    found = parts[0] if len(parts) == 1 else _joined(parts)
+    if scheme.scales == "double":
+        found.scales, found.outer, found.offset = doubled(found.scales)
+    return replace(found, scheme=scheme)
+
+
+def _quantized(weight: Tensor, scheme: Scheme, columns: Tensor | None, kept: torch.dtype) -> QuantizedMatrix:
+    """Rows (..., R, K) by themselves: none reads another. Scales that will be codes are fp32 still."""
+    plain = replace(scheme, scales="float32") if scheme.scales == "double" else scheme
+    wide, own = weight.float(), None
+    if columns is not None:
+        own = weight[..., columns.long()].to(kept).contiguous()
         wide = wide.index_fill(-1, columns.long(), 0.0)
-    scales, zeros = scales_of(wide, scheme)
-    codes = nearest(scheme, wide, scales, zeros)
-    return assembled(scheme, codes, scales, zeros, None if own is None else columns, own)
+    scales, zeros = scales_of(wide, plain)
+    return assembled(plain, nearest(plain, wide, scales, zeros), scales, zeros, columns, own)
+
+
+def _joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Of the rows of one matrix, or of each of a stack."""
+    first = parts[0]
+    whole: dict[str, Any] = {
+        name: first.columns if name == "columns" else torch.cat([getattr(one, name) for one in parts], -2)
+        for name in first.tensors
+    }
+    return replace(first, **whole)
 
 
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,301 @@
+"""bitsandbytes (https://github.com/bitsandbytes-foundation/bitsandbytes), which transformers, PEFT and vLLM read.
+
+    nf4    X.weight uint8 (N K / 2, 1): two codes to a byte, the first in the upper half; X.weight.absmax (blocks,),
+           X.weight.quant_map (16,); X.weight.quant_state.bitsandbytes__nf4: what else there is, as JSON in bytes.
+           Doubled scales: absmax are codes, and X.weight.nested_absmax, X.weight.nested_quant_map (256,) beside them
+    int8   X.weight int8 (N, K); X.SCB fp32 (N,), 127 times our scales; X.weight_format, 0 for rows
+
+Their blocks run through the rows of a matrix one after the other. Ours begin anew with each row, which is the same
+where a block divides the inputs. The JSON is filled up with spaces, so that its size does not depend on what is in it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.formats.folder_format import QuantizedModel, Weights
+from meshwright.compress.formats.native import check
+from meshwright.kernels.doubled_scales import DYNAMIC
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
+from meshwright.model.hub.transforms import CONV1D, ROTARY
+from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.quantized_weights import quantizable
+from meshwright.spec.errors import HubError
+from meshwright.spec.quantization_schemes import DOUBLED, NF4, SCHEMES, Scheme
+from meshwright.spec.shape import ModelShape
+
+BLOCKS = (32, 64, 128, 256)
+"""Of 4-bit weights, as bitsandbytes and we have them."""
+STATE = "quant_state.bitsandbytes__nf4"
+LONGEST_STATE = 4096
+"""Bytes of a JSON that is read."""
+OFFSET_LENGTH = 25
+"""Characters that no number of fp64 exceeds."""
+LARGEST_CODE = 127.0
+
+
+class BitsAndBytes:
+    """See above."""
+
+    name = "bitsandbytes"
+
+    def refusal(self, model: QuantizedModel) -> str:
+        """It holds NF4 and 8-bit weights, in linear layers that are stored as (out, in)."""
+        for name, scheme in model.schemes.items():
+            why = _unwritable(scheme) or _odd(scheme, name, quantizable(model.shape)[name][-1])
+            if why:
+                return f"bitsandbytes cannot hold {why}"
+        if any(binding.transform is CONV1D for binding in bindings(model.shape)):
+            return "bitsandbytes holds gpt2's matrices in another order than its files: take format=meshwright"
+        if model.shape.moe is not None:
+            return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
+        doubled = any(scheme.scales == "double" for scheme in model.schemes.values())
+        if doubled and model.shape.rope_interleaved and any(one.transform is ROTARY for one in bindings(model.shape)):
+            return "bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: take scheme=nf4"
+        return ""
+
+    def planned(self, model: QuantizedModel) -> list[Planned]:
+        """As QuantizedFormat."""
+        found = []
+        for binding in bindings(model.shape):
+            own = next(iter(binding.ours))
+            for name, size in binding.theirs.items():
+                scheme = model.schemes.get(own)
+                if scheme is None:
+                    dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
+                    found.append(Planned(name=name, size=size, dtype=dtype))
+                else:
+                    found += _planned(name, size, scheme, model.dtype)
+        return found
+
+    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """As QuantizedFormat."""
+        binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
+        for name, found in weights:
+            if model.shape.tied and name == "head.weight":
+                continue
+            binding = binding_of[name]
+            if isinstance(found, QuantizedMatrix):
+                yield from _encoded(binding, found, model)
+            else:
+                yield from zip(binding.theirs, binding.transform.export([found], model.shape), strict=True)
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """As transformers' BitsAndBytesConfig; layers that are not quantized are named."""
+        scheme = next(iter(model.schemes.values()))
+        four, dtype = scheme.codes == "nf4", str(model.dtype).removeprefix("torch.")
+        return {
+            "quant_method": self.name,
+            "load_in_4bit": four, "load_in_8bit": not four, "_load_in_4bit": four, "_load_in_8bit": not four,
+            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": scheme.scales == "double",
+            "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_threshold": scheme.threshold if four or scheme.outliers == "threshold" else 0.0,
+            "llm_int8_skip_modules": _skipped(model),
+            "llm_int8_has_fp16_weight": False, "llm_int8_enable_fp32_cpu_offload": False,
+        }  # fmt: skip
+
+    def described(
+        self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
+    ) -> QuantizedModel:
+        """As QuantizedFormat."""
+        entries = Entries(config, f"{folder}/config.json, quantization_config")
+        stored, schemes = stored_tensors(folder), dict[str, Scheme]()
+        for binding in bindings(shape):
+            own, (their, *_), sizes = next(iter(binding.ours)), list(binding.theirs), quantizable(shape)
+            if own in sizes and their in stored and not stored[their].dtype.is_floating_point:
+                schemes[own] = _scheme(entries, stored, their, next(iter(binding.theirs.values())), dtype)
+        model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
+        if not schemes:
+            raise entries.fail("no tensor of the folder is quantized: all weights are floating-point numbers")
+        why = self.refusal(model)
+        if why:
+            raise HubError(f"{folder}: {why}")
+        check(folder, _as_stored(self.planned(model), stored), stored)
+        return model
+
+    def decoded(self, folder: Path, model: QuantizedModel) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+        """As QuantizedFormat."""
+        stored = stored_tensors(folder)
+        for binding in bindings(model.shape):
+            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
+            if name not in model.schemes:
+                theirs = [stored[one].read() for one in binding.theirs]
+                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
+                continue
+            (their, size), *_ = binding.theirs.items()
+            found = _decoded(stored, their, size, model.schemes[name])
+            yield (
+                name,
+                {
+                    part: one if part in ("outer", "offset")
+                    else binding.transform.restore([one], rows, model.shape)[0].contiguous()
+                    for part, one in found.items()
+                },
+            )  # fmt: skip
+
+
+def _unwritable(scheme: Scheme) -> str:
+    if scheme.codes == "nf4" or (scheme.codes == "integer" and scheme.bits == 8 and scheme.outliers != "calibrated"):
+        return ""
+    if scheme.outliers == "calibrated":
+        return f"{scheme.name} with columns in 16 bit: take outliers=threshold, scheme=int8 or format=meshwright"
+    return f"{scheme.name}: it has normal floats and 8-bit weights alone; take scheme=nf4 or format=meshwright"
+
+
+def _odd(scheme: Scheme, name: str, columns: int) -> str:
+    if scheme.codes != "nf4":
+        return ""
+    if scheme.group not in BLOCKS:
+        return f"blocks of {scheme.group}: take group=64 or format=meshwright"
+    if columns % scheme.group:
+        return f"{name}: its {columns} inputs are no multiple of group={scheme.group}; take format=meshwright"
+    return ""
+
+
+def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+    rows, columns = size
+    if scheme.codes != "nf4":
+        return [
+            Planned(name=name, size=size, dtype=torch.int8),
+            Planned(name=_beside(name, "SCB"), size=(rows,), dtype=torch.float32),
+            Planned(name=_beside(name, "weight_format"), size=(), dtype=torch.uint8),
+        ]
+    blocks, doubled = rows * scheme.groups(columns), scheme.scales == "double"
+    state = _state(scheme, size, dtype, 0.0 if doubled else None)
+    found = [
+        Planned(name=name, size=(rows * columns // 2, 1), dtype=torch.uint8),
+        Planned(name=f"{name}.absmax", size=(blocks,), dtype=torch.uint8 if doubled else torch.float32),
+        Planned(name=f"{name}.quant_map", size=(len(NF4),), dtype=torch.float32),
+        Planned(name=f"{name}.{STATE}", size=(len(state),), dtype=torch.uint8),
+    ]
+    if doubled:
+        found.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
+        found.append(Planned(name=f"{name}.nested_quant_map", size=(len(DYNAMIC),), dtype=torch.float32))
+    return found
+
+
+def _beside(name: str, leaf: str) -> str:
+    """X.weight -> X.SCB."""
+    return f"{name.removesuffix('weight')}{leaf}"
+
+
+def _state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: float | None) -> bytes:
+    """JSON, of one length for each matrix whatever the offset is."""
+    found: dict[str, Any] = {
+        "quant_type": "nf4", "blocksize": scheme.group, "dtype": str(dtype).removeprefix("torch."), "shape": list(size),
+    }  # fmt: skip
+    if offset is None:
+        return json.dumps(found).encode()
+    found |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"}
+    length = len(json.dumps(found | {"nested_offset": 0.0})) - len("0.0") + OFFSET_LENGTH
+    return json.dumps(found | {"nested_offset": offset}).ljust(length).encode()
+
+
+def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
+    """With the length that each JSON has; `_scheme` has read it."""
+    return [
+        replace(one, size=stored[one.name].size) if one.name.endswith(STATE) and one.name in stored else one
+        for one in planned
+    ]
+
+
+def _turned(packed: Tensor) -> Tensor:
+    """Bytes of two codes, with the halves of each in the other order."""
+    return packed << 4 | packed >> 4
+
+
+def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
+    scheme, shape = matrix.scheme, model.shape
+    ((name, size),) = binding.theirs.items()
+    (codes,) = binding.transform.export([matrix.codes], shape)
+    (scales,) = binding.transform.export([matrix.scales], shape)
+    if scheme.codes != "nf4":
+        yield name, codes
+        yield _beside(name, "SCB"), scales.float().flatten() * LARGEST_CODE
+        yield _beside(name, "weight_format"), torch.zeros((), dtype=torch.uint8)
+        return
+    offset = None if matrix.offset is None else float(matrix.offset)
+    yield name, _turned(codes).reshape(-1, 1)
+    yield f"{name}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
+    yield f"{name}.quant_map", torch.tensor(NF4, dtype=torch.float32)
+    yield f"{name}.{STATE}", torch.tensor(list(_state(scheme, size, model.dtype, offset)), dtype=torch.uint8)
+    if matrix.outer is not None:
+        yield f"{name}.nested_absmax", matrix.outer
+        yield f"{name}.nested_quant_map", torch.tensor(DYNAMIC, dtype=torch.float32)
+
+
+def _skipped(model: QuantizedModel) -> list[str]:
+    """Linear layers that are not quantized: the head, and what was left out."""
+    found = ["lm_head"]
+    for binding in bindings(model.shape):
+        if next(iter(binding.ours)) in model.skipped:
+            found += [name.removesuffix(".weight") for name in binding.theirs]
+    return found
+
+
+def _scheme(
+    entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], dtype: torch.dtype
+) -> Scheme:
+    """Of one matrix; HubError where it is none of ours."""
+    if stored[name].dtype == torch.int8:
+        threshold = entries.number("llm_int8_threshold") if "llm_int8_threshold" in entries else 6.0
+        if not threshold:
+            return replace(SCHEMES["int8"], scales="float32")
+        return replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold", threshold=threshold)
+    found = _read_state(stored, name)
+    known = {"quant_type": "nf4", "shape": list(size)}
+    nested = "nested_blocksize" in found
+    known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
+    for key, value in known.items():
+        if found.get(key) != value:
+            raise HubError(f"{stored[name].file}: {name} has {key}={found.get(key)!r} where {value!r} is read")
+    if found.get("blocksize") not in BLOCKS:
+        raise HubError(f"{stored[name].file}: {name} has blocks of {found.get('blocksize')}, and {BLOCKS} are read")
+    return replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(found["blocksize"]))
+
+
+def _read_state(stored: Mapping[str, Stored], name: str) -> dict[str, Any]:
+    """The JSON of one matrix."""
+    state = stored.get(f"{name}.{STATE}")
+    if state is None:
+        raise HubError(f"{stored[name].file}: {name} has no {STATE}: bitsandbytes' fp4 is not read, or it is damaged")
+    if state.dtype != torch.uint8 or len(state.size) != 1 or state.size[0] > LONGEST_STATE:
+        raise HubError(f"{state.file}: {name}.{STATE} is {list(state.size)} {state.dtype}, which is no JSON")
+    try:
+        found = json.loads(bytes(state.read().tolist()))
+        return {str(key): value for key, value in found.items()}
+    except (ValueError, AttributeError) as error:
+        raise HubError(f"{state.file}: {name}.{STATE} is damaged ({error})") from error
+
+
+def _table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> None:
+    """HubError where codes name other numbers than ours."""
+    if not torch.equal(stored[name].read(), torch.tensor(known, dtype=torch.float32)):
+        raise HubError(f"{stored[name].file}: {name} holds other numbers than bitsandbytes' own: it is not read")
+
+
+def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+    """Parts of one matrix, rows in their order."""
+    rows, columns = size
+    if scheme.codes != "nf4":
+        scales = stored[_beside(name, "SCB")].read() / LARGEST_CODE
+        return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
+    _table(stored, f"{name}.quant_map", NF4)
+    found = {
+        "codes": _turned(stored[name].read()).view(rows, columns // 2),
+        "scales": stored[f"{name}.absmax"].read().view(rows, -1),
+    }
+    if scheme.scales != "double":
+        return found
+    _table(stored, f"{name}.nested_quant_map", DYNAMIC)
+    offset = _read_state(stored, name).get("nested_offset")
+    if not isinstance(offset, float):
+        raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
+    return {**found, "outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
