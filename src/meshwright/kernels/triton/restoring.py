@@ -15,7 +15,7 @@ def restore_rows(
     ZEROS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """out (N, K) = S (number of the code - Z); codes (N, row_bytes), the first of two in the lower half; scales and
-    zeros (N, groups) fp32; numbers (16,) fp32. ZEROS: whether there are any."""
+    zeros (N, groups); numbers (16,) fp32. ZEROS: whether there are any."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -23,13 +23,13 @@ def restore_rows(
     found = tl.load(numbers + ((both >> ((at % 2) * 4)) & 15))
     of_group = row * groups + at // group
     if ZEROS:
-        found = found - tl.load(zeros + of_group, mask=inside, other=0.0)
-    found = found * tl.load(scales + of_group, mask=inside, other=0.0)
+        found = found - tl.load(zeros + of_group, mask=inside, other=0).to(tl.float32)
+    found = found * tl.load(scales + of_group, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=inside)
 
 
 def restore(codes: Tensor, scales: Tensor, zeros: Tensor | None, numbers: Tensor, group: int, out: Tensor) -> Tensor:
-    """Fill `out` (N, K), contiguous, from codes (N, ceil(K / 2)), scales and zeros (N, groups) fp32, and the numbers of
+    """Fill `out` (N, K), contiguous, from codes (N, ceil(K / 2)), scales and zeros (N, groups), and the numbers of
     the 16 codes; so many inputs share a scale."""
     rows, width = out.shape
     block = min(ELEMENTS, power_of_two(width))
