@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.kernels.device_products import FUSED_ROWS, slab_rows
+from meshwright.kernels.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
 from meshwright.kernels.triton import int8_product, packed_product
 from meshwright.planner.kernels import product_times
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
@@ -34,8 +34,6 @@ CACHE = 2.0
 """Of the memory's rate: that of the last-level cache (A100: 5,120 bytes a cycle by its data sheet, 3.5 times)."""
 TRITON = 0.85
 """Of the rate of the library's products, with the same tile."""
-ZERO_LAUNCHES = 4
-"""Kernels that make bytes of zeros of half a byte, once for a product."""
 RESIDENT = 3
 """Programs of up to 64 rows that share a processor: one waits while another computes (registers: at most 128)."""
 SHOWN = ("int4-rtn", "int4-sym", "nf4", "int8", "fp8")
@@ -98,7 +96,7 @@ def slabs(kernel: Kernel, work: Sizes, scheme: str) -> float:
     kind, weights = SCHEMES[scheme], work.columns * work.inner
     step = slab_rows(work.columns, work.inner, 2)
     size = kind.bits_per_weight(work.columns, work.inner) / 8 * weights
-    launches = -(-work.columns // step) + (ZERO_LAUNCHES if kind.zeros == "whole" else 0)
+    launches = -(-work.columns // step)
     restored = moved(kernel, size + 2 * weights / CACHE) + launches * kernel.figures["launch_us"]
     quicker = kernel._replace(chip=kernel.chip._replace(memory=kernel.chip.memory * CACHE))
     cut = (min(step, work.columns - start) for start in range(0, work.columns, step))
@@ -171,7 +169,7 @@ def speed(name: str, of: str, rows: int, scheme: str) -> float:
     elif scheme == "fp8" and name not in WITHOUT_FP8:
         eight = from_memory(name, "product.fp8")
         ours = sum(fp8(eight, work) for work in works)
-    elif scheme == "fp8" and rows > FUSED_ROWS:
+    elif scheme == "fp8" and rows > E4M3_ROWS:
         ours = plain  # a copy is restored once, and stays
     else:
         ours = sum(packed(kernel, work, scheme) for work in works)

@@ -127,8 +127,12 @@ SAMPLES = {
         {"FORMAT": 2, "WEIGHT": 2, "ROWS": 4, "BLOCK": 256}, 4,
     ),
     "restore_rows": Sample(
-        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": True, "BLOCK": ELEMENTS},
+        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": 1, "BLOCK": ELEMENTS},
         restoring.WARPS,
+    ),
+    "restore_rows_packed_zeros": Sample(
+        restoring.restore_rows, types("out scales", "numbers", codes="*u8", zeros="*u8"),
+        {"ZEROS": 2, "BLOCK": ELEMENTS}, restoring.WARPS,
     ),
     "grouped_rows": Sample(grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "in_stride": 1}, 4, 3, True, ("experts",)),
     "grouped_rows_transposed": Sample(

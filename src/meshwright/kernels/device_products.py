@@ -3,7 +3,7 @@
     4 bits, up to FUSED_ROWS   codes become numbers inside of the product (triton/packed_product.py)
     4 bits, more rows          a slab of the matrix is restored, which the cache holds, and torch multiplies with it
     int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
-    fp8                        as int8, by torch's product; without units for it as 4 bits, up to FUSED_ROWS
+    fp8                        as int8, by torch's product; without units for it as 4 bits, up to E4M3_ROWS
 
 The first two round a weight to the same number. Each function here says None where the plain product is to be taken:
 on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from meshwright.kernels import fp8
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.quantization import unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
 from meshwright.kernels.target import acts
 from meshwright.spec.quantization_schemes import NF4
 
-FUSED_ROWS = 512
-"""Up to which making the numbers again for each block of rows costs less than writing and reading them
-(benchmarks/quantized_estimate.py)."""
+FUSED_ROWS, E4M3_ROWS = 256, 64
+"""Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
+than reading a copy that was restored once (benchmarks/quantized_estimate.py)."""
 SLAB_BYTES = 32 * 2**20
 """Of a restored slab, which the last-level cache holds: 40 MiB of an A100, 50 of an H100."""
 SLAB_ROWS = 128
@@ -38,7 +37,8 @@ def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: di
         return None
     if matrix.scheme.activations == "fp8" and _has_fp8(rows, matrix):
         return _fp8(rows, matrix, bias, known)
-    if len(rows) <= FUSED_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
+    few = E4M3_ROWS if matrix.scheme.codes == "e4m3" else FUSED_ROWS
+    if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
         from meshwright.kernels.triton import packed_product
 
         return packed_product.packed_linear(rows, _codes_of(matrix, rows.dtype), bias)
@@ -78,7 +78,7 @@ def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     from meshwright.kernels.triton import restoring
 
     scales = matrix.scales if matrix.outer is None else matrix.every_scale()
-    zeros, table = _zeros_of(matrix), _numbers_of_codes(matrix)
+    zeros, table = matrix.zeros, _numbers_of_codes(matrix)
     out = torch.empty(len(rows), matrix.size_out, dtype=rows.dtype, device=rows.device)
     step = slab_rows(matrix.size_out, matrix.size_in, rows.dtype.itemsize)
     scratch = torch.empty(step, matrix.size_in, dtype=rows.dtype, device=rows.device)
@@ -97,13 +97,6 @@ def slab_rows(outputs: int, inputs: int, itemsize: int) -> int:
     """Outputs of a slab: all slabs of a matrix have nearly one size, and fit into SLAB_BYTES once restored."""
     count = -(-outputs * inputs * itemsize // SLAB_BYTES)
     return outputs if count <= 1 else -(-outputs // (count * SLAB_ROWS)) * SLAB_ROWS
-
-
-def _zeros_of(matrix: QuantizedMatrix) -> Tensor | None:
-    """(N, groups), where there are any."""
-    if matrix.zeros is None or matrix.scheme.zeros != "whole":
-        return matrix.zeros
-    return unpack(matrix.zeros, 4, matrix.scales.shape[-1]).contiguous()
 
 
 def _numbers_of_codes(matrix: QuantizedMatrix) -> Tensor:

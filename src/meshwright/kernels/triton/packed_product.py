@@ -91,7 +91,8 @@ def packed_rows(
     left = x + row[:, None].to(tl.int64) * x_stride
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     begin, end = part * each, tl.minimum(part * each + each, inner)
-    ahead = _pairs(codes, place, row_bytes, here, begin, INNER) if CODES == 1 else 0
+    if CODES == 1:
+        ahead = _pairs(codes, place, row_bytes, here, begin, INNER)
     for start in range(begin, end, INNER):
         at = start + tl.arange(0, INNER)
         some = tl.load(left + at[None, :], mask=wanted[:, None] & (at[None, :] < inner), other=0.0)
