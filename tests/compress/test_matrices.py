@@ -24,6 +24,11 @@ WORST = {
     "nf4": 0.1,
     "nf4-double": 0.1,
     "int3": 0.2,
+    "int8-smooth": 0.01,
+    "int4-gptq": 0.1,
+    "int4-awq": 0.1,
+    "int4-awq-gptq": 0.1,
+    "int3-gptq": 0.2,
 }
 """Relative errors of normal weights that no scheme may pass."""
 

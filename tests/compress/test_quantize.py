@@ -35,7 +35,7 @@ from tests.train.test_weights import directory
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face directory `hf`, with a text beside it."""
     directory(tmp_path / "hf", SHAPES["llama"])
-    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\nclass A:\n    pass\n\n" * 300)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\nclass A:\n    pass\n\n" * 1200)
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_the_verb_writes_measures_and_others_read(
     assert 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1 and found["tokens"] > 500 and found["passed"]
     assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.2)
     assert [one["name"] for one in found["layers"]] == list(quantizable(SHAPES["llama"]))
-    assert all(0 < one["output_error"] < 0.2 and one["weight_error"] < 0.25 for one in found["layers"])
+    assert all(0 < one["output_error"] < 0.2 and one["weight_error"] < 0.4 for one in found["layers"])
     assert main(["generate", str(folder / "q"), "--prompt", "def", "--greedy", "--max-new-tokens", "4"]) == 0
     assert main(["eval", str(folder / "q"), "--data", str(folder / "text.txt"), "--json"]) == 0
     loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]

@@ -40,8 +40,8 @@ def test_frozen_matrices_between_hidden_states_are_codes(name: str) -> None:
 def test_bytes_of_codes_are_those_of_their_tensors() -> None:
     for scheme in SCHEMES.values():
         for size in ((64, 256), (3, 70)):
-            assert scheme.nbytes(*size, (5,)) == 5 * scheme.nbytes(*size)
-            assert scheme.bits_per_weight(*size) == 8 * scheme.nbytes(*size) / (size[0] * size[1])
+            assert scheme.nbytes((5, *size)) == 5 * scheme.nbytes(size)
+            assert scheme.bits_per_weight(*size) == 8 * scheme.nbytes(size) / (size[0] * size[1])
     assert 4.12 < SCHEMES["nf4-double"].bits_per_weight(4096, 4096) < 4.14
 
 

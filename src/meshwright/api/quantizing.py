@@ -1,7 +1,7 @@
 """`quantize`: a smaller model, and how far its predictions moved."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -14,30 +14,28 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
-from meshwright.api.trained_model import TrainedModel, load
-from meshwright.compress.formats import DEFAULT, FORMATS
+from meshwright.api.quantization_budget import bytes_of, within_budget
+from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
+from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
+from meshwright.api.trained_model import described
+from meshwright.compress.bit_budget import bits_of, ladder
+from meshwright.compress.formats import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
-from meshwright.compress.quality import Quality, compare, output_errors
-from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes, write_quantized
+from meshwright.compress.quality import Quality
+from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec import num_parameters
-from meshwright.spec.errors import ArgumentError, DataError, OutsideTolerance, PlanError
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
 from meshwright.spec.presets import nearest
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.units import gib
 from meshwright.store.durable import one_line
 from meshwright.store.model_weights import LAST
-from meshwright.training.batches import Batch
 from meshwright.training.precision import DTYPES
 
 SEQUENCES = 64
 """Windows of held-out text that quality is measured on."""
-CALIBRATION = 16
-"""More of them, which outlier columns are found on."""
-MOST_FP32 = 2**30
-"""Parameters up to which both models are compared in fp32."""
 BLAMED = 5
 """Layers that are named as the worst."""
 
@@ -52,9 +50,12 @@ class LayerRecord:
     weight_error: float
     """|W - W'| / |W|."""
     output_error: float | None
-    """|y - y'|^2 / |y|^2 on held-out text; None = not measured."""
+    """|y - y'|^2 / |y|^2 on held-out text, or, where inputs were scaled, on the calibration text; None = not
+    measured."""
     outliers: float
     """Share of its inputs that stay in 16 bit."""
+    uncalibrated: int = 0
+    """Experts that the calibration text hardly reached: they are rounded to nearest."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,6 +78,14 @@ class QuantizeAnswer(Answer):
     skipped: tuple[str, ...]
     """Matrices that were left as they are, and could be quantized."""
     quantized_parameters: int
+    calibration_tokens: int = 0
+    """That a calibrated method read."""
+    budget_bytes: int | None = None
+    """What the files may have together, where bits were chosen by it."""
+    bits: Mapping[int, int] = field(default_factory=dict)
+    """How many matrices have how many."""
+    resumed_blocks: int = 0
+    """Of those, the ones that an earlier run of the same command had made before it was killed."""
 
     @property
     def passed(self) -> bool:
@@ -126,7 +135,8 @@ class QuantizeAnswer(Answer):
                 "predicted_bytes": self.predicted_bytes, "bytes_before": self.bytes_before,
                 **{name: None if found is None else getattr(found, name) for name in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
-                "layers": self.layers, "skipped": self.skipped,
+                "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
+                "resumed_blocks": self.resumed_blocks, "budget_bytes": self.budget_bytes, "bits": self.bits,
             }.items()
         }  # fmt: skip
 
@@ -161,72 +171,66 @@ def quantize(
     threshold: float | None = None,
     data: str | Path | None = None,
     sequences: int = SEQUENCES,
+    calibration: int = CALIBRATION_WINDOWS,
+    budget: str | int | None = None,
     max_kl: float | None = None,
     dtype: str | None = None,
     checkpoint: str = LAST,
     quality: bool = True,
+    on_block: Callable[[int, int], None] | None = None,
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
     `scheme`: a name of meshwright.spec.quantization_schemes; `group`: another number of inputs that share a scale;
     `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
     columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
-    windows are scored. `max_kl`: the limit that `passed` is about, None = the scheme's. `dtype`: of what is not
-    quantized, None = as it is stored. ArgumentError, PlanError, RunError, HubError, DataError.
+    windows are scored. `calibration`: windows that a calibrated method reads, none of them scored; without `data` they
+    are of the text that the run trained on. `budget`: bytes that the files may have, as 1.2GiB: each matrix has 3 to 8
+    bits of the scheme's method, more where its rounding was measured to move predictions most. `max_kl`: the limit that
+    `passed` is about, None = the scheme's. `dtype`: of what is not quantized, None = as it is stored.
+    `on_block` hears how many blocks a calibrated method has done, of how many. ArgumentError, PlanError, RunError,
+    HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
     taken = _scheme(scheme, group, outliers, threshold)
-    _check(format, sequences, max_kl, dtype, target)
+    _check(format, sequences, calibration, max_kl, dtype, target)
+    if format in FP16_SCALES:
+        taken = replace(taken, scales="float16")
+    limit = None if budget is None else bytes_of(budget)
+    if limit is not None:
+        ladder(taken)  # refuses a scheme that has none before anything is read
     original = open_original(path, checkpoint)
     whole_model = _chosen(original, taken, keep, DTYPES[dtype] if dtype else original.dtype)
-    before = _Before(path, checkpoint, data, sequences) if quality or taken.outliers == "calibrated" else None
+    reads = quality or taken.calibrated or limit is not None or taken.outliers == "calibrated"
+    windows = calibration if taken.calibrated else None
+    text = quantization_text(described(path, checkpoint), data, sequences, windows) if reads else None
+    before = BeforeQuantized(path, checkpoint, text) if text else None
     columns: Mapping[str, Tensor] = {}
     if taken.outliers == "calibrated":
-        assert before is not None
-        peaks = column_peaks(before.opened.model, before.calibration, whole_model.schemes)
+        assert before is not None and text is not None
+        peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
         columns = outlier_columns(peaks, taken.threshold)
         whole_model = replace(whole_model, kept={name: len(found) for name, found in columns.items()})
+    if limit is not None:
+        assert before is not None and text is not None
+        whole_model = within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
     predicted = predicted_bytes(FORMATS[format], whole_model)
-    layers: list[QuantizedLayer] = []
+    made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     with one_line(target, "OUT"):
-        written = write_quantized(target, original, whole_model, FORMATS[format], columns, layers.append)
+        if taken.calibrated:
+            assert text is not None
+            made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
+        else:
+            made.rounded(columns)
     measured, errors = (None, {}) if before is None or not quality else before.against(target, whole_model.schemes)
     return QuantizeAnswer(
-        run=target, original=path, scheme=taken.name, format=format, bytes=written, predicted_bytes=predicted,
+        run=target, original=path, scheme=taken.name, format=format, bytes=made.bytes, predicted_bytes=predicted,
         bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
-        layers=tuple(_record(one, errors) for one in layers), skipped=tuple(whole_model.skipped),
+        layers=tuple(_record(one, errors) for one in made.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
+        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0, resumed_blocks=made.resumed,
+        budget_bytes=limit, bits=bits_of(whole_model.schemes),
     )  # fmt: skip
-
-
-class _Before:
-    """The original in memory, and text in two parts: what outliers are found on, and what quality is measured on."""
-
-    def __init__(self, path: Path, checkpoint: str, data: str | Path | None, sequences: int) -> None:
-        self.path = path
-        small = num_parameters(open_original(path, checkpoint).shape) <= MOST_FP32
-        self.dtype = "fp32" if small else None
-        self.opened = load(path, self.dtype, checkpoint=checkpoint)
-        batches = _batches(self.opened, data, sequences + CALIBRATION)
-        used = max(1, round(len(batches) * CALIBRATION / (sequences + CALIBRATION)))
-        if len(batches) < 2:
-            raise DataError(
-                "the text has too few windows to calibrate and measure on: at least 2 are needed; give more"
-            )
-        self.calibration, self.scored = batches[:used], batches[used:]
-
-    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
-        """The folder that was written, read back; and the error of each layer."""
-        after = load(target, self.dtype).model
-        return compare(self.opened.model, after, self.scored), output_errors(
-            self.opened.model, after, names, self.scored[:4]
-        )
-
-
-def _batches(opened: TrainedModel, data: str | Path | None, sequences: int) -> list[Batch]:
-    rows = opened.held_out_rows("stdlib" if data is None and opened.plan is None else data, sequences)
-    rows = replace(rows, at_once=max(1, min(rows.at_once, sequences // 8)))
-    return [batch for batch in rows.batches(opened.model.embed.weight.device) if batch.valid]
 
 
 def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
@@ -250,11 +254,15 @@ def _scheme(name: str, group: int | None, outliers: str | None, threshold: float
     return replace(found, outliers="threshold", threshold=limit)
 
 
-def _check(format: str, sequences: int, max_kl: float | None, dtype: str | None, target: Path) -> None:
+def _check(
+    format: str, sequences: int, calibration: int, max_kl: float | None, dtype: str | None, target: Path
+) -> None:  # fmt: skip
     if format not in FORMATS:
         raise ArgumentError(f"format={format} is not known: take one of {', '.join(FORMATS)}")
     if sequences < 1:
         raise ArgumentError(f"sequences={sequences} must be 1 or more")
+    if calibration < 1:
+        raise ArgumentError(f"calibration={calibration} must be 1 or more")
     if max_kl is not None and not max_kl >= 0:
         raise ArgumentError(f"max_kl={max_kl} must be 0 or more")
     if dtype is not None and dtype not in DTYPES:
@@ -280,5 +288,5 @@ def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype:
 def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:
     return LayerRecord(
         name=one.name, scheme=one.scheme, bytes=one.bytes, weight_error=one.weight_error,
-        output_error=errors.get(one.name), outliers=one.outliers,
+        output_error=errors.get(one.name, one.output_error), outliers=one.outliers, uncalibrated=one.uncalibrated,
     )  # fmt: skip

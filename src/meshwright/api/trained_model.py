@@ -24,6 +24,7 @@ from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
 from meshwright.model.quantized_model import build_quantized
+from meshwright.model.transformer import skeleton
 from meshwright.parallel import on_one_device
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
@@ -33,7 +34,7 @@ from meshwright.spec.plan import SAMPLES
 from meshwright.spec.units import count
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import LAST, final_weights, locate
-from meshwright.store.run_folder import ids_of
+from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.held_out_scores import score_sources
@@ -162,11 +163,14 @@ class TrainedModel:
         assert found is not None, "held_out_rows refuses what has nothing held out"
         return found
 
-    def held_out_rows(self, data: str | Path | None, sequences: int, *, apart: bool = False) -> HeldOutRows:
-        """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one."""
+    def held_out_rows(
+        self, data: str | Path | None, sequences: int, *, apart: bool = False, trained: bool = False
+    ) -> HeldOutRows:
+        """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one. `trained`:
+        of what a run trained on, in place of what it held out."""
         settings, corpus = self._corpus(data)
         settings = replace(settings, packing="off") if apart else settings
-        stream = corpus.validation if data is None else corpus.train
+        stream = corpus.validation if data is None and not trained else corpus.train
         if stream.num_tokens < 2:
             raise DataError(
                 f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
@@ -237,12 +241,26 @@ def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> 
 
 def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
     run, checkpoint = locate(path, which)
-    tokenizer = run.known_tokenizer(checkpoint)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
     places = model.state_dict()
     for name, tensor in final_weights(run.plan, checkpoint, wanted):
         places[name].copy_(tensor)
+    return _of_run(run, checkpoint, model, path)
+
+
+def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
+    """A run folder, one of its checkpoints, or a Hugging Face directory as `load` finds it, with a model that has no
+    memory: for its shape, tokenizer and text. Errors as `load`."""
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        run, found = locate(path, checkpoint)
+        return _of_run(run, found, skeleton(run.plan.model.base), path)
+    folder = import_folder(path)
+    return _with_tokenizer(skeleton(folder.shape), folder, path)
+
+
+def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
+    tokenizer = run.known_tokenizer(checkpoint)
     return TrainedModel(
         model=model.eval(),
         tokenizer=tokenizer,

@@ -1,6 +1,6 @@
 """What matrices read: activations of a model on text, gathered as it runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
+from meshwright.kernels.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import Experts
 from meshwright.training.batches import Batch
 
-Seen = Callable[[str, Tensor], None]
-"""(name of a matrix, what it reads (..., in))."""
+Seen = Callable[[str, Tensor, Counts | None], None]
+"""(name of a matrix, what it reads (..., in), of a stack of experts: rows of each)."""
 MOST = 1 / 8
 """Share of columns that outliers may be; beyond it those with the largest activations are taken."""
 
@@ -24,17 +25,18 @@ MOST = 1 / 8
 @contextmanager
 def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[None]:
     """Inside, `seen` hears what the matrices of these names read, experts' too."""
+    wanted = set(names)
     hooks: list[Any] = []
     kernels: dict[str, Kernels] = {}
     try:
-        for name in names:
+        for name in wanted:
             where = name.rpartition(".")[0]
             module = model.get_submodule(where)
             if isinstance(module, Linear):
                 hooks.append(module.register_forward_pre_hook(_heard(name, seen)))
             elif isinstance(module, Experts):
                 kernels.setdefault(where, module.kernels)
-                watched = partial(_expert_linear, module, where, seen, kernels[where].expert_linear)
+                watched = partial(_expert_linear, module, where, wanted, seen, kernels[where].expert_linear)
                 module.kernels = replace(kernels[where], expert_linear=watched)
         yield
     finally:
@@ -46,17 +48,19 @@ def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[No
 
 def _heard(name: str, seen: Seen) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
-        seen(name, given[0])
+        seen(name, given[0], None)
 
     return hear
 
 
 def _expert_linear(
-    experts: Experts, where: str, seen: Seen, product: Any, rows: Tensor, weights: Tensor, counts: Any
-) -> Tensor:
+    experts: Experts, where: str, wanted: Container[str], seen: Seen, product: Any, rows: Tensor, weights: Tensor,
+    counts: Any,
+) -> Tensor:  # fmt: skip
     """As kernels.expert_linear, of one of the stacks."""
     leaf = next(leaf for leaf in ("gate", "up", "down") if getattr(experts, leaf, None) is weights)
-    seen(f"{where}.{leaf}", rows)
+    if f"{where}.{leaf}" in wanted:
+        seen(f"{where}.{leaf}", rows, counts)
     found: Tensor = product(rows, weights, counts)
     return found
 
@@ -66,7 +70,7 @@ def column_peaks(model: Transformer, batches: Iterable[Batch], names: Iterable[s
     """The largest magnitude (in,) fp32 that each input of a matrix had."""
     peaks: dict[str, Tensor] = {}
 
-    def seen(name: str, x: Tensor) -> None:
+    def seen(name: str, x: Tensor, _: Counts | None) -> None:
         if x.numel():
             own = x.detach().flatten(0, -2).abs().amax(0).float()
             peaks[name] = torch.maximum(peaks[name], own) if name in peaks else own

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.compress.layer_inputs import reading, run
+from meshwright.kernels.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.training.batches import Batch
@@ -60,24 +61,29 @@ def _perplexity(loss: float) -> float:
 def _rows(
     before: Transformer, after: Transformer, batches: Iterable[Batch]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """KL, agreement, and nats before and after, of some tokens each (N,), fp32 on the host."""
-    size = max(1, LOGITS // before.shape.vocab)
     for batch in batches:
-        states = [run(model, batch).flatten(0, 1) for model in (before, after)]
-        targets = batch.targets.flatten()
-        valid = (targets >= 0).nonzero().squeeze(1)
-        for some in valid.split(size):
-            pair = zip((before, after), states, strict=True)
-            p, q = (_log_probabilities(model, own[some]) for model, own in pair)
-            divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-            wanted = targets[some].unsqueeze(1)
-            found = (
-                divergence,
-                (p.argmax(-1) == q.argmax(-1)).float(),
-                -p.gather(1, wanted)[:, 0],
-                -q.gather(1, wanted)[:, 0],
-            )
-            yield tuple(one.cpu() for one in found)  # type: ignore[misc]  # four of them
+        yield from token_rows(before, after, run(before, batch), run(after, batch), batch.targets)
+
+
+def token_rows(
+    before: Transformer, after: Transformer, first: Tensor, second: Tensor, targets: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """KL, agreement, and nats before and after, of some tokens each (N,), fp32 on the host: of the last hidden states
+    (B, S, D) of both models, where targets (B, S) are valid."""
+    size, wanted = max(1, LOGITS // before.shape.vocab), targets.flatten()
+    states = first.flatten(0, 1), second.flatten(0, 1)
+    for some in (wanted >= 0).nonzero().squeeze(1).split(size):
+        pair = zip((before, after), states, strict=True)
+        p, q = (_log_probabilities(model, own[some]) for model, own in pair)
+        divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        target = wanted[some].unsqueeze(1)
+        found = (
+            divergence,
+            (p.argmax(-1) == q.argmax(-1)).float(),
+            -p.gather(1, target)[:, 0],
+            -q.gather(1, target)[:, 0],
+        )
+        yield tuple(one.cpu() for one in found)  # type: ignore[misc]  # four of them
 
 
 def _log_probabilities(model: Transformer, hidden: Tensor) -> Tensor:
@@ -94,7 +100,7 @@ def output_errors(
     sums: dict[str, Tensor] = {}
     layers = [name for name in names if name.endswith(".weight")]
 
-    def seen(name: str, x: Tensor) -> None:
+    def seen(name: str, x: Tensor, _: Counts | None) -> None:
         where = name.removesuffix(".weight")
         one, other = (model.get_submodule(where) for model in (before, after))
         assert isinstance(one, Linear) and isinstance(other, Linear)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel
+from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.compress.original import OriginalModel
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
@@ -30,6 +30,26 @@ class QuantizedLayer:
     """|W - W'| / |W|."""
     outliers: float
     """Share of its inputs that stay in 16 bit."""
+    uncalibrated: int = 0
+    """Experts that the calibration text hardly reached: they are rounded to nearest."""
+    output_error: float | None = None
+    """|y - y'|^2 / |y|^2 on the calibration text, of a matrix whose inputs were scaled."""
+
+
+def layer_of(
+    name: str, matrix: QuantizedMatrix, weight_error: float, *, uncalibrated: int = 0, output_error: float | None = None
+) -> QuantizedLayer:  # fmt: skip
+    """What is said of a matrix."""
+    kept = 0 if matrix.columns is None else len(matrix.columns)
+    return QuantizedLayer(
+        name=name,
+        scheme=matrix.scheme.name,
+        bytes=sum(one.numel() * one.element_size() for one in matrix.tensors.values()),
+        weight_error=weight_error,
+        outliers=kept / matrix.size_in,
+        uncalibrated=uncalibrated,
+        output_error=output_error,
+    )
 
 
 def predicted_bytes(form: QuantizedFormat, model: QuantizedModel) -> int:
@@ -47,13 +67,15 @@ def write_quantized(
     form: QuantizedFormat,
     columns: Mapping[str, Tensor],
     seen: Callable[[QuantizedLayer], None],
+    calibrated: Weights | None = None,
 ) -> int:
     """Write the folder, which appears whole or not at all; the bytes of its files of weights. `columns`: of which
-    matrices stay as they are; `seen` hears of each matrix. HubError where `out` is taken, PlanError for weights that
-    are not finite."""
+    matrices stay as they are; `seen` hears of each matrix. `calibrated`: all parameters, where they were quantized
+    before. HubError where `out` is taken, PlanError for weights that are not finite."""
+    weights = _quantized(original, model, columns, seen) if calibrated is None else calibrated
     with fresh_folder(out) as partial:
         with ShardWriter(partial, form.planned(model), MAX_SHARD_BYTES) as writer:
-            for name, tensor in form.encoded(model, _quantized(original, model, columns, seen)):
+            for name, tensor in form.encoded(model, weights):
                 writer.write(name, tensor)
         write_beside_weights(
             partial, model.shape, tokenizer=original.tokenizer, dtype=model.dtype,
@@ -73,14 +95,7 @@ def _quantized(
             yield name, tensor
             continue
         matrix = quantize_matrix(name, tensor, scheme, columns.get(name), model.dtype)
-        stored = sum(one.numel() * one.element_size() for one in matrix.tensors.values())
-        kept = 0 if matrix.columns is None else len(matrix.columns)
-        seen(
-            QuantizedLayer(
-                name=name, scheme=scheme.name, bytes=stored, weight_error=relative_error(tensor, matrix),
-                outliers=kept / matrix.size_in,
-            )
-        )  # fmt: skip
+        seen(layer_of(name, matrix, relative_error(tensor, matrix)))
         yield name, matrix
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
-from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, quantize, unpack
+from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, unpack
 from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
 
 PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
@@ -46,6 +46,8 @@ class QuantizedMatrix:
     """As kernels.chooser's."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What products made of it for this device."""
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    """Of some hundred numbers, where its tensors are; experts have those of their stack."""
 
     @property
     def size_out(self) -> int:
@@ -124,10 +126,9 @@ class QuantizedMatrix:
 
     def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
         """A small table where its tensors are."""
-        if name not in self.prepared:
-            self.prepared[name] = make(self.codes.device)
-        found: Tensor = self.prepared[name]
-        return found
+        if name not in self.tables:
+            self.tables[name] = make(self.codes.device)
+        return self.tables[name]
 
     def expert(self, number: int) -> "QuantizedMatrix":
         """One of a stack."""
@@ -137,8 +138,9 @@ class QuantizedMatrix:
                 name: one if name == "columns" else one[number] for name, one in self.tensors.items()
             }
             self.prepared[key] = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
-            )
+                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer,
+                tables=self.tables, **parts,
+            )  # fmt: skip
         found: QuantizedMatrix = self.prepared[key]
         return found
 
@@ -156,19 +158,29 @@ def fixed_zero(scheme: Scheme) -> int:
 
 def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes (..., N, K), one an element, of the numbers nearest to weight; scales and zeros (..., N, groups)."""
-    runs, wide = grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1)
-    if scheme.codes == "nf4":
-        found = nf4_codes(runs / wide)
-    elif scheme.codes == "e4m3":
-        found = (runs / wide).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    elif zeros is not None:
-        shifted = torch.round(runs / wide + zeros.float().unsqueeze(-1))
-        found = shifted.clamp(0, 2**scheme.bits - 1).to(torch.uint8)
-    else:
-        most = highest(scheme.bits)
-        codes = quantize(runs, wide, 0.0, -most, most)
-        found = (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+    wide = None if zeros is None else zeros.float().unsqueeze(-1)
+    found = nearest_codes(scheme, grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1), wide)
     return found.flatten(-2)[..., : weight.shape[-1]].contiguous()
+
+
+def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
+    if scheme.codes == "nf4":
+        return nf4_codes(numbers / scales)
+    if scheme.codes == "e4m3":
+        return (numbers / scales).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    if zeros is not None:
+        return torch.round(numbers / scales + zeros).clamp(0, 2**scheme.bits - 1).to(torch.uint8)
+    most = highest(scheme.bits)
+    codes = torch.round(numbers / scales).clamp(-most, most)
+    return (codes + fixed_zero(scheme)).to(torch.uint8 if scheme.packed else torch.int8)
+
+
+def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """What codes stand for, in the dtype of scales, against which codes and zeros broadcast."""
+    if scheme.codes == "nf4":
+        return torch.tensor(NF4, dtype=scales.dtype, device=codes.device)[codes.int()] * scales
+    return (codes.to(scales.dtype) - (float(fixed_zero(scheme)) if zeros is None else zeros)) * scales
 
 
 def assembled(

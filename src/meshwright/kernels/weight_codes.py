@@ -1,4 +1,5 @@
-"""A matrix and a scheme -> codes and scales, without data; some rows at a time, so that what that takes stays small."""
+"""A matrix and a scheme -> codes and scales, without data; by a calibrated scheme: those of its round-to-nearest. Some
+rows at a time, so that what that takes stays small."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +23,8 @@ def quantize_matrix(
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
     are out of the scales. PlanError names a matrix with numbers that are not finite."""
     *stack, _, inputs = weight.shape
+    check_finite(name, weight.detach())
     pieces = weight.detach().split(max(1, PIECE // (inputs * prod(stack))), -2)
-    bad = sum(int((~part.isfinite()).sum()) for part in pieces)
-    if bad:
-        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
     some = columns if columns is not None and len(columns) else None
     parts = [_quantized(part, scheme, some, kept) for part in pieces]
     found = parts[0] if len(parts) == 1 else _joined(parts)
@@ -55,6 +54,13 @@ def _joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     return replace(first, **whole)
 
 
+def check_finite(name: str, weight: Tensor) -> None:
+    """PlanError names a matrix with numbers that are not finite."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
+        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
+
+
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales (..., N, groups), in the dtype they are stored in, and zeros of their size, for a finite matrix."""
     runs = grouped(weight, scheme.group)
@@ -68,7 +74,7 @@ def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     scales = _stored(zero_point_grid(low, runs.amax(-1), scheme.bits)[0], scheme)
     wide = scales.float()
     zeros = (-low.clamp(max=0) / wide).clamp(0, 2**scheme.bits - 1)
-    if scheme.method == "hqq":
+    if scheme.zeros == "real":
         zeros = hqq.find_zeros(runs, wide, zeros, scheme.bits)
     return scales, zeros.half().float() if scheme.zeros == "real" else zeros.round()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.spec.inventory import parameters
@@ -18,6 +18,8 @@ from meshwright.spec.shape import ModelShape
 
 class QuantizedWeight(nn.Module):
     """The tensors of one matrix (rows, columns), or of a stack of them."""
+
+    codes: Tensor
 
     def __init__(
         self,

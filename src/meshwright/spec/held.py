@@ -97,10 +97,7 @@ class HeldParameter:
     @property
     def code_bytes(self) -> int:
         """Of its codes and scales, where it is held as such."""
-        if not self.parameter.scheme:
-            return 0
-        *stack, rows, columns = self.box.sizes
-        return SCHEMES[self.parameter.scheme].nbytes(rows, columns, stack)
+        return SCHEMES[self.parameter.scheme].nbytes(self.box.sizes) if self.parameter.scheme else 0
 
     @property
     def own_box(self) -> Box:

@@ -15,7 +15,9 @@ from typing import Literal
 from meshwright.spec.errors import PlanError
 
 Codes = Literal["integer", "nf4", "e4m3"]
-Method = Literal["absmax", "zero-point", "hqq"]
+Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "awq-gptq", "smooth"]
+CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")
+"""Methods that need text: what each matrix reads decides how it is rounded, or how inputs are scaled before."""
 Zeros = Literal["fixed", "whole", "real"]
 Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
@@ -100,10 +102,29 @@ class Scheme:
             raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
         if self.group and self.group not in GROUPS:
             raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
+        if self.weighs_errors and (self.codes != "integer" or self.activations != "same"):
+            raise PlanError(f"method={self.method} is for whole numbers, and for activations that stay as they are")
+        if self.method == "smooth" and self.activations == "same":
+            raise PlanError("method=smooth is for activations that are rounded: activations=int8")
         if self.scales == "double" and self.codes != "nf4":
             raise PlanError("scales=double are for nf4: take scales=bfloat16")
         if self.outliers != "none" and self.threshold <= 0:
             raise PlanError(f"threshold={self.threshold} must be above 0")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs text."""
+        return self.method in CALIBRATED
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether matrices are multiplied by scales that what comes before them is divided by."""
+        return self.method in ("awq", "awq-gptq", "smooth")
+
+    @property
+    def weighs_errors(self) -> bool:
+        """Whether rounding goes by what matrices read, of which it needs the mean products."""
+        return self.calibrated and self.method != "smooth"
 
     @property
     def packed(self) -> bool:
@@ -114,7 +135,7 @@ class Scheme:
     def trains_beside(self) -> bool:
         """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
         so that the gradient of an input is the one of what was computed."""
-        return self.activations == "same" and self.outliers == "none"
+        return self.activations == "same" and self.outliers == "none" and not self.calibrated
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many inputs; the last group may be short."""
@@ -143,10 +164,11 @@ class Scheme:
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
         """Of a matrix, its scales and zeros included."""
-        return 8 * self.nbytes(rows, columns) / (rows * columns)
+        return 8 * self.nbytes((rows, columns)) / (rows * columns)
 
-    def nbytes(self, rows: int, columns: int, stack: Sequence[int] = ()) -> int:
-        """Of all tensors that stand for a matrix, or for a stack of them."""
+    def nbytes(self, size: Sequence[int]) -> int:
+        """Of all tensors that stand for a matrix (rows, columns), or for a stack of them."""
+        *stack, rows, columns = size
         return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 
@@ -193,6 +215,26 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme(
             name="int3", bits=3, zeros="real", group=32, method="hqq", expected_kl=(1e-2, 0.3), max_kl=0.6,
             about="3-bit weights, real zeros found by half-quadratic quantization",
+        ),
+        Scheme(
+            name="int8-smooth", bits=8, activations="int8", method="smooth", expected_kl=(1e-5, 5e-3), max_kl=0.05,
+            about="`int8` after outliers moved from activations to weights (SmoothQuant); needs text",
+        ),
+        Scheme(
+            name="int4-gptq", bits=4, zeros="whole", group=32, method="gptq", expected_kl=(1e-3, 5e-2), max_kl=0.2,
+            about="4-bit weights; columns take over each other's rounding errors (GPTQ); needs text",
+        ),
+        Scheme(
+            name="int4-awq", bits=4, zeros="whole", group=32, method="awq", expected_kl=(2e-3, 6e-2), max_kl=0.2,
+            about="4-bit weights, inputs scaled by what they carry before rounding (AWQ); needs text",
+        ),
+        Scheme(
+            name="int4-awq-gptq", bits=4, zeros="whole", group=32, method="awq-gptq", expected_kl=(1e-3, 5e-2),
+            max_kl=0.2, about="4-bit weights, inputs scaled as by AWQ and columns rounded as by GPTQ; needs text",
+        ),
+        Scheme(
+            name="int3-gptq", bits=3, zeros="real", group=32, method="gptq", expected_kl=(5e-3, 0.2), max_kl=0.6,
+            about="3-bit weights with real zeros by GPTQ; needs text",
         ),
     )
 }  # fmt: skip

@@ -19,8 +19,8 @@ FOUR = [name for name, scheme in SCHEMES.items() if scheme.bits == 4]
 def test_the_kernel_equals_its_twin(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) * 0.1
     matrix = quantize_matrix("some", weight, SCHEMES[name])
-    ours = replace(matrix, prefer="triton", prepared={}).restored(dtype)
-    plain = replace(matrix, prefer="eager", prepared={}).restored(dtype)
+    ours = replace(matrix, prefer="triton").restored(dtype)
+    plain = replace(matrix, prefer="eager").restored(dtype)
     if dtype == torch.bfloat16:  # which the interpreter rounds towards zero
         torch.testing.assert_close(ours, plain, rtol=2**-7, atol=0.0)
     else:

@@ -27,6 +27,17 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     yield f"left alone  {', '.join((left, *found.skipped))}"
     if found.outlier_share:
         yield f"outliers    {100 * found.outlier_share:.2f} % of inputs stay in 16 bit"
+    if found.budget_bytes is not None:
+        each = ", ".join(f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in found.bits.items())
+        yield f"budget      {found.budget_bytes:,} bytes: {each}"
+    if found.calibration_tokens:
+        done = f"; {many(found.resumed_blocks, 'block')} from before" if found.resumed_blocks else ""
+        yield f"calibrated  on {found.calibration_tokens:,} tokens{done}"
+    rare = [one for one in found.layers if one.uncalibrated]
+    if rare:
+        experts = f"{many(rare[0].uncalibrated, 'expert')} of {rare[0].name}"
+        more = f" and of {len(rare) - 1} more stacks" if len(rare) > 1 else ""
+        yield f"rounded to nearest  {experts}{more}, which the text hardly reached: give more of it"
     if found.quality is None:
         return
     one = found.quality

@@ -11,12 +11,18 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            "--scheme", metavar="NAME", help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4 or int3."
+            "--scheme",
+            metavar="NAME",
+            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
+            "int4-awq, int4-awq-gptq, int3-gptq.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="meshwright, or compressed-tensors for vLLM and others.")
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="meshwright; compressed-tensors, gptq or awq for vLLM and others."
+        ),
     ] = "meshwright",
     group: Annotated[
         int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
@@ -35,9 +41,14 @@ def quantize(
         float | None, typer.Option("--threshold", help="From which on an activation is an outlier.  [default: 6]")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="PATH", help="Text to measure on.  [the run's held-out part]")
+        str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
+    calibration: Annotated[int, typer.Option(help="Windows that int8-smooth and schemes with awq or gptq read.")] = 128,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
+    ] = None,
     max_kl: Annotated[
         float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
     ] = None,
@@ -62,10 +73,15 @@ def quantize(
     from meshwright.cli.terminal.quantize_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
-    with console(json=True).status("quantize"):
+    with console(json=True).status("quantize") as status:
+
+        def on_block(block: int, blocks: int) -> None:
+            status.update(f"quantize: block {block} of {blocks}")
+
         found = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
-            data=data, sequences=sequences, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality,
+            data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
+            dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
     if json:
         print_json(found.to_dict())

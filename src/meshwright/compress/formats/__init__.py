@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 
+from meshwright.compress.formats.awq_files import AWQFiles
 from meshwright.compress.formats.bitsandbytes import BitsAndBytes
 from meshwright.compress.formats.compressed_tensors import CompressedTensors
 from meshwright.compress.formats.folder_format import QuantizedFormat
+from meshwright.compress.formats.gptq_files import GPTQFiles
 from meshwright.compress.formats.native import NativeFormat
 
 FORMATS: Mapping[str, QuantizedFormat] = {
-    one.name: one for one in (NativeFormat(), CompressedTensors(), BitsAndBytes())
+    one.name: one for one in (NativeFormat(), CompressedTensors(), GPTQFiles(), AWQFiles(), BitsAndBytes())
 }
 """By the word for each, which is also the config's quant_method."""
 DEFAULT = NativeFormat.name
+FP16_SCALES = (GPTQFiles.name, AWQFiles.name)
+"""Formats whose scales are fp16: codes are made for scales that were rounded so."""

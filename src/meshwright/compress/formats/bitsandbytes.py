@@ -250,7 +250,7 @@ def _scheme(
             return replace(SCHEMES["int8"], scales="float32")
         return replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold", threshold=threshold)
     found = _read_state(stored, name)
-    known = {"quant_type": "nf4", "shape": list(size)}
+    known: dict[str, Any] = {"quant_type": "nf4", "shape": list(size)}
     nested = "nested_blocksize" in found
     known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
     for key, value in known.items():

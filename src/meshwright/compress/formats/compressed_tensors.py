@@ -41,7 +41,9 @@ class CompressedTensors:
     name = "compressed-tensors"
 
     def refusal(self, model: QuantizedModel) -> str:
-        """It holds whole numbers and e4m3, in matrices that are stored as (out, in)."""
+        """It holds whole numbers and e4m3, in matrices that are stored as (out, in), all of one scheme."""
+        if len(set(model.schemes.values())) > 1:
+            return "compressed-tensors is written with one scheme, and budget= chooses several; take format=meshwright"
         for name, scheme in model.schemes.items():
             why = _unwritable(scheme)
             if why:

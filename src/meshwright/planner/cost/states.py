@@ -102,7 +102,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
     for (sizes, expert, stored, trained, scheme), times in parts.items():
         if scheme:
-            codes += times * SCHEMES[scheme].nbytes(*sizes[-2:], sizes[:-2])
+            codes += times * SCHEMES[scheme].nbytes(sizes)
             continue
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)

@@ -118,7 +118,7 @@ def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
         field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
-                      int(trained), SCHEMES[scheme].nbytes(*sizes[-2:], sizes[:-2]) if scheme else 0]
+                      int(trained), SCHEMES[scheme].nbytes(sizes) if scheme else 0]
                      for (sizes, expert, one, trained, scheme), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip

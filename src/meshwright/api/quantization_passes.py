@@ -1,0 +1,82 @@
+"""What `quantize` does to a model: the folder is made, and the model before is compared with it."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.api.quantization_text import QuantizationText
+from meshwright.api.trained_model import TrainedModel, load
+from meshwright.compress.calibrated_model import calibrate
+from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
+from meshwright.compress.original import OriginalModel, open_original
+from meshwright.compress.quality import Quality, compare, output_errors
+from meshwright.compress.stream import QuantizedLayer, write_quantized
+from meshwright.model import Transformer
+from meshwright.spec import num_parameters
+from meshwright.spec.quantization_schemes import Scheme
+
+MOST_FP32 = 2**30
+"""Parameters up to which models are calibrated and compared in fp32."""
+
+
+class QuantizedFolder:
+    """The folder, and what is said of its matrices."""
+
+    def __init__(self, target: Path, original: OriginalModel, model: QuantizedModel, form: QuantizedFormat) -> None:
+        self.target, self.original, self.model, self.form = target, original, model, form
+        self.layers: list[QuantizedLayer] = []
+        self.bytes = self.resumed = 0
+
+    def rounded(self, columns: Mapping[str, Tensor]) -> None:
+        """Each matrix by itself."""
+        self._write(columns, None)
+
+    def calibrated(self, text: QuantizationText, dtype: torch.dtype, done: Callable[[int, int], None]) -> None:
+        """Block by block, by what each reads; `done` hears of each."""
+        found = calibrate(self.target, self.original, self.model, text.calibration, dtype, done)
+        self.layers, self.resumed = list(found.layers), found.resumed
+        self._write({}, found.weights)
+        found.finished.remove()
+
+    def _write(self, columns: Mapping[str, Tensor], calibrated: Weights | None) -> None:
+        self.bytes = write_quantized(
+            self.target, self.original, self.model, self.form, columns, self.layers.append, calibrated
+        )
+
+
+def compute_dtype(original: OriginalModel) -> torch.dtype:
+    """In which a model runs here."""
+    return torch.float32 if num_parameters(original.shape) <= MOST_FP32 else original.dtype
+
+
+class BeforeQuantized:
+    """The original, in memory once it is needed, and the text that quality is measured on."""
+
+    def __init__(self, path: Path, checkpoint: str, text: QuantizationText) -> None:
+        self.path, self.checkpoint, self.scored = path, checkpoint, text.scored
+
+    @cached_property
+    def dtype(self) -> str | None:
+        """That both models are compared in; None = as they are stored."""
+        small = num_parameters(open_original(self.path, self.checkpoint).shape) <= MOST_FP32
+        return "fp32" if small else None
+
+    @cached_property
+    def opened(self) -> TrainedModel:
+        """The original."""
+        return load(self.path, self.dtype, checkpoint=self.checkpoint)
+
+    def model(self) -> Transformer:
+        """Of the original."""
+        return self.opened.model
+
+    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
+        """The folder that was written, read back; and the error of each layer whose inputs are the same in both."""
+        after = load(target, self.dtype).model
+        same = [name for name, scheme in names.items() if not scheme.scales_inputs]
+        return compare(self.opened.model, after, self.scored), output_errors(
+            self.opened.model, after, same, self.scored[:4]
+        )

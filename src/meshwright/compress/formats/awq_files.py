@@ -1,0 +1,85 @@
+"""AWQ's layout for matrix products ("gemm"), as AutoAWQ writes and vLLM, transformers and SGLang read it.
+
+X.qweight  int32 (K, N / 8)       8 codes of 4 bits, of neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7
+X.qzeros   int32 (groups, N / 8)  the same of zeros, which are kept as they are
+X.scales   fp16 (groups, N)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.formats.packed_linears import (
+    Codes,
+    PackedLinears,
+    Parts,
+    codes_of,
+    names_kept,
+    whole_scheme,
+    words,
+)
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.safetensors_files import Stored
+from meshwright.spec.quantization_schemes import Scheme
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 outputs each run of 4 bits in a word is, from the lowest."""
+
+
+class AWQFiles(PackedLinears):
+    """See above."""
+
+    name = "awq"
+    bits = (4,)
+    outputs = 8
+
+    def sizes(self, rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """As PackedLinears."""
+        groups = scheme.groups(columns)
+        return {
+            "qweight": ((columns, rows // 8), torch.int32),
+            "qzeros": ((groups, rows // 8), torch.int32),
+            "scales": ((groups, rows), torch.float16),
+        }
+
+    def packed(self, name: str, found: Codes, scheme: Scheme) -> Parts:
+        """As PackedLinears."""
+        return {
+            "qweight": _packed(found.codes.t()), "qzeros": _packed(found.zeros.t()),
+            "scales": found.scales.t().contiguous(),
+        }  # fmt: skip
+
+    def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
+        """As PackedLinears."""
+        codes, zeros = (_unpacked(parts[part].read(), size[0]).t().contiguous() for part in ("qweight", "qzeros"))
+        return Codes(codes, zeros, parts["scales"].read().t().to(torch.float16))
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """As QuantizedFormat."""
+        scheme = next(iter(model.schemes.values()))
+        return {
+            "quant_method": self.name, "bits": scheme.bits, "group_size": scheme.group or -1, "zero_point": True,
+            "version": "gemm", "modules_to_not_convert": ["lm_head", *names_kept(model)],
+        }  # fmt: skip
+
+    def scheme_of(self, entries: Entries) -> Scheme:
+        """As PackedLinears."""
+        (bits, group), version = self.widths(entries), entries.text("version", "gemm")
+        if version.lower() != "gemm":
+            raise entries.fail(f"version={version!r} is not read: gemm is")
+        if not entries.flag("zero_point", True):
+            raise entries.fail("zero_point=false is not read")
+        return whole_scheme("int4-awq", bits, group, False)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes (R, C) uint8 -> (R, C / 8) int32."""
+    return words(codes.reshape(len(codes), -1, 8)[..., ORDER].flatten(1), 4)
+
+
+def _unpacked(found: Tensor, columns: int) -> Tensor:
+    back = [ORDER.index(place) for place in range(8)]
+    return codes_of(found, 4, columns).view(len(found), -1, 8)[..., back].flatten(1)

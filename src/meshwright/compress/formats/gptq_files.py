@@ -1,0 +1,113 @@
+"""GPTQ's layout, version 1, as AutoGPTQ and GPTQModel write and vLLM, transformers and SGLang read it.
+
+    X.qweight  int32 (K b / 32, N)   codes as one stream of bits along K
+    X.qzeros   int32 (groups, N b / 32)   zeros less 1, as one stream along N
+    X.scales   fp16 (groups, N)
+    X.g_idx    int32 (K,)            the group of each input: k // group, in whatever order columns were rounded
+
+A zero of 0 has no place there, for it is kept less 1: codes and zero of such a group are both raised by 1. Version 2
+(`checkpoint_format: gptq_v2`), which keeps zeros as they are, is read too.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.formats.packed_linears import (
+    Codes,
+    PackedLinears,
+    Parts,
+    codes_of,
+    names_kept,
+    whole_scheme,
+    words,
+)
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.safetensors_files import Stored
+from meshwright.spec.errors import PlanError
+from meshwright.spec.quantization_schemes import Scheme
+
+V2 = "-v2"
+"""At the end of the name of a scheme whose zeros are kept as they are."""
+
+
+class GPTQFiles(PackedLinears):
+    """See above."""
+
+    name = "gptq"
+    bits = (2, 3, 4, 8)
+    outputs = 32
+
+    def sizes(self, rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """As PackedLinears."""
+        groups, bits = scheme.groups(columns), scheme.bits
+        return {
+            "qweight": ((columns * bits // 32, rows), torch.int32),
+            "qzeros": ((groups, rows * bits // 32), torch.int32),
+            "scales": ((groups, rows), torch.float16),
+            "g_idx": ((columns,), torch.int32),
+        }
+
+    def packed(self, name: str, found: Codes, scheme: Scheme) -> Parts:
+        """As PackedLinears."""
+        columns = found.codes.shape[1]
+        index = torch.arange(columns) // (scheme.group or columns)
+        codes, zeros = _raised(name, found, index, scheme.bits)
+        return {
+            "qweight": words(codes, scheme.bits).t().contiguous(),
+            "qzeros": words(zeros.t() - 1, scheme.bits),
+            "scales": found.scales.t().contiguous(),
+            "g_idx": index.int(),
+        }
+
+    def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
+        """As PackedLinears. HubError for groups of inputs that are not neighbours."""
+        rows, columns = size
+        if not torch.equal(parts["g_idx"].read().long(), torch.arange(columns) // (scheme.group or columns)):
+            raise entries.fail("groups of inputs that are not neighbours (desc_act without static_groups) are not read")
+        zeros = codes_of(parts["qzeros"].read(), scheme.bits, rows)
+        if not scheme.name.endswith(V2):
+            zeros = (zeros + 1) & (2**scheme.bits - 1)
+        codes = codes_of(parts["qweight"].read().t(), scheme.bits, columns)
+        return Codes(codes, zeros.t().contiguous(), parts["scales"].read().t().to(torch.float16))
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """As QuantizedFormat."""
+        scheme = next(iter(model.schemes.values()))
+        found: dict[str, Any] = {
+            "quant_method": self.name, "bits": scheme.bits, "group_size": scheme.group or -1, "desc_act": False,
+            "static_groups": True, "sym": scheme.zeros == "fixed", "true_sequential": True,
+            "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
+        }  # fmt: skip
+        kept: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in names_kept(model)}
+        return found | ({"dynamic": kept} if kept else {})
+
+    def scheme_of(self, entries: Entries) -> Scheme:
+        """As PackedLinears."""
+        layout = entries.text("checkpoint_format", "gptq")
+        if layout not in ("gptq", "gptq_v2"):
+            raise entries.fail(f"checkpoint_format={layout!r} is not read: gptq and gptq_v2 are")
+        bits, group = self.widths(entries)
+        name = f"int{bits}-gptq{V2 if layout == 'gptq_v2' else ''}"
+        symmetric = entries.flag("sym", True)
+        if bits == 8 and not symmetric:
+            raise entries.fail("bits=8 with sym=false is not read")
+        return whole_scheme(name, bits, group, symmetric)
+
+
+def _raised(name: str, found: Codes, index: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes and zeros, both 1 more in groups whose zero is 0."""
+    none = found.zeros == 0
+    if not bool(none.any()):
+        return found.codes, found.zeros
+    codes = found.codes + none[:, index].to(torch.uint8)
+    if bool((codes > 2**bits - 1).any()):
+        raise PlanError(
+            f"{name} has a group of weights that are all above zero, which gptq's files cannot hold: take --format "
+            "meshwright or awq, or keep the matrix"
+        )
+    return codes, found.zeros + none.to(torch.uint8)

@@ -1,0 +1,234 @@
+"""What folders in GPTQ's and in AWQ's layout have in common: 32-bit words of codes, inputs as rows, and fp16 scales.
+
+A matrix W (N, K) of ours is X.qweight, X.qzeros and X.scales of theirs, where X.weight was. How codes lie in a word is
+each format's own (gptq_files.py, awq_files.py).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.formats.folder_format import QuantizedModel, Weights
+from meshwright.compress.formats.native import check
+from meshwright.kernels.quantization import pack, unpack
+from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
+from meshwright.model.hub.transforms import CONV1D
+from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.quantized_weights import quantizable
+from meshwright.spec.errors import HubError
+from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Scheme
+from meshwright.spec.shape import ModelShape
+
+Parts = dict[str, Tensor]
+"""Tensors of one matrix by what their names end with."""
+
+
+class Codes(NamedTuple):
+    """One matrix of theirs: codes (N, K) and zeros (N, groups), one an element, uint8; scales (N, groups) fp16."""
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+
+class PackedLinears(ABC):
+    """A QuantizedFormat, but for how a matrix is packed and what the config says."""
+
+    name: str
+    bits: tuple[int, ...]
+    """That it holds."""
+    outputs: int
+    """Whose multiple a matrix must have."""
+
+    @abstractmethod
+    def sizes(self, rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of the tensors of one matrix."""
+
+    @abstractmethod
+    def packed(self, name: str, found: Codes, scheme: Scheme) -> Parts:
+        """Tensors of one matrix. PlanError names one that the format cannot hold."""
+
+    @abstractmethod
+    def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
+        """The matrix of these tensors, whose sizes were checked."""
+
+    @abstractmethod
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """As QuantizedFormat."""
+
+    @abstractmethod
+    def scheme_of(self, entries: Entries) -> Scheme:
+        """Of a config; HubError where it holds what is not read."""
+
+    def widths(self, entries: Entries) -> tuple[int, int]:
+        """Bits and group (0 = a row) of a config; HubError where they are not read."""
+        bits, group = entries.integer("bits"), entries.raw("group_size")
+        if bits not in self.bits or group not in (-1, *GROUPS) or not isinstance(group, int):
+            raise entries.fail(f"bits={bits} with group_size={group!r} is not read")
+        return bits, max(group, 0)
+
+    def refusal(self, model: QuantizedModel) -> str:
+        """Why it cannot hold the model; empty where it can."""
+        if len(set(model.schemes.values())) > 1:
+            return f"{self.name} is written with one scheme, and budget= chooses several; take format=meshwright"
+        scheme = next(iter(model.schemes.values()))
+        why = self._unwritable(scheme)
+        if why:
+            return f"{self.name} cannot hold {scheme.name}: {why}; take format=meshwright"
+        if any(binding.transform is CONV1D for binding in bindings(model.shape)):
+            return f"{self.name} cannot hold gpt2, whose matrices are stored transposed; take format=meshwright"
+        for name in model.schemes:
+            *_, rows, columns = quantizable(model.shape)[name]
+            if columns % 32 or columns % (scheme.group or columns):
+                fitting = [group for group in GROUPS if columns % group == 0 and columns % 32 == 0]
+                other = f"group={max(fitting)} or " if fitting else ""
+                return f"{self.name} cannot hold {name}: {columns} inputs do not fit; take {other}format=meshwright"
+            if rows % self.outputs:
+                return f"{self.name} cannot hold {name}: {rows} outputs are no multiple of {self.outputs}"
+        return ""
+
+    def _unwritable(self, scheme: Scheme) -> str:
+        if scheme.codes != "integer" or scheme.bits not in self.bits:
+            return f"it has whole numbers of {', '.join(map(str, self.bits))} bits"
+        if scheme.activations != "same" or scheme.outliers != "none":
+            return "its activations stay as they are"
+        return "its zeros must be whole numbers" if scheme.zeros == "real" else ""
+
+    def planned(self, model: QuantizedModel) -> list[Planned]:
+        """As QuantizedFormat."""
+        found = []
+        for binding in bindings(model.shape):
+            scheme = model.schemes.get(next(iter(binding.ours)))
+            for name, size in binding.theirs.items():
+                if scheme is None:
+                    dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
+                    found.append(Planned(name=name, size=size, dtype=dtype))
+                    continue
+                own = self.sizes(size[0], size[1], scheme)
+                found += [
+                    Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in own.items()
+                ]
+        return found
+
+    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """As QuantizedFormat."""
+        binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
+        for name, found in weights:
+            if model.shape.tied and name == "head.weight":
+                continue
+            binding = binding_of[name]
+            if isinstance(found, QuantizedMatrix):
+                for their, one in _each(binding, found, model.shape):
+                    parts = self.packed(name, one, found.scheme).items()
+                    yield from ((_start(their) + part, tensor) for part, tensor in parts)
+            else:
+                yield from zip(binding.theirs, binding.transform.export([found], model.shape), strict=True)
+
+    def described(
+        self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
+    ) -> QuantizedModel:
+        """As QuantizedFormat."""
+        entries = Entries(config, f"{folder}/config.json, quantization_config")
+        scheme, stored = self.scheme_of(entries), stored_tensors(folder)
+        names = quantizable(shape)
+        schemes = {
+            own: scheme
+            for binding in bindings(shape)
+            if (own := next(iter(binding.ours))) in names and _start(next(iter(binding.theirs))) + "qweight" in stored
+        }
+        if not schemes:
+            raise entries.fail("no tensor of the folder is quantized: there is no qweight")
+        model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
+        why = self.refusal(model)
+        if why:
+            raise HubError(f"{folder}: {why}")
+        check(folder, self.planned(model), stored)
+        return model
+
+    def decoded(self, folder: Path, model: QuantizedModel) -> Iterator[tuple[str, Tensor | Parts]]:
+        """As QuantizedFormat."""
+        stored = stored_tensors(folder)
+        for binding in bindings(model.shape):
+            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
+            if name not in model.schemes:
+                theirs = [stored[one].read() for one in binding.theirs]
+                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
+                continue
+            each = [
+                self._matrix(folder, stored, their, size, model.schemes[name]) for their, size in binding.theirs.items()
+            ]
+            yield (
+                name,
+                {
+                    part: binding.transform.restore([one[part] for one in each], rows, model.shape)[0].contiguous()
+                    for part in each[0]
+                },
+            )
+
+    def _matrix(
+        self, folder: Path, stored: Mapping[str, Stored], their: str, size: tuple[int, ...], scheme: Scheme
+    ) -> Parts:
+        """One matrix of theirs, packed as ours are."""
+        parts = {part: stored[_start(their) + part] for part in self.sizes(size[0], size[1], scheme)}
+        where = Entries({}, f"{folder}: {_start(their)}qweight")
+        found = self.unpacked(parts, (size[0], size[1]), scheme, where)
+        own = {"scales": found.scales.contiguous()}
+        middle = fixed_zero(scheme) if scheme.packed else 128
+        if scheme.zeros == "whole":
+            own["zeros"] = pack(found.zeros, scheme.bits)
+        elif bool((found.zeros != middle).any()):
+            raise where.fail("config.json says sym=true, and some zeros are not the middle code")
+        own["codes"] = pack(found.codes, scheme.bits) if scheme.packed else (found.codes.int() - 128).to(torch.int8)
+        return own
+
+
+def _each(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Iterator[tuple[str, Codes]]:
+    """The matrices of theirs that one of ours is."""
+    whole = matrix.whole_codes()
+    codes = whole if matrix.scheme.packed else (whole.int() + 128).to(torch.uint8)
+    middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
+    zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
+    parts = (binding.transform.export([one], shape) for one in (codes, zeros.to(torch.uint8), matrix.scales))
+    for name, *own in zip(binding.theirs, *parts, strict=True):
+        yield name, Codes(*own)
+
+
+def whole_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:
+    """What a folder's codes and scales are."""
+    like = SCHEMES["int8" if bits == 8 else "int4-rtn"]
+    return replace(
+        SCHEMES["int4-rtn"], name=name, about="as read", bits=bits, group=group, scales="float16",
+        zeros="fixed" if symmetric else "whole", method="absmax" if symmetric else "zero-point",
+        expected_kl=like.expected_kl, max_kl=like.max_kl,
+    )  # fmt: skip
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes (R, C) uint8, C bits a multiple of 32 -> one stream of bits for each row, int32 (R, C bits / 32)."""
+    return pack(codes.contiguous(), bits).contiguous().view(torch.int32)
+
+
+def codes_of(found: Tensor, bits: int, columns: int) -> Tensor:
+    """The codes (R, columns) of `words`."""
+    return unpack(found.contiguous().view(torch.uint8), bits, columns)
+
+
+def names_kept(model: QuantizedModel) -> Sequence[str]:
+    """Layers of theirs, by name, that could be quantized and are not."""
+    return [
+        their.removesuffix(".weight")
+        for binding in bindings(model.shape)
+        if next(iter(binding.ours)) in model.skipped
+        for their in binding.theirs
+    ]
+
+
+def _start(name: str) -> str:
+    return name.removesuffix("weight")
