@@ -65,7 +65,7 @@ def _codes_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> Any:
         return matrix.prepared[name]
     short = packed_product.TABLE_DTYPE[dtype]
     table = torch.tensor(NF4, device=matrix.codes.device).to(short) if matrix.scheme.codes == "nf4" else None
-    found = packed_product.Codes(
+    found = packed_product.PackedMatrix(
         matrix.codes.contiguous(), matrix.scales if matrix.outer is None else matrix.every_scale(), matrix.zeros, table,
         matrix.size_in, matrix.scheme.group,
     )  # fmt: skip

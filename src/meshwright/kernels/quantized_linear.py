@@ -75,7 +75,8 @@ def quantized_linears(
     x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """As the reference, in x's dtype; its gradient is that of the restored weights."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    learns = (one.requires_grad for one in (x, *biases) if one is not None)
+    if not (torch.is_grad_enabled() and any(learns)):
         return _products(x, matrices, biases)
     found: tuple[Tensor, ...] = _QuantizedLinears.apply(x, *matrices)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return tuple(y if bias is None else y + bias for y, bias in zip(found, biases, strict=True))

@@ -75,7 +75,7 @@ def test_what_the_kernel_cannot_take_is_restored() -> None:
 def test_every_number_of_e4m3() -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     weight = codes.view(torch.float8_e4m3fn).view(-1, 1)
-    matrix = packed_product.Codes(weight, torch.ones(len(codes), 1), None, None, 1, 0)
+    matrix = packed_product.PackedMatrix(weight, torch.ones(len(codes), 1), None, None, 1, 0)
     found = packed_product.packed_linear(torch.ones(1, 1, dtype=FP16), matrix, None)
     assert torch.equal(found[0], weight[:, 0].half())
 
@@ -161,6 +161,18 @@ def test_bf16_by_way_of_fp32() -> None:
         found = quantized_linears(x, [matrix], [None])[0]
         right = quantized_linears_reference(x, [matrix], [None])[0]
         assert (found.double() - right.double()).norm() < 0.01 * right.double().norm()
+
+
+def test_gradients_of_x_and_bias() -> None:
+    """Those of the restored matrix; the bias learns beside an x that does not."""
+    matrix, gradient = made(SCHEMES["nf4"], 40, 96), numbers(3, 40).to(FP16)
+    x, bias = numbers(3, 96).to(FP16).requires_grad_(), numbers(40).to(FP16).requires_grad_()
+    quantized_linears(x, [matrix], [bias])[0].backward(gradient)
+    assert x.grad is not None and bias.grad is not None
+    right = gradient.double() @ matrix.dequantized().double()
+    assert (x.grad.double() - right).norm() < 2e-3 * right.norm()
+    alone = torch.autograd.grad(quantized_linears(x.detach(), [matrix], [bias])[0], bias, gradient)[0]
+    assert torch.equal(alone, bias.grad)
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:

@@ -27,7 +27,7 @@ ROW_SHARE = 16
 """Inputs for each row of x that a part has at least: it costs 8 bytes a row, to write and to read, and saves none."""
 
 
-class Codes(NamedTuple):
+class PackedMatrix(NamedTuple):
     """A matrix (N, K) as the kernel reads it."""
 
     codes: Tensor
@@ -181,7 +181,7 @@ def parts_of(
     return max(1, min(ceil_div(2 * processors, blocks), inner // (2 * tile.inner), inner // (ROW_SHARE * rows)))
 
 
-def packed_linear(x: Tensor, matrix: Codes, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x (M, K) in 16 bit times the matrix transposed, plus bias (N,) -> (M, N) in x's dtype. Sums are fp32."""
     x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in

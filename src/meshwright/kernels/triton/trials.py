@@ -221,15 +221,17 @@ def _packed(make: Made) -> float:
     every = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1).repeat_interleave(32, 1)[:, :299].double()
     eight = make(70, 299).to(torch.float8_e4m3fn)
     errors = [
-        _packed_error(x, packed_product.Codes(codes, scales, zeros, None, 299, 32), both - every, bias),
-        _packed_error(x, packed_product.Codes(codes, scales, None, None, 299, 32), both - 8, None),
-        _packed_error(x, packed_product.Codes(codes, scales, None, table, 299, 32), table.double()[both.long()], None),
-        _packed_error(x, packed_product.Codes(eight, scales[:, :1], None, None, 299, 0), eight.double(), bias),
+        _packed_error(x, packed_product.PackedMatrix(codes, scales, zeros, None, 299, 32), both - every, bias),
+        _packed_error(x, packed_product.PackedMatrix(codes, scales, None, None, 299, 32), both - 8, None),
+        _packed_error(
+            x, packed_product.PackedMatrix(codes, scales, None, table, 299, 32), table.double()[both.long()], None
+        ),
+        _packed_error(x, packed_product.PackedMatrix(eight, scales[:, :1], None, None, 299, 0), eight.double(), bias),
     ]
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _packed_error(x: Tensor, matrix: packed_product.Codes, numbers: Tensor, bias: Tensor | None) -> float:
+def _packed_error(x: Tensor, matrix: packed_product.PackedMatrix, numbers: Tensor, bias: Tensor | None) -> float:
     wide = matrix.scales.double().repeat_interleave(matrix.group or 299, 1)[:, :299]
     right = x.double() @ (numbers * wide).t() + (0 if bias is None else bias.double())
     found = packed_product.packed_linear(x, matrix, bias)
